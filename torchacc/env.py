@@ -1,0 +1,77 @@
+"""The one module that reads and writes the process's environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchacc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of this job, as the launcher (`torchrun`, or nobody) describes them."""
+
+    rank: int = 0
+    """This process's rank among all processes."""
+    num_processes: int = 1
+    """Processes on all machines."""
+    local_rank: int = 0
+    """This process's rank among the processes of its machine."""
+    local_num_processes: int = 1
+    """Processes on this machine."""
+
+    @property
+    def launched(self) -> bool:
+        """Whether there is more than this one process."""
+        return self.num_processes > 1
+
+
+def read_job(environ: Mapping[str, str] | None = None) -> Job:
+    """Read the job from the launcher's variables; without them it is this one process.
+
+    Args:
+        environ: Variables to read instead of the process's own.
+
+    Raises:
+        ConfigError: The variables contradict one another.
+    """
+    environ = os.environ if environ is None else environ
+    rank, num_processes = _integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1)
+    if not 0 <= rank < num_processes:
+        raise ConfigError(
+            f"RANK={rank} with WORLD_SIZE={num_processes}: a rank lies between 0 and {num_processes - 1}. "
+            "Start the processes with `torchrun`, which sets both."
+        )
+    return Job(
+        rank=rank,
+        num_processes=num_processes,
+        local_rank=_integer(environ, "LOCAL_RANK", rank),
+        local_num_processes=_integer(environ, "LOCAL_WORLD_SIZE", num_processes),
+    )
+
+
+def get(name: str) -> str | None:
+    """Return the value of a variable, or None where it is not set."""
+    return os.environ.get(name)
+
+
+def set_default(name: str, value: str) -> bool:
+    """Set a variable unless the user has set it.
+
+    Returns:
+        Whether it was set.
+    """
+    if name in os.environ:
+        return False
+    os.environ[name] = value
+    return True
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the environment variable {name}={text!r} is not a whole number") from None

@@ -1,0 +1,13 @@
+"""The errors that torchacc raises for what a user can mend. Each says what was passed, why not, and what to write."""
+
+
+class ConfigError(ValueError):
+    """A configuration that contradicts itself, the model, or the devices of the job."""
+
+
+class DataError(ValueError):
+    """A data loader or a batch that cannot be sharded or padded as asked."""
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot start or go on on this machine."""
