@@ -1,0 +1,135 @@
+"""From the user's config to a frozen, complete copy; every contradiction and every unmet wish is refused here."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import Any
+
+from torchacc.config.root import Config
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+
+_AXES = ("dp", "fsdp", "tp", "pp", "sp")
+_WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
+
+
+@dataclass(frozen=True)
+class _NotYet:
+    """An option that the config knows, and no engine carries out so far."""
+
+    path: str
+    is_asked: Callable[[Any], bool]
+    instead: str
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+def _is_split(size: int) -> bool:
+    return size > 1
+
+
+_NOT_YET = (
+    _NotYet("compute.fp16", bool, "use config.compute.bf16 = True"),
+    _NotYet("compute.acc_scaled_dot_attn", bool, "leave it at False"),
+    _NotYet("memory.gc", bool, "leave it at False"),
+    _NotYet("memory.gc_cls", _is_set, "leave it at None"),
+    _NotYet("memory.gc_cnt", _is_set, "leave it at None"),
+    _NotYet("dist.fsdp.activation_checkpointing", bool, "leave it at False"),
+    _NotYet("dist.fsdp.cpu_offload", bool, "leave it at False"),
+    _NotYet("dist.fsdp.sharding_strategy", "SHARD_GRAD_OP".__eq__, "use 'FULL_SHARD'"),
+    _NotYet("dist.tp.size", _is_split, "use config.dist.fsdp.size"),
+    _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
+    _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
+)
+
+
+def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
+    """Return a frozen copy with every axis sized; the config itself stays as it is.
+
+    Args:
+        config: The user's config.
+        job: The processes of the job.
+        num_devices: Devices of the whole job: its processes where each drives one device, otherwise what they drive
+            together.
+
+    Raises:
+        ConfigError: The config contradicts itself or the job, or asks for what is not available yet.
+    """
+    _refuse_contradictions(config)
+    _refuse_not_yet(config)
+    resolved = deepcopy(config)
+    resolved.dist.dp.size = _dp_size(config, job, num_devices)
+    _refuse_lone_hybrid(resolved)
+    resolved.freeze()
+    return resolved
+
+
+def requested_devices(config: Config) -> int:
+    """Return the number of devices that the axes ask for, where a `dp` that is left open asks for one."""
+    return prod(_sizes(config).values())
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    return {axis: getattr(config.dist, axis).size or 1 for axis in _AXES}
+
+
+def _refuse_contradictions(config: Config) -> None:
+    if config.compute.fp16 and config.compute.bf16:
+        raise ConfigError("compute.fp16 and compute.bf16 are both True: devices compute in one of them; keep bf16")
+    given = [f"dist.fsdp.{name}" for name in _WRAP_OPTIONS if getattr(config.dist.fsdp, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")
+
+
+def _refuse_not_yet(config: Config) -> None:
+    for option in _NOT_YET:
+        value = reduce(getattr, option.path.split("."), config)
+        if option.is_asked(value):
+            raise ConfigError(f"{option.path} = {value!r} is not available yet: {option.instead}")
+
+
+def _refuse_lone_hybrid(config: Config) -> None:
+    dp, fsdp = config.dist.dp.size, config.dist.fsdp.size
+    if config.dist.fsdp.sharding_strategy == "HYBRID_SHARD" and 1 in (dp, fsdp):
+        raise ConfigError(
+            f"dist.fsdp.sharding_strategy = 'HYBRID_SHARD' shards inside of groups and replicates across them, but "
+            f"dp({dp}) * fsdp({fsdp}) has a single {'group' if dp == 1 else 'device in a group'}: make both larger "
+            f"than 1, or use {'FULL_SHARD' if dp == 1 else 'NO_SHARD'!r}"
+        )
+
+
+def _dp_size(config: Config, job: Job, num_devices: int) -> int:
+    """Return the size of `dp`, given or left over, once the axes are known to fill the job's devices."""
+    sizes = _sizes(config)
+    asked = prod(sizes.values())
+    if config.dist.dp.size is None and num_devices % asked == 0:
+        return num_devices // asked
+    if asked == num_devices:
+        return sizes["dp"]
+    arithmetic = f"dist: {' * '.join(f'{axis}({size})' for axis, size in sizes.items())} = {asked}"
+    raise ConfigError(f"{arithmetic}, but the job has {_count(num_devices)}. {_way_out(config, job, num_devices)}")
+
+
+def _way_out(config: Config, job: Job, num_devices: int) -> str:
+    asked = requested_devices(config)
+    launch = f"`torchrun --nproc_per_node={asked} your_script.py`"
+    if job.local_num_processes < job.num_processes:
+        launch = f"{asked} processes on all machines together"
+    if asked > num_devices == job.num_processes == 1 and not config.dist.fsdp.use_spmd:
+        return (
+            f"Either start one process per device: {launch}, or let this process drive all of them: "
+            "`config.dist.fsdp.use_spmd = True`"
+        )
+    if asked > num_devices:
+        return f"Start one process per device: {launch}, or ask for fewer devices"
+    if num_devices % asked:
+        return f"{asked} does not divide {num_devices}: choose sizes whose product does"
+    return "Leave `config.dist.dp.size = None` to have it sized, or start fewer"
+
+
+def _count(num_devices: int) -> str:
+    return f"{num_devices} device" if num_devices == 1 else f"{num_devices} devices"

@@ -1,0 +1,324 @@
+"""The sections of a `Config`: plain, assignable data, each field checked when it is set."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import ErrorDetails
+from typing_extensions import Self
+
+from torchacc.errors import ConfigError
+
+Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return a hint that ends a message about a wrong name: the nearest valid name, or else all of them."""
+    valid = sorted(valid)
+    return _did_you_mean(name, valid) or f"valid names: {', '.join(valid)}"
+
+
+def _did_you_mean(name: str, valid: Iterable[str]) -> str:
+    by_lower = {candidate.lower(): candidate for candidate in valid}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+class Section(BaseModel):
+    """A group of options that refuses unknown names and wrong types, at the assignment and with a `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+
+    path: ClassVar[str] = ""
+    """Where the section lies in a `Config`, dotted, to name options in messages."""
+
+    _frozen: bool = PrivateAttr(default=False)
+
+    def __init__(self, **values: Any) -> None:
+        """Set the options passed, and leave the others at their defaults.
+
+        Raises:
+            ConfigError: A name or a type is wrong.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(self._explain(error, values)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            if self._frozen:
+                raise ConfigError(
+                    f"{self.path_of(name)} = {value!r}: resolved configs are frozen: "
+                    "change your own Config before accelerate()"
+                )
+            if name not in type(self).model_fields:
+                raise ConfigError(self._unknown(name, value))
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ConfigError(self._explain(error, {name: value})) from None
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copy the values, and thaw the copy; a callable stays the same, as a method would copy its whole object."""
+        memo = {} if memo is None else memo
+        memo.update({id(value): value for value in self.__dict__.values() if callable(value)})
+        copied = super().__deepcopy__(memo)
+        copied._frozen = False
+        return copied
+
+    def freeze(self) -> None:
+        """Refuse every later assignment, here and in the sections below."""
+        self._frozen = True
+        for value in self.__dict__.values():
+            if isinstance(value, Section):
+                value.freeze()
+
+    @classmethod
+    def path_of(cls, name: str) -> str:
+        """Return the dotted path of one of the section's options."""
+        return f"{cls.path}.{name}" if cls.path else name
+
+    @classmethod
+    def _unknown(cls, name: str, value: Any) -> str:
+        return f"{cls.path_of(name)} = {value!r}: there is no such option; {nearest(name, cls.model_fields)}"
+
+    @classmethod
+    def _explain(cls, error: ValidationError, values: Mapping[str, Any]) -> str:
+        """Return one line per wrong option: its path, what was passed, and what is expected."""
+        by_option: dict[str, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            by_option.setdefault(str(detail["loc"][0]), []).append(detail)
+        return "\n".join(cls._explain_option(name, values[name], details) for name, details in by_option.items())
+
+    @classmethod
+    def _explain_option(cls, name: str, value: Any, details: list[ErrorDetails]) -> str:
+        # A section below has explained itself; pydantic hands its error on as the context of ours.
+        below = details[0].get("ctx", {}).get("error")
+        if isinstance(below, ConfigError):
+            return str(below)
+        if details[0]["type"] == "extra_forbidden":
+            return cls._unknown(name, value)
+        expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+        return f"{cls.path_of(name)} = {value!r}: expected {expected}"
+
+
+_EXPECTED = {
+    "bool_type": "True or False",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "a dict",
+    "set_type": "a name, or a set or list of names",
+    "callable_type": "a function",
+    "model_type": "a dict of the section's options, or the section itself",
+    "greater_than_equal": "at least {ge}",
+    "too_short": "at least {min_length} item",
+}
+"""Our words for pydantic's types of errors, filled in from an error's context."""
+
+
+def _expected(detail: ErrorDetails) -> str:
+    if detail["type"] in _EXPECTED:
+        return _EXPECTED[detail["type"]].format_map(detail.get("ctx", {}))
+    expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+        hint = _did_you_mean(detail["input"], re.findall("'([^']*)'", expected))
+        return f"{expected}; {hint}" if hint else expected
+    return expected
+
+
+def _at_least_one(value: Any) -> Any:
+    """Return a list of one where one name or class is passed."""
+    return [value] if isinstance(value, str | type) else value
+
+
+def _class_names(value: Any) -> Any:
+    value = _at_least_one(value)
+    if not isinstance(value, list | tuple | set | frozenset):
+        return value
+    return [item.__name__ if isinstance(item, type) else item for item in value]
+
+
+def _every_axis_once(axes: list[Axis]) -> list[Axis]:
+    if sorted(axes) != sorted(get_args(Axis)):
+        raise ValueError("each of the axes dp, fsdp, pp, sp and tp once, the slowest first")
+    return axes
+
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
+ClassNames = Annotated[Names, BeforeValidator(_class_names)]
+Patterns = Annotated[Names, BeforeValidator(_at_least_one)]
+AxisOrder = Annotated[list[Axis], AfterValidator(_every_axis_once)]
+# A file cannot hold a function: to a schema, these two can only be null.
+WrapFunction = Annotated[Callable[[str, Any], bool], WithJsonSchema({"type": "null"})]
+ShardFunction = Annotated[Callable[..., Any], WithJsonSchema({"type": "null"})]
+
+
+class Compute(Section):
+    """What the devices compute in."""
+
+    path = "compute"
+
+    bf16: StrictBool = False
+    """Compute in bfloat16; the parameters that the optimizer steps stay in float32."""
+    fp16: StrictBool = False
+    """Compute in float16; the parameters that the optimizer steps stay in float32."""
+    acc_scaled_dot_attn: StrictBool = False
+    """Replace scaled dot-product attention by a kernel made for the device."""
+
+
+class Memory(Section):
+    """What is given up to hold less in a device's memory."""
+
+    path = "memory"
+
+    gc: StrictBool = False
+    """Compute the activations of a unit again in the backward pass instead of keeping them (gradient checkpointing)."""
+    gc_cls: ClassNames | None = None
+    """Names of the module classes to compute again; None for the units of `dist.fsdp`."""
+    gc_cnt: Count | None = None
+    """How many of those modules, from the first one on, to compute again; None for all."""
+
+
+class DataLoader(Section):
+    """How batches are padded to few lengths, so that a step compiles rarely, and how many wait for the device."""
+
+    path = "dataloader"
+
+    buckets: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Lengths, in tokens, to pad batches to; each batch goes to the shortest that holds it."""
+    max_length: Count | None = None
+    """Length, in tokens, of the longest bucket when the buckets are spaced evenly."""
+    num_buckets: Count | None = None
+    """How many evenly spaced buckets there are up to `max_length`."""
+    pad_value_dict: dict[StrictStr, StrictInt | StrictFloat] | None = None
+    """Value to pad with, by the batch's key; what is not named here is not padded."""
+    pad_dim_dict: dict[StrictStr, StrictInt] | None = None
+    """Dim to pad along, by the batch's key; the last one where a key is not named."""
+    truncate: StrictBool = False
+    """Cut batches longer than the longest bucket, instead of refusing them."""
+    prefetch: Annotated[int, Field(strict=True, ge=0)] = 2
+    """Batches that are read and put on the device ahead of the step."""
+
+
+class DataParallel(Section):
+    """Replicas of the model, each with its own part of the data."""
+
+    path = "dist.dp"
+
+    size: Count | None = None
+    """Number of replicas; None for what the other axes leave of the job's devices."""
+
+
+class TensorParallel(Section):
+    """Weights split inside of a layer."""
+
+    path = "dist.tp"
+
+    size: Count = 1
+    """Number of devices that share a layer."""
+
+
+class PipelineParallel(Section):
+    """Layers split into stages."""
+
+    path = "dist.pp"
+
+    size: Count = 1
+    """Number of stages."""
+
+
+class SequenceParallel(Section):
+    """Samples split along their length."""
+
+    path = "dist.sp"
+
+    size: Count = 1
+    """Number of devices that share a sample."""
+
+
+class FullyShardedDataParallel(Section):
+    """Parameters, gradients and optimizer state sharded over data-parallel devices, unit by unit.
+
+    Units are named in one of three ways: `wrap_layer_cls`, `wrap_modules` or `min_num_params`. Without any they are
+    inferred from the model.
+    """
+
+    path = "dist.fsdp"
+
+    size: Count = 1
+    """Number of devices to shard over."""
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """What is sharded: all (FULL_SHARD), all but the parameters between forward and backward (SHARD_GRAD_OP), nothing
+    (NO_SHARD: `size` replicas), or all over `size` devices with `dist.dp.size` replicas (HYBRID_SHARD)."""
+    wrap_layer_cls: ClassNames | None = None
+    """Classes, or their names, of the submodules that become units; one, or any collection of them."""
+    min_num_params: Count | None = None
+    """Make units of submodules that hold at least so many parameters outside of smaller units."""
+    wrap_modules: Patterns | WrapFunction | None = None
+    """Names of the submodules that become units, with wildcards, such as `transformer.h.*`; or a function of a name and
+    a module that answers whether it becomes one."""
+    flatten_parameters: StrictBool = False
+    """Join a unit's parameters into one tensor for its collectives; the optimizer then sees that one tensor."""
+    sync_module_states: StrictBool = False
+    """Broadcast parameters and buffers of rank 0 before sharding, so that all ranks start from the same ones."""
+    use_spmd: StrictBool = False
+    """Drive all devices from one process (XLA only)."""
+    shard_output_callable: ShardFunction | None = None
+    """Function of (output, mesh) that shards what the model returns under SPMD; None to shard its first tensor."""
+    cpu_offload: StrictBool = False
+    """Keep the shards of parameters, gradients and optimizer state in the host's memory between uses."""
+    backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
+    """When the backward pass gathers the next unit: before the current one's gradients are computed (BACKWARD_PRE),
+    after (BACKWARD_POST), or only when it is needed (NONE)."""
+    forward_prefetch: StrictBool = False
+    """Gather the next unit before the current one's forward pass."""
+    limit_all_gathers: StrictBool = True
+    """Let no more than two gathered units wait in memory."""
+    use_orig_params: StrictBool = True
+    """Let the optimizer see the model's own parameters, so that they can be in different groups."""
+    activation_checkpointing: StrictBool = False
+    """Compute the activations of each unit again in the backward pass instead of keeping them."""
+
+
+class Dist(Section):
+    """The axes of the mesh of devices, and their order."""
+
+    path = "dist"
+
+    dp: DataParallel = Field(default_factory=DataParallel)
+    """Replicas, each with its own data."""
+    tp: TensorParallel = Field(default_factory=TensorParallel)
+    """Weights split inside of a layer."""
+    pp: PipelineParallel = Field(default_factory=PipelineParallel)
+    """Layers split into stages."""
+    sp: SequenceParallel = Field(default_factory=SequenceParallel)
+    """Samples split along their length."""
+    fsdp: FullyShardedDataParallel = Field(default_factory=FullyShardedDataParallel)
+    """Parameters, gradients and optimizer state sharded."""
+    topology: AxisOrder = ["dp", "fsdp", "pp", "sp", "tp"]
+    """Axes from the slowest (devices far apart) to the fastest (neighbours)."""
