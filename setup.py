@@ -1,0 +1,57 @@
+"""Packaging of torchacc."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+# torch_xla 2.9.0 is its last release and loads with torch 2.9 only; its wheels are for these machines.
+XLA_WHEELS = (
+    'sys_platform == "linux" and platform_machine == "x86_64" '
+    'and implementation_name == "cpython" and python_version < "3.14"'
+)
+NO_XLA_WHEELS = (
+    'sys_platform != "linux" or platform_machine != "x86_64" '
+    'or implementation_name != "cpython" or python_version >= "3.14"'
+)
+TORCH = [f"torch==2.9.0; {XLA_WHEELS}", f"torch_xla==2.9.0; {XLA_WHEELS}", f"torch>=2.9; {NO_XLA_WHEELS}"]
+
+
+def read_requirements() -> list[str]:
+    """Return what any installation needs beside torch."""
+    lines = (ROOT / "requirements-native.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith(("#", "torch>"))]
+
+
+setup(
+    name="torchacc",
+    version="0.1.0",
+    description="Train PyTorch models fully sharded, on XLA devices and natively",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["torchacc", "torchacc.*"]),
+    package_data={"torchacc": ["py.typed"]},
+    install_requires=TORCH + read_requirements(),
+    extras_require={
+        "examples": ["matplotlib", "tokenizers"],
+        "test": ["pytest>=8", "pytest-timeout", "psutil", "matplotlib", "tokenizers"],
+        "lint": ["ruff", "mypy", "types-PyYAML", "types-tqdm", "pre-commit"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
