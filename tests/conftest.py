@@ -1,0 +1,41 @@
+"""Fixtures for every test: none may leave an environment variable or a thread behind."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+# Set by pytest itself, and changed between a test's phases.
+_PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
+_SECONDS_TO_END = 5.0
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != _PYTEST_VARIABLE}
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """Fail a test that leaves the environment changed, and put it right for the next one."""
+    before = _environment()
+    yield
+    after = _environment()
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not changed, f"environment variables left changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fail a test whose threads are still running shortly after it."""
+    before = set(threading.enumerate())
+    yield
+    started = set(threading.enumerate()) - before
+    for thread in started:
+        thread.join(_SECONDS_TO_END)
+    alive = sorted(thread.name for thread in started if thread.is_alive())
+    assert not alive, f"threads left running: {alive}"

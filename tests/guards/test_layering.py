@@ -1,0 +1,117 @@
+"""Hold the package to docs/design/architecture.md: imports go down only, and what is dangerous has one place."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "torchacc"
+
+# Lowest first; a module may import from its own layer and from those below.
+LAYERS = (
+    {"errors", "env", "logging"},
+    {"config", "topology"},
+    {"plan"},
+    {"data"},
+    {"engines"},
+    {"api", "dist"},
+)
+LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def parts(path: Path) -> tuple[str, ...]:
+    """Return where a module lies below the package: ("engines", "xla", "spmd")."""
+    return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full name of everything that a module imports, also inside of functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the full name instead of a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_submodule(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+
+
+def comes_from(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
+
+
+@each_module
+def test_imports_go_down_only(path):
+    own = parts(path)[0]
+    assert own in LAYER_OF, f"{own} has no layer: add it to docs/design/architecture.md and to LAYERS"
+    for name in imports(path):
+        if name.startswith("torchacc."):
+            other = name.split(".")[1]
+            assert LAYER_OF.get(other, -1) <= LAYER_OF[own], f"{own} imports {name}, which lies above it"
+
+
+@each_module
+def test_nobody_inside_imports_the_package_root(path):
+    for name in imports(path):
+        if comes_from(name, "torchacc"):
+            assert name != "torchacc", "import the submodule instead of the package root"
+            assert is_submodule(name.split(".")[1]), f"{name} is no submodule: import it from where it is defined"
+
+
+@each_module
+@pytest.mark.parametrize(
+    ("library", "home"), [("torch_xla", ("engines", "xla")), ("torch.distributed", ("engines",))], ids=str
+)
+def test_a_library_stays_where_it_is_fenced_in(path, library, home):
+    if parts(path)[: len(home)] == home:
+        return
+    uses = [name for name in imports(path) if comes_from(name, library)]
+    assert not uses, f"{uses}: {library} belongs under torchacc/{'/'.join(home)}"
+
+
+@each_module
+def test_torch_distributed_is_not_reached_through_torch(path):
+    if parts(path)[0] == "engines":
+        return
+    assert "torch.distributed" not in attributes(path)
+
+
+@each_module
+def test_only_env_touches_the_environment(path):
+    if parts(path) == ("env",):
+        return
+    reached = attributes(path) | set(imports(path))
+    assert not reached & {"os.environ", "os.getenv", "os.putenv", "os.unsetenv"}, "use torchacc.env"
+
+
+@each_module
+def test_only_the_registry_compares_the_name_of_an_engine(path):
+    if parts(path) == ("engines", "registry"):
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            # `device.type == "xla"` asks about a device.
+            about_a_device = any(isinstance(operand, ast.Attribute) and operand.attr == "type" for operand in operands)
+            names = {value for operand in operands for value in strings(operand)} & ENGINE_NAMES
+            assert about_a_device or not names, f"line {node.lineno} compares {names}: leave it to engines/registry.py"
+
+
+def attributes(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def strings(node: ast.expr) -> Iterator[str]:
+    """Yield the strings that an operand spells out, also inside of a tuple or a set."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value

@@ -1,0 +1,138 @@
+import re
+
+import pytest
+
+from torchacc.config import Config, requested_devices, resolve
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+
+
+def job(num_processes=1):
+    return Job(num_processes=num_processes, local_num_processes=num_processes)
+
+
+def refusal(values, *, num_processes=1, num_devices=None):
+    with pytest.raises(ConfigError) as raised:
+        resolve(Config.from_dict(values), job(num_processes), num_devices=num_devices or num_processes)
+    return str(raised.value)
+
+
+def test_the_users_config_is_never_changed():
+    config = Config(dist={"fsdp": {"size": 2}})
+    resolved = resolve(config, job(4), num_devices=4)
+    assert config == Config(dist={"fsdp": {"size": 2}})
+    config.dist.fsdp.size = 4
+    assert resolved.dist.fsdp.size == 2
+
+
+def test_what_is_resolved_is_frozen_and_can_be_resolved_again():
+    resolved = resolve(Config(), job(2), num_devices=2)
+    with pytest.raises(ConfigError, match="frozen"):
+        resolved.dist.dp.size = 1
+    assert resolve(resolved, job(2), num_devices=2) == resolved
+
+
+@pytest.mark.parametrize(
+    ("dist", "num_devices", "dp"),
+    [
+        ({}, 1, 1),
+        ({}, 4, 4),
+        ({"fsdp": {"size": 4}}, 4, 1),
+        ({"fsdp": {"size": 2}}, 4, 2),
+        ({"dp": {"size": 2}, "fsdp": {"size": 2}}, 4, 2),
+        ({"fsdp": {"size": 2, "sharding_strategy": "HYBRID_SHARD"}}, 4, 2),
+        ({"fsdp": {"size": 4, "sharding_strategy": "NO_SHARD"}}, 4, 1),
+    ],
+)
+def test_dp_takes_what_the_other_axes_leave(dist, num_devices, dp):
+    assert resolve(Config(dist=dist), job(num_devices), num_devices=num_devices).dist.dp.size == dp
+
+
+@pytest.mark.parametrize(
+    ("dist", "expected"),
+    [({}, 1), ({"fsdp": {"size": 4}}, 4), ({"dp": {"size": 2}, "fsdp": {"size": 4}}, 8)],
+)
+def test_requested_devices_count_an_open_dp_as_one(dist, expected):
+    assert requested_devices(Config(dist=dist)) == expected
+
+
+def test_a_single_process_learns_both_ways_to_more_devices():
+    message = refusal({"dist": {"fsdp": {"size": 4}}})
+    assert "dp(1) * fsdp(4) * tp(1) * pp(1) * sp(1) = 4, but the job has 1 device." in message
+    assert "`torchrun --nproc_per_node=4 your_script.py`" in message
+    assert "`config.dist.fsdp.use_spmd = True`" in message
+    assert refusal({"dist": {"dp": {"size": 4}}}).endswith(message[message.index("Either") :])
+
+
+def test_spmd_is_not_proposed_to_who_uses_it():
+    assert "use_spmd" not in refusal({"dist": {"fsdp": {"size": 4, "use_spmd": True}}})
+
+
+def test_spmd_drives_all_devices_from_one_process():
+    config = Config(dist={"fsdp": {"size": 4, "use_spmd": True}})
+    assert resolve(config, job(), num_devices=requested_devices(config)).dist.dp.size == 1
+
+
+ARITHMETIC = [
+    ({"fsdp": {"size": 4}}, 2, "fsdp(4) * tp(1) * pp(1) * sp(1) = 4, but the job has 2 devices. Start one process per"),
+    ({"fsdp": {"size": 3}}, 4, "= 3, but the job has 4 devices. 3 does not divide 4: choose sizes whose product does"),
+    (
+        {"dp": {"size": 1}, "fsdp": {"size": 2}},
+        4,
+        "dist: dp(1) * fsdp(2) * tp(1) * pp(1) * sp(1) = 2, but the job has 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dist", "num_processes", "message"), ARITHMETIC)
+def test_axes_that_do_not_fill_the_job_are_refused_with_the_arithmetic(dist, num_processes, message):
+    assert message in refusal({"dist": dist}, num_processes=num_processes)
+
+
+def test_a_job_on_several_machines_is_not_told_to_start_all_processes_on_one():
+    with pytest.raises(ConfigError, match="8 processes on all machines together"):
+        resolve(Config(dist={"fsdp": {"size": 8}}), Job(num_processes=4, local_num_processes=2), num_devices=4)
+
+
+def test_two_dtypes_contradict_each_other():
+    assert "compute.fp16 and compute.bf16 are both True" in refusal({"compute": {"fp16": True, "bf16": True}})
+
+
+def test_units_are_chosen_in_one_way():
+    message = refusal({"dist": {"fsdp": {"wrap_layer_cls": "Block", "min_num_params": 1000}}})
+    assert message.startswith("dist.fsdp.wrap_layer_cls and dist.fsdp.min_num_params each choose the units")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "message"),
+    [
+        (4, "dp(1) * fsdp(4) has a single group: make both larger than 1, or use 'FULL_SHARD'"),
+        (1, "dp(4) * fsdp(1) has a single device in a group: make both larger than 1, or use 'NO_SHARD'"),
+    ],
+)
+def test_a_hybrid_needs_two_axes(fsdp, message):
+    dist = {"fsdp": {"size": fsdp, "sharding_strategy": "HYBRID_SHARD"}}
+    assert message in refusal({"dist": dist}, num_processes=4)
+
+
+NOT_YET = {
+    "compute.fp16": True,
+    "compute.acc_scaled_dot_attn": True,
+    "memory.gc": True,
+    "memory.gc_cls": ["Block"],
+    "memory.gc_cnt": 2,
+    "dist.fsdp.activation_checkpointing": True,
+    "dist.fsdp.cpu_offload": True,
+    "dist.fsdp.sharding_strategy": "SHARD_GRAD_OP",
+    "dist.tp.size": 2,
+    "dist.pp.size": 2,
+    "dist.sp.size": 2,
+}
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_YET.items())
+def test_what_is_not_available_yet_is_refused_and_never_ignored(path, value):
+    values = value
+    for part in reversed(path.split(".")):
+        values = {part: values}
+    assert re.match(rf"{re.escape(path)} = .* is not available yet: ", refusal(values, num_processes=2))
