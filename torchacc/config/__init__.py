@@ -2,6 +2,33 @@
 
 from torchacc.config.resolve import requested_devices, resolve
 from torchacc.config.root import Config
-from torchacc.config.sections import Section, nearest
+from torchacc.config.sections import (
+    ComputeConfig,
+    DataLoaderConfig,
+    DistConfig,
+    DPConfig,
+    FSDPConfig,
+    MemoryConfig,
+    PPConfig,
+    Section,
+    SPConfig,
+    TPConfig,
+    nearest,
+)
 
-__all__ = ["Config", "Section", "nearest", "requested_devices", "resolve"]
+__all__ = [
+    "ComputeConfig",
+    "Config",
+    "DPConfig",
+    "DataLoaderConfig",
+    "DistConfig",
+    "FSDPConfig",
+    "MemoryConfig",
+    "PPConfig",
+    "SPConfig",
+    "Section",
+    "TPConfig",
+    "nearest",
+    "requested_devices",
+    "resolve",
+]

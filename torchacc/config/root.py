@@ -8,7 +8,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
-from torchacc.config.sections import Compute, DataLoader, Dist, Memory, Section
+from torchacc.config.sections import ComputeConfig, DataLoaderConfig, DistConfig, MemoryConfig, Section
 from torchacc.errors import ConfigError
 
 _TORCHACC_BACKENDS = {"lazy": "xla", "eager": "native"}
@@ -27,13 +27,13 @@ class Config(Section):
     backend: Backend = "auto"
     """Who carries the sharding out: torch_xla (`xla`), PyTorch's own FSDP (`native`), or whichever suits the machine
     (`auto`). TorchAcc's `lazy` and `eager` mean `xla` and `native`."""
-    compute: Compute = Field(default_factory=Compute)
+    compute: ComputeConfig = Field(default_factory=ComputeConfig)
     """What the devices compute in."""
-    memory: Memory = Field(default_factory=Memory)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     """What is given up to hold less in a device's memory."""
-    dataloader: DataLoader = Field(default_factory=DataLoader)
+    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     """How batches are padded and prefetched."""
-    dist: Dist = Field(default_factory=Dist)
+    dist: DistConfig = Field(default_factory=DistConfig)
     """How the work is spread over devices."""
 
     @classmethod

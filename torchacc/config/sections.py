@@ -178,7 +178,7 @@ WrapFunction = Annotated[Callable[[str, Any], bool], WithJsonSchema({"type": "nu
 ShardFunction = Annotated[Callable[..., Any], WithJsonSchema({"type": "null"})]
 
 
-class Compute(Section):
+class ComputeConfig(Section):
     """What the devices compute in."""
 
     path = "compute"
@@ -191,7 +191,7 @@ class Compute(Section):
     """Replace scaled dot-product attention by a kernel made for the device."""
 
 
-class Memory(Section):
+class MemoryConfig(Section):
     """What is given up to hold less in a device's memory."""
 
     path = "memory"
@@ -204,7 +204,7 @@ class Memory(Section):
     """How many of those modules, from the first one on, to compute again; None for all."""
 
 
-class DataLoader(Section):
+class DataLoaderConfig(Section):
     """How batches are padded to few lengths, so that a step compiles rarely, and how many wait for the device."""
 
     path = "dataloader"
@@ -225,7 +225,7 @@ class DataLoader(Section):
     """Batches that are read and put on the device ahead of the step."""
 
 
-class DataParallel(Section):
+class DPConfig(Section):
     """Replicas of the model, each with its own part of the data."""
 
     path = "dist.dp"
@@ -234,7 +234,7 @@ class DataParallel(Section):
     """Number of replicas; None for what the other axes leave of the job's devices."""
 
 
-class TensorParallel(Section):
+class TPConfig(Section):
     """Weights split inside of a layer."""
 
     path = "dist.tp"
@@ -243,7 +243,7 @@ class TensorParallel(Section):
     """Number of devices that share a layer."""
 
 
-class PipelineParallel(Section):
+class PPConfig(Section):
     """Layers split into stages."""
 
     path = "dist.pp"
@@ -252,7 +252,7 @@ class PipelineParallel(Section):
     """Number of stages."""
 
 
-class SequenceParallel(Section):
+class SPConfig(Section):
     """Samples split along their length."""
 
     path = "dist.sp"
@@ -261,7 +261,7 @@ class SequenceParallel(Section):
     """Number of devices that share a sample."""
 
 
-class FullyShardedDataParallel(Section):
+class FSDPConfig(Section):
     """Parameters, gradients and optimizer state sharded over data-parallel devices, unit by unit.
 
     Units are named in one of three ways: `wrap_layer_cls`, `wrap_modules` or `min_num_params`. Without any they are
@@ -305,20 +305,20 @@ class FullyShardedDataParallel(Section):
     """Compute the activations of each unit again in the backward pass instead of keeping them."""
 
 
-class Dist(Section):
+class DistConfig(Section):
     """The axes of the mesh of devices, and their order."""
 
     path = "dist"
 
-    dp: DataParallel = Field(default_factory=DataParallel)
+    dp: DPConfig = Field(default_factory=DPConfig)
     """Replicas, each with its own data."""
-    tp: TensorParallel = Field(default_factory=TensorParallel)
+    tp: TPConfig = Field(default_factory=TPConfig)
     """Weights split inside of a layer."""
-    pp: PipelineParallel = Field(default_factory=PipelineParallel)
+    pp: PPConfig = Field(default_factory=PPConfig)
     """Layers split into stages."""
-    sp: SequenceParallel = Field(default_factory=SequenceParallel)
+    sp: SPConfig = Field(default_factory=SPConfig)
     """Samples split along their length."""
-    fsdp: FullyShardedDataParallel = Field(default_factory=FullyShardedDataParallel)
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
     """Parameters, gradients and optimizer state sharded."""
     topology: AxisOrder = ["dp", "fsdp", "pp", "sp", "tp"]
     """Axes from the slowest (devices far apart) to the fastest (neighbours)."""
