@@ -1,0 +1,102 @@
+"""Text for the examples, as blocks of tokens: Python's own standard library, or WikiText-2 from the hub.
+
+The standard library is on every machine that runs the examples, so the default needs no download. Nothing here is
+cached or shared: every process computes the same corpus in a few seconds, and reads the same files in the same order.
+"""
+
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+SMALL_VOCAB_SIZE = 4096
+HELD_OUT_EVERY = 20  # every 20th file of the standard library is kept for evaluation
+
+# Tests, tables and data in the clothes of code, and what is not the standard library's own.
+SKIPPED_FOLDERS = {
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "distutils"),
+    *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenizer and two texts in its tokens; no document is in both."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: torch.Tensor
+    """Token ids to learn from, (num_tokens,)."""
+    held_out: torch.Tensor
+    """Token ids of documents that training never sees, (num_tokens,)."""
+
+    @property
+    def unigram_entropy(self) -> float:
+        """The loss, in nats, of the best model that knows how often each token occurs and nothing else."""
+        counts = torch.bincount(self.train).double()
+        probabilities = counts[counts > 0] / counts.sum()
+        return -(probabilities * probabilities.log()).sum().item()
+
+
+def load_corpus(dataset: str, model: str) -> Corpus:
+    """Read a dataset's documents and turn them into tokens.
+
+    Args:
+        dataset: "stdlib", or "wikitext" from the hub.
+        model: The model on the hub whose tokenizer to use, or "small" to train one on the documents.
+    """
+    train, held_out = _stdlib_documents() if dataset == "stdlib" else _wikitext_documents()
+    tokenizer = _train_tokenizer(train) if model == "small" else AutoTokenizer.from_pretrained(model)
+    return Corpus(tokenizer, _tokenize(tokenizer, train), _tokenize(tokenizer, held_out))
+
+
+def blocks_of(tokens: torch.Tensor, length: int, *, limit: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """Cut tokens into examples of `length` tokens, as a causal language model takes them.
+
+    Args:
+        tokens: Token ids, (num_tokens,).
+        length: Tokens in an example.
+        limit: Return at most this many, spread evenly over the text.
+    """
+    blocks = tokens[: len(tokens) // length * length].view(-1, length)  # (num_blocks, length)
+    if limit is not None:
+        blocks = blocks[torch.linspace(0, len(blocks) - 1, min(limit, len(blocks))).long()]
+    return [{"input_ids": block, "labels": block} for block in blocks]
+
+
+def _stdlib_documents() -> tuple[list[str], list[str]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    )
+    documents = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    del documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    return documents, held_out
+
+
+def _wikitext_documents() -> tuple[list[str], list[str]]:
+    from datasets import load_dataset  # slow to import, and the default does without it
+
+    def articles(split: str) -> list[str]:
+        text = "".join(load_dataset("wikitext", "wikitext-2-raw-v1", split=split)["text"])
+        return re.split(r"(?m)^(?= = [^=])", text)  # an article starts with a line " = Title = "
+
+    return articles("train"), articles("validation")
+
+
+def _train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(documents, vocab_size=SMALL_VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torch.Tensor:
+    encoded = tokenizer(documents, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in (*ids, tokenizer.eos_token_id)])

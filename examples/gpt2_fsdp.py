@@ -1,0 +1,259 @@
+"""Train GPT-2 fully sharded, on an ordinary machine, with nothing to download.
+
+One process that drives four XLA devices:
+
+    python examples/gpt2_fsdp.py
+
+Four processes with one XLA device each:
+
+    torchrun --standalone --nproc_per_node=4 examples/gpt2_fsdp.py --engine xla
+
+Four processes with PyTorch's own FSDP, on GPUs where there are any:
+
+    torchrun --standalone --nproc_per_node=4 examples/gpt2_fsdp.py --engine native
+
+The model is a small GPT-2 and the text is Python's standard library. GPT-2 itself on WikiText-2, from the hub or from
+folders of those names in the working directory:
+
+    python examples/gpt2_fsdp.py --model gpt2 --dataset wikitext --bf16
+
+Needs `pip install transformers tqdm matplotlib`, and `datasets` for WikiText-2. Writes loss.png, sample.txt and
+metrics.json under --out.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from corpus import Corpus, blocks_of, load_corpus
+from matplotlib.figure import Figure
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+
+import torchacc
+
+FETCH_EVERY = 10  # steps between two looks at the loss: each look waits for the devices
+HELD_OUT_BLOCKS = 256
+PROMPTS = {"stdlib": "def", "wikitext": "The"}
+SHARDING_METRICS = (
+    *("engine", "num_devices", "num_parameters", "num_parameters_per_device"),
+    *("num_compiles", "compile_secs"),
+)
+
+
+def main() -> None:
+    """Train, evaluate, and write down what happened."""
+    args = parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(args.seed)
+
+    corpus = load_corpus(args.dataset, args.model)
+    model_config = make_model_config(args, corpus)
+    model = AutoModelForCausalLM.from_config(model_config)
+    loader = DataLoader(blocks_of(corpus.train, args.context), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    held_out_blocks = blocks_of(corpus.held_out, args.context, limit=HELD_OUT_BLOCKS)
+    held_out_loader = DataLoader(held_out_blocks, batch_size=args.batch_size)
+
+    config = torchacc.Config()
+    config.backend = args.engine
+    config.compute.bf16 = args.bf16
+    config.dist.fsdp.size = args.devices
+    config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
+    config.dist.fsdp.use_spmd = args.devices > num_processes()
+    model, loader = torchacc.accelerate(model, loader, config)
+    held_out_loader = torchacc.shard_loader(held_out_loader, model)
+
+    losses, train_secs = train(model, loader, args)
+    held_out_loss = evaluate(model, held_out_loader)
+    weights = torchacc.full_state_dict(model)  # every process takes part, so it stands outside of the `if`
+    sharding = torchacc.describe(model)
+
+    if is_master():
+        metrics = {name: getattr(sharding, name) for name in SHARDING_METRICS} | {
+            "train_secs": train_secs,
+            "tokens_per_sec": args.steps * tokens_per_step(args) / train_secs,
+            "unigram_entropy": corpus.unigram_entropy,
+            "held_out_loss": held_out_loss,
+            "losses": losses,
+        }
+        print(sharding)
+        report(metrics, sample(model_config, weights, corpus, args), args.out)
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line; refuse a number of devices that this launch cannot give."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--engine", choices=["auto", "xla", "native"], default="auto")
+    parser.add_argument("--devices", type=int, help="default: one per process, or 4 XLA devices")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; the weights stay in float32")
+    parser.add_argument("--model", default="small", help='"small", or the name of a GPT-2 on the hub')
+    parser.add_argument("--dataset", choices=["stdlib", "wikitext"], default="stdlib")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences per device and step")
+    parser.add_argument("--context", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt2"))
+    args = parser.parse_args()
+
+    native = args.engine == "native" or (args.engine == "auto" and importlib.util.find_spec("torch_xla") is None)
+    processes = num_processes()
+    one_each = processes > 1 or native  # else this one process drives as many XLA devices as it is asked to
+    if args.devices is None:
+        args.devices = processes if one_each else 4
+    if one_each and args.devices != processes:
+        parser.error(
+            f"--devices {args.devices} with {processes} process{'es' * (processes > 1)}, and each drives one device. "
+            f"Leave --devices out, or launch with `torchrun --standalone --nproc_per_node={args.devices}`"
+        )
+    if args.devices < 1 or args.steps < 1:
+        parser.error("--devices and --steps start at 1")
+    return args
+
+
+def num_processes() -> int:
+    """Return how many processes `torchrun` has started; without it there is this one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_model_config(args: argparse.Namespace, corpus: Corpus) -> transformers.PretrainedConfig:
+    """Return the configuration of the model that --model names."""
+    if args.model != "small":
+        return AutoConfig.from_pretrained(args.model)
+    end = corpus.tokenizer.eos_token_id
+    return GPT2Config(
+        **dict(vocab_size=len(corpus.tokenizer), n_positions=args.context, n_embd=256, n_layer=4, n_head=4),
+        **dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end),
+    )
+
+
+def train(
+    model: torch.nn.Module, loader: Iterable[dict[str, torch.Tensor]], args: argparse.Namespace
+) -> tuple[list[float], float]:
+    """Take --steps optimizer steps.
+
+    Returns:
+        The loss of each step's batch before the step, and the seconds that all of them took.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, args.steps))
+    losses: list[float] = []
+    pending: list[torch.Tensor] = []
+    model.train()
+    started = last_look = time.perf_counter()
+    with tqdm(total=args.steps, unit="step", disable=not is_master()) as bar:
+        for batch in islice(cycle(loader), args.steps):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            pending.append(loss.detach())
+            if len(pending) == FETCH_EVERY or len(losses) + len(pending) == args.steps:
+                losses += [value.item() for value in pending]
+                now = time.perf_counter()
+                tokens_per_sec = len(pending) * tokens_per_step(args) / (now - last_look)
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_sec:,.0f} tokens/s")
+                bar.update(len(pending))
+                pending, last_look = [], now
+    return losses, time.perf_counter() - started
+
+
+def cycle(loader: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the loader's batches for ever, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Warm up over the first twentieth of the steps, then follow a cosine down to a tenth."""
+    warmup = (step + 1) / max(1, steps // 20)
+    return min(warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, loader: Iterable[dict[str, torch.Tensor]]) -> float:
+    """Return the mean loss over a loader."""
+    model.eval()
+    losses = [model(**batch).loss.item() for batch in loader]
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def sample(
+    model_config: transformers.PretrainedConfig,
+    weights: dict[str, torch.Tensor],
+    corpus: Corpus,
+    args: argparse.Namespace,
+) -> str:
+    """Let a plain copy of the model on the CPU continue a prompt."""
+    model = AutoModelForCausalLM.from_config(model_config)
+    model.load_state_dict(weights)
+    model.eval()
+    torch.manual_seed(args.seed)
+    prompt = corpus.tokenizer(PROMPTS[args.dataset], return_tensors="pt")
+    new_tokens = args.context - prompt["input_ids"].shape[1]
+    tokens = model.generate(**prompt, max_new_tokens=new_tokens, do_sample=True, temperature=0.8, pad_token_id=0)
+    return corpus.tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n"
+
+
+def report(metrics: dict[str, Any], text: str, out: Path) -> None:
+    """Write the files of the run, and print how it went."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (out / "sample.txt").write_text(text, encoding="utf-8")
+    plot(metrics, out / "loss.png")
+    losses, secs = metrics["losses"], metrics["train_secs"]
+    print(f"training: {len(losses)} steps in {secs:.0f} s, {metrics['tokens_per_sec']:,.0f} tokens/s")
+    print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} at last, {metrics['held_out_loss']:.3f} on held-out text")
+    print(f"to compare: {metrics['unigram_entropy']:.3f} for knowing how often each token occurs and nothing else")
+    print(f"written: loss.png, sample.txt, metrics.json in {out}")
+
+
+def plot(metrics: dict[str, Any], path: Path) -> None:
+    """Draw the training loss against what it should beat."""
+    losses, entropy, held_out = metrics["losses"], metrics["unigram_entropy"], metrics["held_out_loss"]
+    steps = range(1, len(losses) + 1)
+    reach = len(losses) // 40  # the mean of as many steps before as after does not lag behind
+    windows = [losses[i - min(reach, i) : i + min(reach, i) + 1] for i in range(len(losses))]
+    smooth = [sum(window) / len(window) for window in windows]
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss, each step")
+    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, smoothed")
+    axes.axhline(entropy, color="tab:gray", linestyle="--", label=f"token frequencies alone: {entropy:.2f}")
+    axes.plot(len(losses), held_out, "o", color="tab:orange", markersize=8, label=f"held-out text: {held_out:.2f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"GPT-2, fully sharded over {metrics['num_devices']} devices ({metrics['engine']})")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def tokens_per_step(args: argparse.Namespace) -> int:
+    """Return the tokens in a batch of all devices."""
+    return args.devices * args.batch_size * args.context
+
+
+def is_master() -> bool:
+    """Return whether this is the one process that reports and writes."""
+    return torchacc.dist.is_master_ordinal(local=False)
+
+
+if __name__ == "__main__":
+    main()

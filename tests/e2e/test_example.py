@@ -1,0 +1,82 @@
+"""The first command of a newcomer: `examples/gpt2_fsdp.py`, as it is launched from a shell."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+Image = pytest.importorskip("PIL.Image", reason="comes with matplotlib")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "gpt2_fsdp.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+SHORT = ["--steps", "8", "--batch-size", "2", "--context", "32"]
+
+# (how to launch it, arguments, devices that it shards over)
+ONE_PROCESS_SPMD = pytest.param([], ["--engine", "xla", "--devices", "2"], 2, marks=pytest.mark.xla, id="spmd-2")
+TWO_PROCESSES_XLA = pytest.param(TORCHRUN, ["--engine", "xla"], 2, marks=pytest.mark.xla, id="xla-2")
+TWO_PROCESSES_NATIVE = pytest.param(TORCHRUN, ["--engine", "native"], 2, id="native-2")
+ONE_PROCESS_NATIVE = pytest.param([], ["--engine", "native"], 1, id="native-1")
+
+
+def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *args],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "args", "num_devices"),
+    [ONE_PROCESS_NATIVE, TWO_PROCESSES_NATIVE, ONE_PROCESS_SPMD, TWO_PROCESSES_XLA],
+)
+def test_trains_and_writes_what_it_says(launcher: list[str], args: list[str], num_devices: int, tmp_path: Path) -> None:
+    done = run(launcher, *args, *SHORT, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {"loss.png", "metrics.json", "sample.txt"}
+    with Image.open(out / "loss.png") as image:
+        assert image.format == "PNG"
+        image.verify()
+    assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def")
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    losses = metrics["losses"]
+    assert len(losses) == 8
+    assert losses[0] == pytest.approx(math.log(4096), abs=0.3)  # as likely as any other token
+    assert sum(losses[-2:]) / 2 < losses[0] - 0.3
+    assert metrics["held_out_loss"] < losses[0] - 0.3
+    assert 5 < metrics["unigram_entropy"] < math.log(4096)
+    assert metrics["num_devices"] == num_devices
+    # Padding may add a little to a device's share; a device that holds a whole copy is far above it.
+    assert metrics["num_parameters_per_device"] <= 1.05 * metrics["num_parameters"] / num_devices
+
+    assert done.stdout.count("held-out text") == 1, "one process alone reports"
+    assert done.stderr.count("8/8") == 1, "one process alone shows its progress"
+
+
+@pytest.mark.slow
+def test_devices_that_contradict_torchrun_are_refused(tmp_path: Path) -> None:
+    done = run(TORCHRUN, "--engine", "native", "--devices", "3", *SHORT, "--out", "out", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "--devices 3 with 2 processes" in done.stderr
+    assert "--nproc_per_node=3" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_native_devices_need_torchrun(tmp_path: Path) -> None:
+    done = run([], "--engine", "native", "--devices", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "torchrun --standalone --nproc_per_node=2" in done.stderr
