@@ -1,0 +1,18 @@
+"""Shards, pads and prefetches what a training loop reads. Host side only: knows neither devices nor process groups."""
+
+from torchacc.data.async_loader import AsyncLoader
+from torchacc.data.bucketing import Bucketing, make_buckets
+from torchacc.data.sharding import ShardedLoader, shard_loader
+from torchacc.data.tree import concat, map_tensors, num_rows, take
+
+__all__ = [
+    "AsyncLoader",
+    "Bucketing",
+    "ShardedLoader",
+    "concat",
+    "make_buckets",
+    "map_tensors",
+    "num_rows",
+    "shard_loader",
+    "take",
+]

@@ -1,0 +1,157 @@
+"""Readies batches in a background thread while the device works."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from torchacc.errors import ConfigError
+
+# How long to wait for a thread that is in the middle of loading a batch when its loop is left. It is a daemon: one that
+# never comes back (a stalled stream) must hold up neither the training script nor the end of the interpreter.
+_JOIN_SECS = 5.0
+_END: Any = object()
+
+
+class AsyncLoader:
+    """Iterates over a loader with its next batches already loaded, transformed and put on the device.
+
+    The loader's own `__iter__`, which may be collective, runs in the thread that starts the loop; only its `next` runs
+    in the background. An error there is raised in the loop with the traceback it had. Leaving the loop early stops the
+    thread. What this object does not know (`sampler`, `collate_fn` …) is looked up on the loader.
+
+    Args:
+        loader: What gives batches; iterated once per epoch.
+        put: Moves a batch to the device; runs in the background.
+        transform: Changes a batch before `put`, say a `Bucketing`; runs in the background.
+        on_batch: Ends a training step. Called in the loop's own thread each time that the loop asks for a batch, hence
+            also after the last one, and before waiting for data, so that the device works meanwhile.
+        prefetch: How many batches to keep ready; 0 does everything in line, without a thread.
+
+    Raises:
+        ConfigError: For a `prefetch` that is not an integer of 0 or more.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        put: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        on_batch: Callable[[], object] | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise ConfigError(
+                f"prefetch={prefetch!r} is not a number of batches to keep ready. Write prefetch=2, or prefetch=0 to "
+                f"load in line."
+            )
+        self.loader = loader
+        self.prefetch = prefetch
+        self._steps = [step for step in (transform, put) if step is not None]
+        self._on_batch = on_batch or (lambda: None)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start an epoch; collective where the loader's own `__iter__` is."""
+        batches = iter(self.loader)
+        if self.prefetch:
+            return _Prefetched(batches, self._prepare, self._on_batch, self.prefetch)
+        return self._in_line(batches)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _in_line(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._on_batch()
+        for batch in batches:
+            yield self._prepare(batch)
+            self._on_batch()
+
+    def _prepare(self, batch: Any) -> Any:
+        for step in self._steps:
+            batch = step(batch)
+        return batch
+
+
+class _Failure:
+    """An error of the background thread, on its way to the loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Feed:
+    """What the thread and the loop share. It must not know the iterator, whose disposal ends the thread."""
+
+    def __init__(self, prefetch: int) -> None:
+        self.ready: SimpleQueue[Any] = SimpleQueue()
+        self.slots = threading.Semaphore(prefetch)
+        self.stopped = False
+
+    def fill(self, batches: Iterator[Any], prepare: Callable[[Any], Any]) -> None:
+        """Keep the slots filled until the batches end, one fails, or the loop is left. Runs in the thread."""
+        try:
+            while True:
+                # A slot is taken before its batch is loaded: no more than `prefetch` batches ever wait on the device.
+                self.slots.acquire()
+                if self.stopped:
+                    return
+                batch = next(batches, _END)
+                if batch is _END:
+                    break
+                self.ready.put(prepare(batch))
+                del batch
+        except BaseException as error:  # whatever it is, a loop that waits for this thread must hear of it
+            self.ready.put(_Failure(error))
+        else:
+            self.ready.put(_END)
+
+    def stop(self, thread: threading.Thread) -> None:
+        """End the thread. Called once, from the loop's side."""
+        self.stopped = True
+        self.slots.release()
+        if thread is not threading.current_thread():  # the garbage collector may run this anywhere
+            thread.join(_JOIN_SECS)
+
+
+class _Prefetched(Iterator[Any]):
+    """One epoch with a thread of its own."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        prepare: Callable[[Any], Any],
+        on_batch: Callable[[], object],
+        prefetch: int,
+    ) -> None:
+        self._on_batch = on_batch
+        self._feed = _Feed(prefetch)
+        thread = threading.Thread(
+            target=self._feed.fill, args=(batches, prepare), name="torchacc-async-loader", daemon=True
+        )
+        self._close = weakref.finalize(self, self._feed.stop, thread)
+        thread.start()
+
+    def __next__(self) -> Any:
+        if not self._close.alive:
+            raise StopIteration
+        self._on_batch()
+        item = self._feed.ready.get()
+        if item is not _END and not isinstance(item, _Failure):
+            self._feed.slots.release()
+            return item
+        self._close()
+        if item is _END:
+            raise StopIteration
+        if isinstance(item.error, StopIteration):  # would end the loop as if the data had ended
+            raise RuntimeError("the transform of a batch raised StopIteration") from item.error
+        try:
+            raise item.error
+        finally:
+            del item  # its traceback holds this frame: without the cycle, the loader's workers end at once

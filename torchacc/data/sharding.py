@@ -1,0 +1,398 @@
+"""Shares the batches of a user's loader out to the data-parallel devices.
+
+With W devices, device r sees batches r, r+W, r+2W … of the loader's own order; the W batches of one step are a *round*.
+A process that feeds several devices gets the concatenation of their batches.
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from torchacc.data.tree import concat, map_tensors, num_rows, take
+from torchacc.errors import DataError
+
+Agree = Callable[[bytes], bytes]
+
+# The samplers known to draw all that they take from the global generator at their first index.
+_DRAW_AT_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+# How many batches of an epoch's order the processes compare: enough that two shuffles do not look alike by chance.
+_COMPARED_BATCHES = 64
+_END = object()
+
+
+def shard_loader(
+    loader: Iterable[Any],
+    *,
+    num_shards: int,
+    shards: range,
+    agree: Agree | None = None,
+) -> "ShardedLoader":
+    """Share a loader's batches out to the data-parallel devices.
+
+    The last round is completed by wrapping around to the start of the epoch, so that shapes never change and every
+    sample is seen; with `drop_last=True` an incomplete round is dropped instead.
+
+    * A `DataLoader` over a map-style dataset loads this process's samples only; `collate_fn` sees the samples of all of
+      the process's devices at once. Wrapping goes on through the samples of the order. Batches of a batch sampler
+      of the user's own are taken as they are: a missing one is completed by the epoch's first, a short one is not.
+    * Anything else that gives batches (an `IterableDataset`, a list of dicts) is read by every process, which keeps the
+      batches of its devices. Missing batches are the epoch's first; a short one is filled with rows of the first.
+
+    Args:
+        loader: The user's loader. It is left alone, but for its samplers' and dataset's `set_epoch`.
+        num_shards: W, the number of data-parallel devices of the job.
+        shards: The devices that this process feeds.
+        agree: A collective that returns rank 0's argument on every rank; None where there is one process. Called only
+            in the thread that calls `iter()`, and as often on each rank.
+
+    Returns:
+        The loader of this process's batches.
+
+    Raises:
+        DataError: For a loader that cannot be sharded.
+    """
+    assert shards.step == 1, shards
+    assert 0 <= shards.start < shards.stop <= num_shards, (shards, num_shards)
+    _check(loader)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return _IndexLoader(loader, num_shards, shards, agree)
+    return _StreamLoader(loader, num_shards, shards)
+
+
+def _check(loader: Any) -> None:
+    name = type(loader).__name__
+    if isinstance(loader, (Mapping, str)) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)):
+        raise DataError(f"A {name} does not give batches. Wrap it: DataLoader(dataset, batch_size=…).")
+    if not hasattr(loader, "__iter__"):
+        raise DataError(f"A {name} cannot be iterated over. Pass a DataLoader, or a list of batches.")
+    for sampler in _samplers(loader):
+        if (replicas := getattr(sampler, "num_replicas", 1)) > 1:
+            raise DataError(
+                f"The loader's {type(sampler).__name__} already keeps one sample in {replicas} (num_replicas={replicas}), so "
+                f"most samples would never be seen. Pass a plain sampler, or shuffle=True: accelerate() shards the data."
+            )
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """List the objects that decide on the loader's order, the innermost last."""
+    outer = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    inner = [getattr(sampler, "sampler", None) for sampler in outer]
+    return [sampler for sampler in (*outer, *inner) if sampler is not None]
+
+
+class ShardedLoader(ABC):
+    """The batches of the devices that one process feeds; made by `shard_loader`.
+
+    What this object does not know (`sampler`, `collate_fn` …) is looked up on the user's loader.
+
+    Attributes:
+        loader: The user's loader.
+        num_shards: The number of data-parallel devices of the job.
+        shards: Those that this process feeds.
+        drop_last: Whether an incomplete round is dropped, instead of completed.
+    """
+
+    def __init__(self, loader: Any, num_shards: int, shards: range) -> None:
+        self.loader = loader
+        self.num_shards = num_shards
+        self.shards = shards
+        self.drop_last = any(getattr(source, "drop_last", False) for source in (loader, *_samplers(loader)))
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset, or what was passed in place of a `DataLoader`."""
+        return getattr(self.loader, "dataset", self.loader)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples per device and step; None where the loader does not say."""
+        return getattr(self.loader, "batch_size", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's loader, samplers and dataset which epoch comes next, where they ask to know.
+
+        From then on the order of torch's own samplers depends on the seed and the epoch only, and no longer on what was
+        drawn before, so that a resumed run finds it again.
+        """
+        for target in (self.loader, *_samplers(self.loader), self.dataset):
+            if callable(set_epoch := getattr(target, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def __len__(self) -> int:
+        batches = len(self.loader)
+        return batches // self.num_shards if self.drop_last else -(-batches // self.num_shards)
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Start an epoch; collective where there are several processes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: while being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def _rounds(
+        self,
+        batches: Iterator[Any],
+        complete: Callable[[list[Any], list[Any]], list[Any]],
+        keep: Callable[[Any], Any] = lambda batch: batch,
+    ) -> Iterator[list[Any]]:
+        """Group batches into rounds of one per device, and pick those of this process.
+
+        Args:
+            batches: All the batches of the epoch.
+            complete: Returns a round of full size from the last one and the epoch's first.
+            keep: What to keep of a batch of the first round.
+        """
+        count = 0
+        first: list[Any] = []
+        while found := list(itertools.islice(batches, self.num_shards)):
+            count += len(found)
+            if len(found) < self.num_shards and self.drop_last:
+                break
+            first = first or [keep(batch) for batch in found]
+            full = complete(found, first)
+            yield [full[shard] for shard in self.shards]
+        if not count:
+            raise DataError(
+                "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something "
+                "of it, and that it is not an iterator, which lasts for one epoch: pass a list or a DataLoader."
+            )
+        if not first:
+            raise DataError(
+                f"The loader gave {count} batches for {self.num_shards} data-parallel devices, and drop_last=True "
+                f"drops an incomplete round: {count} // {self.num_shards} = 0 steps. Write drop_last=False to complete "
+                f"it, or a batch_size of at most 1/{-(-self.num_shards // count)} of this one."
+            )
+
+
+class _StreamLoader(ShardedLoader):
+    """Reads every batch and keeps those of this process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
+        return self._batches(iter(self.loader))
+
+    def _batches(self, stream: Iterator[Any]) -> Iterator[Any]:
+        # The training loop may change a batch that it got, so what is kept is a copy.
+        for found in self._rounds(self._filled(stream), self._complete, _clone):
+            yield _join(found)
+
+    def _complete(self, found: list[Any], first: list[Any]) -> list[Any]:
+        return list(itertools.islice(itertools.chain(found, itertools.cycle(first)), self.num_shards))
+
+    def _filled(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """Fill the batches that end the stream up to the size of the first.
+
+        Each worker of a DataLoader ends on a short batch. Where nothing says that batches have one size, only the very
+        last is known to be short, as any other may have the size that the user gave it.
+        """
+        batch = next(stream, _END)
+        first = _clone(batch)
+        one_size = self.batch_size is not None and num_rows(first) == self.batch_size
+        while batch is not _END:
+            following = next(stream, _END)
+            yield _fill(batch, first) if one_size or following is _END else batch
+            batch = following
+
+
+class _IndexLoader(ShardedLoader):
+    """Has the user's DataLoader load by our indices: those of this process, in the order of the user's own samplers."""
+
+    def __init__(self, loader: "DataLoader[Any]", num_shards: int, shards: range, agree: Agree | None) -> None:
+        super().__init__(loader, num_shards, shards)
+        self._agree = agree
+        self._epoch: int | None = None
+        self._seed: int | None = None
+        self._collates = loader.batch_sampler is not None
+        # With batch_size=None the dataset itself makes batches, of whatever a sampler gives it.
+        self._order: Any = loader.batch_sampler if self._collates else loader.sampler
+        self._size = self._order.batch_size if type(self._order) is BatchSampler else None
+        self._sampler = _EpochSampler(self)
+        self._inner = _with_sampler(loader, self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        # The draws come in the order of the user's own loader: the workers' base seed, then the sampler's. They are all
+        # made in this thread, as a background thread would race the model for the global generator.
+        self._sampler.indices = indices = _Indices(self)
+        batches = iter(self._inner)
+        indices.start()
+        return batches if self._collates or len(self.shards) == 1 else self._joined(batches)
+
+    def open(self) -> Iterator[Any]:
+        """Agree on the order of the epoch, and return this process's indices; collective, draws random numbers."""
+        with self._agreed_draws():
+            batches = iter(self._order)
+            opening = list(itertools.islice(batches, max(self.num_shards, _COMPARED_BATCHES)))
+        self._compare(opening)
+        rounds = self._rounds(itertools.chain(opening, batches), self._complete)
+        # An empty epoch is reported here, not in a background thread.
+        return self._indices(itertools.chain([next(rounds)], rounds))
+
+    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while found := list(itertools.islice(batches, len(self.shards))):
+            yield _join(found)
+
+    def _indices(self, rounds: Iterator[list[Any]]) -> Iterator[Any]:
+        for found in rounds:
+            if self._collates:
+                _check_even([len(batch) for batch in found])
+                yield list(itertools.chain.from_iterable(found))
+            else:
+                yield from found
+
+    def _complete(self, found: list[Any], first: list[Any]) -> list[Any]:
+        if self._size is None:
+            return list(itertools.islice(itertools.chain(found, itertools.cycle(first)), self.num_shards))
+        samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
+        return [list(itertools.islice(samples, self._size)) for _ in range(self.num_shards)]
+
+    @contextmanager
+    def _agreed_draws(self) -> Iterator[None]:
+        """Let the user's sampler draw what rank 0's draws, or, once an epoch is set, what the epoch decides.
+
+        A rank whose global generator was in another state gets that state back.
+        """
+        sampler = next(filter(_is_steerable, reversed(_samplers(self.loader))), None)
+        if sampler is None or (self._agree is None and self._epoch is None):
+            yield
+            return
+        generator: torch.Generator = sampler.generator or torch.default_generator
+        own = generator.get_state()
+        agreed = self._rank0_state(generator) if self._epoch is None else self._epoch_state(generator, self._epoch)
+        generator.set_state(agreed)
+        try:
+            yield
+        finally:
+            if generator is torch.default_generator and not torch.equal(own, agreed):
+                generator.set_state(own)
+
+    def _rank0_state(self, generator: torch.Generator) -> torch.Tensor:
+        state = generator.get_state().numpy().tobytes()
+        if self._agree is not None:
+            state = self._agree(state)
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def _epoch_state(self, generator: torch.Generator, epoch: int) -> torch.Tensor:
+        if self._seed is None:  # asked once: setting a generator's state changes its seed, too
+            seed = str(generator.initial_seed()).encode()
+            self._seed = int(self._agree(seed) if self._agree is not None else seed)
+        digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=7).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big")).get_state()
+
+    def _compare(self, opening: list[Any]) -> None:
+        if self._agree is None:
+            return
+        order = repr(opening)
+        own = [_length(self._order), order[:80], hashlib.blake2b(order.encode()).hexdigest()]
+        theirs = json.loads(self._agree(json.dumps(own).encode()))
+        if own != theirs:
+            raise DataError(
+                f"The processes disagree on the order of the data: {type(self._order).__name__} gives "
+                f"{theirs[0]} batches that begin with {theirs[1]} on rank 0, but {own[0]} that begin with {own[1]} "
+                f"here. Seed the sampler alike in every process, not by rank, and give every process the whole dataset."
+            )
+
+
+class _EpochSampler:
+    """What our DataLoader takes for its sampler: the indices that the epoch's `__iter__` has put here."""
+
+    def __init__(self, owner: _IndexLoader) -> None:
+        self._owner = owner
+        self.indices: _Indices = _Indices(owner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices
+
+    def __len__(self) -> int:
+        return len(self._owner) * (1 if self._owner._collates else len(self._owner.shards))
+
+
+class _Indices(Iterator[Any]):
+    """One epoch's indices for one process, drawn at the first call of `start` or of `next`."""
+
+    def __init__(self, owner: _IndexLoader) -> None:
+        self._owner = owner
+        self._indices: Iterator[Any] | None = None
+
+    def start(self) -> Iterator[Any]:
+        if self._indices is None:
+            self._indices = self._owner.open()
+        return self._indices
+
+    def __next__(self) -> Any:
+        return next(self.start())
+
+
+def _with_sampler(loader: "DataLoader[Any]", sampler: _EpochSampler) -> "DataLoader[Any]":
+    """Copy a DataLoader with another sampler: of the same class, with the same workers, collate_fn and all the rest."""
+    new = copy.copy(loader)
+    # Past the guard of DataLoader.__setattr__, which is there for the loaders that somebody iterates over already.
+    new.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
+    new.__dict__["_iterator"] = None  # the persistent workers of the user's loader, if it has run before
+    return new
+
+
+def _is_steerable(sampler: Any) -> bool:
+    """Tell whether a sampler's order follows from the state of its generator."""
+    generator = getattr(sampler, "generator", None)
+    return isinstance(generator, torch.Generator) or (generator is None and isinstance(sampler, _DRAW_AT_ONCE))
+
+
+def _length(order: Any) -> int | None:
+    try:
+        return len(order)
+    except TypeError:
+        return None
+
+
+def _clone(batch: Any) -> Any:
+    return map_tensors(torch.clone, batch)
+
+
+def _fill(batch: Any, first: Any) -> Any:
+    """Fill a batch up to the number of rows of the first batch, with the first batch's rows."""
+    rows, size = num_rows(batch), num_rows(first)
+    if not rows or not size or rows >= size:
+        return batch
+    try:
+        return take(concat([batch, first]), size)
+    except DataError:  # padded to another length than the first: its own rows fit
+        return take(concat([batch] * -(-size // rows)), size)
+
+
+def _join(batches: Sequence[Any]) -> Any:
+    """Concatenate the batches of several devices."""
+    if len(batches) == 1:
+        return batches[0]
+    _check_even([num_rows(batch) for batch in batches])
+    return concat(batches)
+
+
+def _check_even(rows: list[int | None]) -> None:
+    if len(rows) > 1 and (len(set(rows)) > 1 or None in rows):
+        raise DataError(
+            f"One process feeds {len(rows)} devices, which share its batch out evenly, but their batches have {rows} "
+            f"rows (None: its parts disagree, or have none). Give every batch the same size, or run one process per "
+            f"device."
+        )
