@@ -132,10 +132,9 @@ def make_model_config(args: argparse.Namespace, corpus: Corpus) -> transformers.
     if args.model != "small":
         return AutoConfig.from_pretrained(args.model)
     end = corpus.tokenizer.eos_token_id
-    return GPT2Config(
-        **dict(vocab_size=len(corpus.tokenizer), n_positions=args.context, n_embd=256, n_layer=4, n_head=4),
-        **dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end),
-    )
+    shape = {"vocab_size": len(corpus.tokenizer), "n_positions": args.context, "n_embd": 256, "n_layer": 4, "n_head": 4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2Config(**shape, **no_dropout, bos_token_id=end, eos_token_id=end)
 
 
 def train(
@@ -153,7 +152,7 @@ def train(
     model.train()
     started = last_look = time.perf_counter()
     with tqdm(total=args.steps, unit="step", disable=not is_master()) as bar:
-        for batch in islice(cycle(loader), args.steps):
+        for step, batch in enumerate(islice(cycle(loader), args.steps), start=1):
             optimizer.zero_grad()
             loss = model(**batch).loss
             loss.backward()
@@ -161,7 +160,7 @@ def train(
             optimizer.step()
             scheduler.step()
             pending.append(loss.detach())
-            if len(pending) == FETCH_EVERY or len(losses) + len(pending) == args.steps:
+            if step % FETCH_EVERY == 0 or step in (1, args.steps):
                 losses += [value.item() for value in pending]
                 now = time.perf_counter()
                 tokens_per_sec = len(pending) * tokens_per_step(args) / (now - last_look)

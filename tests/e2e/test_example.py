@@ -14,7 +14,7 @@ Image = pytest.importorskip("PIL.Image", reason="comes with matplotlib")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "gpt2_fsdp.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--tee=3"]  # marks lines: [default1]:
 SHORT = ["--steps", "8", "--batch-size", "2", "--context", "32"]
 
 # (how to launch it, arguments, devices that it shards over)
@@ -32,7 +32,7 @@ def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProce
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
 
 
@@ -63,8 +63,11 @@ def test_trains_and_writes_what_it_says(launcher: list[str], args: list[str], nu
     # Padding may add a little to a device's share; a device that holds a whole copy is far above it.
     assert metrics["num_parameters_per_device"] <= 1.05 * metrics["num_parameters"] / num_devices
 
-    assert done.stdout.count("held-out text") == 1, "one process alone reports"
-    assert done.stderr.count("8/8") == 1, "one process alone shows its progress"
+    assert done.stdout.count("held-out text") == 1
+    assert "8/8" in done.stderr
+    other = "".join(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("[default1]:"))
+    assert "step" not in other, "one process alone shows its progress"
+    assert "loss" not in other, "one process alone reports"
 
 
 @pytest.mark.slow
