@@ -28,6 +28,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,6 @@ import torchacc
 FETCH_EVERY = 10  # steps between two looks at the loss: each look waits for the devices
 HELD_OUT_BLOCKS = 256
 PROMPTS = {"stdlib": "def", "wikitext": "The"}
-SHARDING_METRICS = (
-    *("engine", "num_devices", "num_parameters", "num_parameters_per_device"),
-    *("num_compiles", "compile_secs"),
-)
 
 
 def main() -> None:
@@ -80,7 +77,7 @@ def main() -> None:
     sharding = torchacc.describe(model)
 
     if is_master():
-        metrics = {name: getattr(sharding, name) for name in SHARDING_METRICS} | {
+        metrics = asdict(sharding) | {
             "train_secs": train_secs,
             "tokens_per_sec": args.steps * tokens_per_step(args) / train_secs,
             "unigram_entropy": corpus.unigram_entropy,
@@ -214,11 +211,11 @@ def report(metrics: dict[str, Any], text: str, out: Path) -> None:
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (out / "sample.txt").write_text(text, encoding="utf-8")
     plot(metrics, out / "loss.png")
-    losses, secs = metrics["losses"], metrics["train_secs"]
-    print(f"training: {len(losses)} steps in {secs:.0f} s, {metrics['tokens_per_sec']:,.0f} tokens/s")
-    print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} at last, {metrics['held_out_loss']:.3f} on held-out text")
-    print(f"to compare: {metrics['unigram_entropy']:.3f} for knowing how often each token occurs and nothing else")
-    print(f"written: loss.png, sample.txt, metrics.json in {out}")
+    losses, secs, held_out = metrics["losses"], metrics["train_secs"], metrics["held_out_loss"]
+    print(f"training    {len(losses)} steps in {secs:.0f} s, {metrics['tokens_per_sec']:,.0f} tokens/s")
+    print(f"loss        {losses[0]:.3f} at first, {losses[-1]:.3f} at last, {held_out:.3f} on held-out text")
+    print(f"to compare  {metrics['unigram_entropy']:.3f} for knowing how often each token occurs and nothing else")
+    print(f"written     loss.png, sample.txt, metrics.json in {out}")
 
 
 def plot(metrics: dict[str, Any], path: Path) -> None:
