@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 from corpus import Corpus, blocks_of, load_corpus
-from matplotlib.figure import Figure
+from loss_plot import plot_loss
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -210,35 +210,12 @@ def report(metrics: dict[str, Any], text: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     (out / "sample.txt").write_text(text, encoding="utf-8")
-    plot(metrics, out / "loss.png")
+    plot_loss(metrics, out / "loss.png")
     losses, secs, held_out = metrics["losses"], metrics["train_secs"], metrics["held_out_loss"]
     print(f"training    {len(losses)} steps in {secs:.0f} s, {metrics['tokens_per_sec']:,.0f} tokens/s")
     print(f"loss        {losses[0]:.3f} at first, {losses[-1]:.3f} at last, {held_out:.3f} on held-out text")
     print(f"to compare  {metrics['unigram_entropy']:.3f} for knowing how often each token occurs and nothing else")
     print(f"written     loss.png, sample.txt, metrics.json in {out}")
-
-
-def plot(metrics: dict[str, Any], path: Path) -> None:
-    """Draw the training loss against what it should beat."""
-    losses, entropy, held_out = metrics["losses"], metrics["unigram_entropy"], metrics["held_out_loss"]
-    steps = range(1, len(losses) + 1)
-    reach = len(losses) // 40  # the mean of as many steps before as after does not lag behind
-    windows = [losses[i - min(reach, i) : i + min(reach, i) + 1] for i in range(len(losses))]
-    smooth = [sum(window) / len(window) for window in windows]
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training loss, each step")
-    axes.plot(steps, smooth, color="tab:blue", linewidth=2, label="training loss, smoothed")
-    axes.axhline(entropy, color="tab:gray", linestyle="--", label=f"token frequencies alone: {entropy:.2f}")
-    axes.plot(len(losses), held_out, "o", color="tab:orange", markersize=8, label=f"held-out text: {held_out:.2f}")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(f"GPT-2, fully sharded over {metrics['num_devices']} devices ({metrics['engine']})")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
 
 
 def tokens_per_step(args: argparse.Namespace) -> int:

@@ -70,7 +70,6 @@ def test_trains_and_writes_what_it_says(launcher: list[str], args: list[str], nu
     assert "loss" not in other, "one process alone reports"
 
 
-@pytest.mark.slow
 def test_devices_that_contradict_torchrun_are_refused(tmp_path: Path) -> None:
     done = run(TORCHRUN, "--engine", "native", "--devices", "3", *SHORT, "--out", "out", cwd=tmp_path)
     assert done.returncode != 0
