@@ -84,8 +84,8 @@ def _check(loader: Any) -> None:
     for sampler in _samplers(loader):
         if (replicas := getattr(sampler, "num_replicas", 1)) > 1:
             raise DataError(
-                f"The loader's {type(sampler).__name__} already keeps one sample in {replicas} (num_replicas={replicas}), so "
-                f"most samples would never be seen. Pass a plain sampler, or shuffle=True: accelerate() shards the data."
+                f"The loader's {type(sampler).__name__} already keeps one sample in {replicas} ({replicas} replicas), "
+                f"so most would never be seen. Pass a plain sampler, or shuffle=True: accelerate() shards the data."
             )
 
 
@@ -135,8 +135,7 @@ class ShardedLoader(ABC):
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        batches = len(self.loader)
-        return batches // self.num_shards if self.drop_last else -(-batches // self.num_shards)
+        return _num_rounds(len(self.loader), self.num_shards, self.drop_last)
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
@@ -146,40 +145,6 @@ class ShardedLoader(ABC):
         if name == "loader":  # not set yet: while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    def _rounds(
-        self,
-        batches: Iterator[Any],
-        complete: Callable[[list[Any], list[Any]], list[Any]],
-        keep: Callable[[Any], Any] = lambda batch: batch,
-    ) -> Iterator[list[Any]]:
-        """Group batches into rounds of one per device, and pick those of this process.
-
-        Args:
-            batches: All the batches of the epoch.
-            complete: Returns a round of full size from the last one and the epoch's first.
-            keep: What to keep of a batch of the first round.
-        """
-        count = 0
-        first: list[Any] = []
-        while found := list(itertools.islice(batches, self.num_shards)):
-            count += len(found)
-            if len(found) < self.num_shards and self.drop_last:
-                break
-            first = first or [keep(batch) for batch in found]
-            full = complete(found, first)
-            yield [full[shard] for shard in self.shards]
-        if not count:
-            raise DataError(
-                "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something "
-                "of it, and that it is not an iterator, which lasts for one epoch: pass a list or a DataLoader."
-            )
-        if not first:
-            raise DataError(
-                f"The loader gave {count} batches for {self.num_shards} data-parallel devices, and drop_last=True "
-                f"drops an incomplete round: {count} // {self.num_shards} = 0 steps. Write drop_last=False to complete "
-                f"it, or a batch_size of at most 1/{-(-self.num_shards // count)} of this one."
-            )
 
 
 class _StreamLoader(ShardedLoader):
@@ -191,11 +156,8 @@ class _StreamLoader(ShardedLoader):
 
     def _batches(self, stream: Iterator[Any]) -> Iterator[Any]:
         # The training loop may change a batch that it got, so what is kept is a copy.
-        for found in self._rounds(self._filled(stream), self._complete, _clone):
-            yield _join(found)
-
-    def _complete(self, found: list[Any], first: list[Any]) -> list[Any]:
-        return list(itertools.islice(itertools.chain(found, itertools.cycle(first)), self.num_shards))
+        for found in _rounds(self._filled(stream), self.num_shards, drop_last=self.drop_last, keep=_clone):
+            yield _join([found[shard] for shard in self.shards])
 
     def _filled(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Fill the batches that end the stream up to the size of the first.
@@ -217,55 +179,83 @@ class _IndexLoader(ShardedLoader):
 
     def __init__(self, loader: "DataLoader[Any]", num_shards: int, shards: range, agree: Agree | None) -> None:
         super().__init__(loader, num_shards, shards)
-        self._agree = agree
-        self._epoch: int | None = None
-        self._seed: int | None = None
-        self._collates = loader.batch_sampler is not None
-        # With batch_size=None the dataset itself makes batches, of whatever a sampler gives it.
-        self._order: Any = loader.batch_sampler if self._collates else loader.sampler
-        self._size = self._order.batch_size if type(self._order) is BatchSampler else None
-        self._sampler = _EpochSampler(self)
+        self._sampler = _ShardSampler(loader, num_shards, shards, drop_last=self.drop_last, agree=agree)
         self._inner = _with_sampler(loader, self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self._epoch = epoch
+        self._sampler.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         # The draws come in the order of the user's own loader: the workers' base seed, then the sampler's. They are all
         # made in this thread, as a background thread would race the model for the global generator.
-        self._sampler.indices = indices = _Indices(self)
+        indices = self._sampler.begin()
         batches = iter(self._inner)
         indices.start()
-        return batches if self._collates or len(self.shards) == 1 else self._joined(batches)
-
-    def open(self) -> Iterator[Any]:
-        """Agree on the order of the epoch, and return this process's indices; collective, draws random numbers."""
-        with self._agreed_draws():
-            batches = iter(self._order)
-            opening = list(itertools.islice(batches, max(self.num_shards, _COMPARED_BATCHES)))
-        self._compare(opening)
-        rounds = self._rounds(itertools.chain(opening, batches), self._complete)
-        # An empty epoch is reported here, not in a background thread.
-        return self._indices(itertools.chain([next(rounds)], rounds))
+        return batches if self._sampler.collates or len(self.shards) == 1 else self._joined(batches)
 
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
         while found := list(itertools.islice(batches, len(self.shards))):
             yield _join(found)
 
-    def _indices(self, rounds: Iterator[list[Any]]) -> Iterator[Any]:
-        for found in rounds:
-            if self._collates:
-                _check_even([len(batch) for batch in found])
-                yield list(itertools.chain.from_iterable(found))
-            else:
-                yield from found
 
-    def _complete(self, found: list[Any], first: list[Any]) -> list[Any]:
-        if self._size is None:
-            return list(itertools.islice(itertools.chain(found, itertools.cycle(first)), self.num_shards))
-        samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
-        return [list(itertools.islice(samples, self._size)) for _ in range(self.num_shards)]
+class _ShardSampler:
+    """What our DataLoader takes for its sampler: this process's share of the order of the user's own samplers.
+
+    Attributes:
+        collates: Whether the DataLoader makes batches of samples. If not (batch_size=None), the dataset itself makes
+            them, of whatever its sampler gives.
+        epoch: The epoch that decides on the order; None while the random state does.
+    """
+
+    def __init__(
+        self, loader: "DataLoader[Any]", num_shards: int, shards: range, *, drop_last: bool, agree: Agree | None
+    ) -> None:
+        self.collates = loader.batch_sampler is not None
+        self.epoch: int | None = None
+        self._order: Any = loader.batch_sampler if self.collates else loader.sampler
+        self._batch_size = self._order.batch_size if type(self._order) is BatchSampler else None
+        self._steerable = next(filter(_is_steerable, reversed(_samplers(loader))), None)
+        self._num_shards = num_shards
+        self._shards = shards
+        self._drop_last = drop_last
+        self._agree: Agree = agree or (lambda payload: payload)
+        self._alone = agree is None
+        self._seed: int | None = None
+        self._indices = _Indices(self)
+
+    def begin(self) -> "_Indices":
+        """Start an epoch: what `iter()` returns from here on."""
+        self._indices = _Indices(self)
+        return self._indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices
+
+    def __len__(self) -> int:
+        rounds = _num_rounds(len(self._order), self._num_shards, self._drop_last)
+        return rounds if self.collates else rounds * len(self._shards)
+
+    def draw(self) -> Iterator[Any]:
+        """Agree on the order of the epoch, and return this process's indices; collective, draws random numbers."""
+        with self._agreed_draws():
+            batches = iter(self._order)
+            opening = list(itertools.islice(batches, max(self._num_shards, _COMPARED_BATCHES)))
+        self._compare(opening)
+        rounds = _rounds(
+            itertools.chain(opening, batches), self._num_shards, drop_last=self._drop_last, batch_size=self._batch_size
+        )
+        # An empty epoch is reported here, not in a background thread.
+        return self._share(itertools.chain([next(rounds)], rounds))
+
+    def _share(self, rounds: Iterator[list[Any]]) -> Iterator[Any]:
+        for found in rounds:
+            own = [found[shard] for shard in self._shards]
+            if self.collates:
+                _check_even([len(batch) for batch in own])
+                yield list(itertools.chain.from_iterable(own))
+            else:
+                yield from own
 
     @contextmanager
     def _agreed_draws(self) -> Iterator[None]:
@@ -273,13 +263,12 @@ class _IndexLoader(ShardedLoader):
 
         A rank whose global generator was in another state gets that state back.
         """
-        sampler = next(filter(_is_steerable, reversed(_samplers(self.loader))), None)
-        if sampler is None or (self._agree is None and self._epoch is None):
+        if self._steerable is None or (self._alone and self.epoch is None):
             yield
             return
-        generator: torch.Generator = sampler.generator or torch.default_generator
+        generator: torch.Generator = self._steerable.generator or torch.default_generator
         own = generator.get_state()
-        agreed = self._rank0_state(generator) if self._epoch is None else self._epoch_state(generator, self._epoch)
+        agreed = self._rank0_state(own) if self.epoch is None else self._epoch_state(generator, self.epoch)
         generator.set_state(agreed)
         try:
             yield
@@ -287,22 +276,17 @@ class _IndexLoader(ShardedLoader):
             if generator is torch.default_generator and not torch.equal(own, agreed):
                 generator.set_state(own)
 
-    def _rank0_state(self, generator: torch.Generator) -> torch.Tensor:
-        state = generator.get_state().numpy().tobytes()
-        if self._agree is not None:
-            state = self._agree(state)
-        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    def _rank0_state(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self._agree(own.numpy().tobytes())), dtype=torch.uint8)
 
     def _epoch_state(self, generator: torch.Generator, epoch: int) -> torch.Tensor:
         if self._seed is None:  # asked once: setting a generator's state changes its seed, too
-            seed = str(generator.initial_seed()).encode()
-            self._seed = int(self._agree(seed) if self._agree is not None else seed)
+            self._seed = int(self._agree(str(generator.initial_seed()).encode()))
         digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=7).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "big")).get_state()
 
     def _compare(self, opening: list[Any]) -> None:
-        if self._agree is None:
-            return
+        """Refuse an order that is not rank 0's; collective."""
         order = repr(opening)
         own = [_length(self._order), order[:80], hashlib.blake2b(order.encode()).hexdigest()]
         theirs = json.loads(self._agree(json.dumps(own).encode()))
@@ -314,37 +298,69 @@ class _IndexLoader(ShardedLoader):
             )
 
 
-class _EpochSampler:
-    """What our DataLoader takes for its sampler: the indices that the epoch's `__iter__` has put here."""
-
-    def __init__(self, owner: _IndexLoader) -> None:
-        self._owner = owner
-        self.indices: _Indices = _Indices(owner)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.indices
-
-    def __len__(self) -> int:
-        return len(self._owner) * (1 if self._owner._collates else len(self._owner.shards))
-
-
 class _Indices(Iterator[Any]):
-    """One epoch's indices for one process, drawn at the first call of `start` or of `next`."""
+    """One epoch's indices, drawn at the first call of `start` or of `next`."""
 
-    def __init__(self, owner: _IndexLoader) -> None:
-        self._owner = owner
-        self._indices: Iterator[Any] | None = None
+    def __init__(self, sampler: _ShardSampler) -> None:
+        self._sampler = sampler
+        self._drawn: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
-        if self._indices is None:
-            self._indices = self._owner.open()
-        return self._indices
+        if self._drawn is None:
+            self._drawn = self._sampler.draw()
+        return self._drawn
 
     def __next__(self) -> Any:
         return next(self.start())
 
 
-def _with_sampler(loader: "DataLoader[Any]", sampler: _EpochSampler) -> "DataLoader[Any]":
+def _rounds(
+    batches: Iterator[Any],
+    num_shards: int,
+    *,
+    drop_last: bool,
+    batch_size: int | None = None,
+    keep: Callable[[Any], Any] = lambda batch: batch,
+) -> Iterator[list[Any]]:
+    """Group an epoch's batches into rounds of one per device, the last one completed or dropped.
+
+    Args:
+        batches: All the batches of the epoch.
+        num_shards: How many make a round.
+        drop_last: Whether to drop an incomplete round.
+        batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
+        keep: What to keep of a batch of the first round.
+    """
+    count = 0
+    first: list[Any] = []
+    while found := list(itertools.islice(batches, num_shards)):
+        count += len(found)
+        if len(found) < num_shards and drop_last:
+            break
+        first = first or [keep(batch) for batch in found]
+        if batch_size is None:
+            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_shards))
+        else:
+            samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
+            yield [list(itertools.islice(samples, batch_size)) for _ in range(num_shards)]
+    if not count:
+        raise DataError(
+            "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something of "
+            "it, and that it is not an iterator, which lasts for one epoch: pass a list or a DataLoader."
+        )
+    if not first:
+        raise DataError(
+            f"The loader gave {count} batches for {num_shards} data-parallel devices, and drop_last=True drops an "
+            f"incomplete round: {count} // {num_shards} = 0 steps. Write drop_last=False to complete it, or a "
+            f"batch_size of at most 1/{-(-num_shards // count)} of this one."
+        )
+
+
+def _num_rounds(batches: int, num_shards: int, drop_last: bool) -> int:
+    return batches // num_shards if drop_last else -(-batches // num_shards)
+
+
+def _with_sampler(loader: "DataLoader[Any]", sampler: _ShardSampler) -> "DataLoader[Any]":
     """Copy a DataLoader with another sampler: of the same class, with the same workers, collate_fn and all the rest."""
     new = copy.copy(loader)
     # Past the guard of DataLoader.__setattr__, which is there for the loaders that somebody iterates over already.
