@@ -24,3 +24,4 @@ def start_logging(rank: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("torchacc: %(message)s" if rank == 0 else f"torchacc[{rank}]: %(message)s"))
     logger.addHandler(handler)
+    logger.propagate = False  # torch_xla gives the root logger a handler when it is imported

@@ -1,0 +1,35 @@
+"""Train PyTorch models fully sharded on XLA devices and natively, with a few lines added to a script."""
+
+from torchacc import dist as dist
+from torchacc.api import Description as Description
+from torchacc.api import accelerate as accelerate
+from torchacc.api import accumulate as accumulate
+from torchacc.api import describe as describe
+from torchacc.api import full_state_dict as full_state_dict
+from torchacc.api import mark_step as mark_step
+from torchacc.api import shard_loader as shard_loader
+from torchacc.api import sync as sync
+from torchacc.config import Config as Config
+from torchacc.data import AsyncLoader as AsyncLoader
+from torchacc.errors import ConfigError as ConfigError
+from torchacc.errors import DataError as DataError
+from torchacc.errors import EngineError as EngineError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncLoader",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Description",
+    "EngineError",
+    "accelerate",
+    "accumulate",
+    "describe",
+    "dist",
+    "full_state_dict",
+    "mark_step",
+    "shard_loader",
+    "sync",
+]

@@ -1,0 +1,300 @@
+"""The few calls that a training script makes."""
+
+import gc
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchacc import data
+from torchacc.config import Config
+from torchacc.engines import failure, registry
+from torchacc.engines.base import Engine, ShardedModel
+from torchacc.engines.replicas import align_replicas
+from torchacc.env import read_job
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger, start_logging
+from torchacc.plan import make_plan
+
+_log = get_logger(__name__)
+
+_ATTRIBUTE = "_torchacc"
+
+
+def accelerate(
+    model: nn.Module,
+    dataloader: Iterable[Any] | None = None,
+    config: Config | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Any:
+    """Shard a model, and the data, over the devices of the job. Collective: every process.
+
+    The model is changed in place and stays what it was: its class, its `config`, the names of its parameters. It gains
+    `clip_grad_norm_(max_norm)`. A scalar loss that it returns is the mean over all devices.
+
+    Args:
+        model: The model, with equal values on every process unless `sync_module_states` is set.
+        dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
+            comes back gives each process its part of every global batch, on the device.
+        config: How to shard; None for data parallelism over all processes. It is only read.
+        optimizer: An optimizer that was made before; one made after this call needs nothing.
+
+    Returns:
+        The model; `(model, loader)` where a dataloader was given; with the optimizer last where one was given.
+
+    Raises:
+        ConfigError: The config contradicts itself, the model or the job.
+        DataError: The dataloader cannot be sharded.
+        EngineError: The devices cannot be started.
+    """
+    job = read_job()
+    start_logging(job.rank)
+    engine = registry.make_engine(config if config is not None else Config(), job)
+    _refuse_second_time(model)
+    plan = make_plan(model, engine.config, engine.topology)
+    _refuse_stale_optimizers(model, optimizer)
+    _keep_float32_masters(model, plan.compute_dtype)
+    _list_options_without_effect(engine)
+
+    if job.launched:
+        failure.install_excepthook()
+    registry.activate(engine)
+    if job.launched:
+        align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
+    sharded = engine.apply(model, plan, optimizer)
+    _attach(sharded)
+    _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
+    _log.debug("%s", plan)
+
+    parts: list[Any] = [model]
+    if dataloader is not None:
+        parts.append(_make_loader(dataloader, engine))
+    if optimizer is not None:
+        parts.append(optimizer)
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoader:
+    """Shard a further loader, such as one for evaluation, as `accelerate()` shards the first.
+
+    Args:
+        dataloader: A DataLoader, or any iterable of batches, with the batch size of one device.
+        model: The model that accelerate() returned.
+
+    Raises:
+        DataError: The dataloader cannot be sharded.
+    """
+    return _make_loader(dataloader, _sharded(model).engine)
+
+
+def accumulate(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context for all but the last micro-batch of an accumulation window.
+
+    Inside, `backward()` adds to the gradients. The first `backward()` outside completes them for the step. Divide the
+    loss by the number of micro-batches yourself. In engines with one process per device the whole gradients stay on
+    the device for the window; leave the context out to reduce after each micro-batch, which needs less memory and more
+    communication, and gives the same numbers.
+
+    Args:
+        model: The model that accelerate() returned.
+
+    Example:
+        >>> for index, batch in enumerate(micro_batches):
+        ...     last = index == len(micro_batches) - 1
+        ...     with contextlib.nullcontext() if last else torchacc.accumulate(model):
+        ...         (model(**batch).loss / len(micro_batches)).backward()
+    """
+    return _sharded(model).accumulate()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the unsharded parameters and buffers. Collective: every process.
+
+    Args:
+        model: The model that accelerate() returned.
+
+    Returns:
+        Original name -> CPU tensor, tied names included, on every process.
+    """
+    return _sharded(model).full_state_dict()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What became of a model; `str()` gives it as a few lines."""
+
+    engine: str
+    """The engine's kind."""
+    mesh: str
+    """The axes of the mesh and their sizes."""
+    num_devices: int
+    """Devices of the job."""
+    num_parameters: int
+    """Elements of the model's parameters, tied ones counted once."""
+    num_parameters_per_device: int
+    """Elements that one device holds at rest, padding included."""
+    num_units: int
+    """FSDP units, the model itself included."""
+    compute_dtype: str
+    """Dtype of matrix products."""
+    num_compiles: int
+    """Programs compiled by this process so far; 0 where nothing is compiled."""
+    compile_secs: float
+    """Seconds spent on that."""
+
+    def __str__(self) -> str:
+        share = self.num_parameters_per_device / self.num_parameters
+        return "\n".join(
+            [
+                f"engine      {self.engine}, {self.num_devices} devices, compute in {self.compute_dtype}",
+                f"mesh        {self.mesh}",
+                f"parameters  {self.num_parameters:,} in {self.num_units} units, "
+                f"{self.num_parameters_per_device:,} ({share:.1%}) on each device",
+                f"compiles    {self.num_compiles} in {self.compile_secs:.1f} s",
+            ]
+        )
+
+
+def describe(model: nn.Module) -> Description:
+    """Describe how a model is sharded, and what has been compiled so far.
+
+    Args:
+        model: The model that accelerate() returned.
+    """
+    sharded = _sharded(model)
+    engine, plan = sharded.engine, sharded.plan
+    num_compiles, compile_secs = engine.compile_stats()
+    return Description(
+        engine=engine.kind,
+        mesh=plan.topology.describe(),
+        num_devices=plan.topology.num_devices,
+        num_parameters=plan.numel,
+        num_parameters_per_device=sharded.local_numel(),
+        num_units=len(plan.units),
+        compute_dtype=plan.compute_dtype,
+        num_compiles=num_compiles,
+        compile_secs=compile_secs,
+    )
+
+
+def sync() -> None:
+    """Run what has been recorded so far; without effect where nothing is recorded.
+
+    A loop over a loader of accelerate() needs no call of it.
+    """
+    engine = registry.active_engine()
+    if engine is not None:
+        engine.step_boundary()
+
+
+mark_step = sync
+"""TorchAcc's and torch_xla's older name of `sync`."""
+
+
+def _sharded(model: nn.Module) -> ShardedModel:
+    sharded = vars(model).get(_ATTRIBUTE)
+    if sharded is None:
+        raise ConfigError(f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned")
+    return sharded  # type: ignore[no-any-return]
+
+
+def _attach(sharded: ShardedModel) -> None:
+    """Give the model its new methods, and let every optimizer of its parameters be ready for its steps."""
+    model = sharded.model
+    vars(model)[_ATTRIBUTE] = sharded
+    model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def concerns(optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"][:1])
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if concerns(optimizer):
+            sharded.prepare_optimizer(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if concerns(optimizer):
+            sharded.after_step()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
+    options = engine.config.dataloader
+    sharded = data.shard_loader(
+        dataloader,
+        num_shards=engine.topology.num_data_shards,
+        shards=engine.data_shards,
+        agree=engine.group.broadcast_object if engine.job.launched else None,
+    )
+    return data.AsyncLoader(
+        sharded,
+        put=engine.put,
+        transform=_bucketing(engine),
+        on_batch=engine.step_boundary,
+        prefetch=options.prefetch,
+    )
+
+
+def _bucketing(engine: Engine) -> data.Bucketing | None:
+    options = engine.config.dataloader
+    if options.buckets is None and options.max_length is None:
+        return None
+    return data.Bucketing(
+        data.make_buckets(options.buckets, options.max_length, options.num_buckets),
+        pad_values=options.pad_value_dict or {},
+        pad_dims=options.pad_dim_dict or {},
+        truncate=options.truncate,
+    )
+
+
+def _refuse_second_time(model: nn.Module) -> None:
+    if isinstance(model, nn.Module) and _ATTRIBUTE in vars(model):
+        raise ConfigError("accelerate() has already sharded this model: for a further loader use shard_loader()")
+
+
+def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | None) -> None:
+    """Refuse optimizers that hold parameters which sharding replaces: they would train nothing, without a word."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = {id(p) for group in (given.param_groups if given is not None else []) for p in group["params"]}
+    if given is not None and not held & own:
+        raise ConfigError("the optimizer handed to accelerate() holds no parameter of the model")
+    for _ in range(2):
+        stale = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and o is not given]
+        stale = [o for o in stale if any(id(p) in own for group in o.param_groups for p in group["params"])]
+        if not stale:
+            return
+        gc.collect()  # it may be one that nobody holds any more
+    raise ConfigError(
+        f"{type(stale[0]).__name__} was made before accelerate(), with parameters that sharding replaces, so that it "
+        "would train nothing: make it after accelerate(), or hand it in: "
+        "model, loader, optimizer = torchacc.accelerate(model, loader, config, optimizer=optimizer)"
+    )
+
+
+def _keep_float32_masters(model: nn.Module, compute_dtype: str) -> None:
+    half = {p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+    for parameter in half:
+        parameter.data = parameter.data.float()
+    if half:
+        _log.info(
+            "%d parameters were in half precision: they are kept in float32, as small updates would be lost, "
+            "and computed with in %s (config.compute.bf16)",
+            len(half),
+            compute_dtype,
+        )
+
+
+def _list_options_without_effect(engine: Engine) -> None:
+    for path, reason in engine.no_effect.items():
+        *sections, name = path.split(".")
+        section: Any = engine.config
+        for part in sections:
+            section = getattr(section, part)
+        if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
+            _log.info("config.%s has no effect in the engine %s: %s", path, engine.kind, reason)

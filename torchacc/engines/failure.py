@@ -1,0 +1,36 @@
+"""When one process of a job fails: let its traceback be the last thing that is read, and end the others quietly."""
+
+import sys
+import time
+from types import TracebackType
+
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
+_PATIENCE_SECS = 15.0
+"""How long a process that lost a peer waits to be ended by the launcher before it reports on its own."""
+
+
+def install_excepthook() -> None:
+    """Report an uncaught error to the launcher, which prints it last, and stay quiet where it only follows another's."""
+    if getattr(sys.excepthook, "_of_torchacc", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if any(text in str(error) for text in _PEER_LOST):
+            time.sleep(_PATIENCE_SECS)
+        elif isinstance(error, Exception):
+            _record(error)
+        previous(kind, error, traceback)
+
+    hook._of_torchacc = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _record(error: Exception) -> None:
+    """Leave the error where `torchrun` looks for the root cause; its recorder reads the error that is being handled."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise error
+    except Exception:
+        get_error_handler().record_exception(error)

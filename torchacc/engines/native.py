@@ -1,0 +1,160 @@
+"""PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.data.tree import map_tensors
+from torchacc.engines.base import Engine, MeanLoss, ShardedModel, map_loss, remap_optimizer, wrap_forward
+from torchacc.env import Job
+from torchacc.plan import PlannedParameter, WrapPlan
+
+_PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
+
+
+class NativeEngine(Engine):
+    """FSDP2's `fully_shard` on a mesh (dp, fsdp); with fsdp = 1 that is plain data parallelism."""
+
+    kind: ClassVar[str] = "native"
+    no_effect: ClassVar[dict[str, str]] = {
+        "dist.fsdp.flatten_parameters": _PER_PARAMETER,
+        "dist.fsdp.use_orig_params": _PER_PARAMETER,
+        "dist.fsdp.limit_all_gathers": "FSDP2 limits them by itself",
+        "dist.fsdp.backward_prefetch": "FSDP2 prefetches the next unit in backward by itself",
+        "dist.fsdp.forward_prefetch": "FSDP2 prefetches the next unit in forward by itself",
+        "dist.fsdp.shard_output_callable": "it belongs to SPMD",
+    }
+
+    @classmethod
+    def count_devices(cls, config: Config, job: Job) -> int:
+        """Return the number of processes: each has one device."""
+        return job.num_processes
+
+    def setup(self) -> None:
+        """Start the process group, and choose this process's device."""
+        if self.device.type == "cpu":
+            self.group.start("gloo")
+            return
+        torch.accelerator.set_device_index(self.device.index)
+        device_backend = torch.distributed.get_default_backend_for_device(self.device)
+        self.group.start(f"cpu:gloo,{self.device.type}:{device_backend}")
+
+    @cached_property
+    def device(self) -> torch.device:
+        """This process's accelerator, or the CPU where there is none."""
+        if not torch.accelerator.is_available():
+            return torch.device("cpu")
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, self.job.local_rank)
+
+    @property
+    def data_shards(self) -> range:
+        """This process's one device."""
+        shard = self.topology.data_shard(self.job.rank)
+        return range(shard, shard + 1)
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The DeviceMesh (dp, fsdp)."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        axes = ("dp", "fsdp")
+        return init_device_mesh(self.device.type, tuple(map(self.topology.size, axes)), mesh_dim_names=axes)
+
+    def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
+        """Shard a model in place with `fully_shard`."""
+        sharded = NativeModel(self, model, plan)
+        sharded.shard(optimizer)
+        return sharded
+
+    def put(self, batch: Any) -> Any:
+        """Move a host batch to the device."""
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+
+
+class NativeModel(ShardedModel):
+    """A model whose parameters are DTensors."""
+
+    engine: NativeEngine
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Move the model to the device and shard its units, the model itself last."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.model.to(self.engine.device)
+        originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
+        low = self.plan.compute_dtype != "float32"
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, self.plan.compute_dtype) if low else None,
+            reduce_dtype=torch.float32 if low else None,
+        )
+        self._wrap_forward()
+        for unit in self.plan.units:
+            module = self.model.get_submodule(unit.name)
+            own = {id(originals[parameter.name]) for parameter in unit.parameters}
+            # What is tied to a parameter outside of the unit waits for the model itself.
+            left = {p for p in module.parameters() if id(p) not in own} if unit.name else set()
+            fully_shard(module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left)
+        shards = {original: self.model.get_parameter(name) for name, original in originals.items()}
+        for original, new in shards.items():
+            vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
+        if optimizer is not None:
+            remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
+
+    def _wrap_forward(self) -> None:
+        def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return map_loss(inner(*args, **kwargs), self._mean_loss)
+
+            return forward
+
+        if self.engine.job.launched:
+            wrap_forward(self.model, around)
+
+    def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return MeanLoss.apply(loss, self.engine.group.mean(loss))  # type: ignore[no-untyped-call, no-any-return]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep whole gradients until the first backward outside of the context reduces their sum."""
+        self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the unsharded parameters and buffers on the CPU, by original name."""
+        whole = {}
+        for name, tensor in self.model.state_dict().items():
+            whole[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
+        return whole
+
+    def local_numel(self) -> int:
+        """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
+        size = self.engine.topology.size("fsdp")
+        return sum(_largest_shard(parameter, size) for parameter in self.plan.parameters)
+
+
+def _largest_shard(parameter: PlannedParameter, size: int) -> int:
+    rows = parameter.shape[0]
+    return -(-rows // size) * (parameter.numel // rows) if rows else 0
+
+
+def _like(shard: Any, whole: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, shard.device_mesh, shard.placements)

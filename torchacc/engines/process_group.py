@@ -1,0 +1,90 @@
+"""The processes of the job on the host: started once, used for everything that is not a gradient on a device."""
+
+import atexit
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchacc.env import Job
+from torchacc.errors import EngineError
+
+
+class ProcessGroup:
+    """The job's processes. With one process every operation is the identity."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def start(self, backend: str = "gloo") -> None:
+        """Start torch.distributed unless the user has. Collective: every process.
+
+        Args:
+            backend: A torch.distributed backend with host tensors, such as `gloo` or `cpu:gloo,cuda:nccl`.
+        """
+        if dist.is_initialized():
+            if dist.get_world_size() != self.job.num_processes:
+                raise EngineError(
+                    f"torch.distributed runs with {dist.get_world_size()} processes, but the launcher's WORLD_SIZE is "
+                    f"{self.job.num_processes}: leave init_process_group() to accelerate(), or start with `torchrun`"
+                )
+            return
+        if self.job.launched:
+            dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_stop)
+
+    def all_gather_objects(self, payload: Any) -> list[Any]:
+        """Return every process's payload, by rank. Collective: every process."""
+        if not self.job.launched:
+            return [payload]
+        self.start()
+        payloads: list[Any] = [None] * self.job.num_processes
+        dist.all_gather_object(payloads, payload)
+        return payloads
+
+    def broadcast_object(self, payload: Any) -> Any:
+        """Return rank 0's payload. Collective: every process."""
+        if not self.job.launched:
+            return payload
+        self.start()
+        box = [payload]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's. Collective: every process."""
+        if self.job.launched:
+            dist.broadcast(tensor, src=0)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over all processes. Collective: every process."""
+        if not self.job.launched:
+            return value
+        total = value.detach().float().clone()
+        dist.all_reduce(total)
+        return total / self.job.num_processes
+
+    def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
+        """Wait for every process at the same tag. Collective: every process.
+
+        Returns:
+            Every process's payload, by rank.
+
+        Raises:
+            EngineError: The processes met at different tags.
+        """
+        met = self.all_gather_objects((tag, payload))
+        tags = sorted({other for other, _ in met})
+        if len(tags) > 1:
+            raise EngineError(
+                f"rendezvous({tag!r}): the processes met at different tags, {', '.join(map(repr, tags))}. "
+                "Every process must call the same rendezvous in the same order"
+            )
+        return [other for _, other in met]
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""Choose the engine: the one place where a backend or an engine is compared by name."""
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from torchacc.config import Config, resolve
+from torchacc.engines.base import Engine
+from torchacc.engines.xla import runtime as xla_runtime
+from torchacc.env import Job
+from torchacc.logging import get_logger
+from torchacc.topology import from_config
+
+_log = get_logger(__name__)
+
+ENGINES = {
+    "native": "torchacc.engines.native:NativeEngine",
+    "xla-multiprocess": "torchacc.engines.xla.multiprocess:MultiprocessEngine",
+    "xla-spmd": "torchacc.engines.xla.spmd:SpmdEngine",
+}
+"""Every engine: its kind, and where its class is. A class is imported when it is chosen."""
+
+
+def choose_kind(config: Config, job: Job) -> str:
+    """Return the kind of engine that a config asks for in this job.
+
+    With backend `auto` it is XLA where torch_xla is installed and PyTorch has no accelerator of its own that
+    torch_xla would leave idle, else native.
+
+    Raises:
+        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch.
+    """
+    backend = config.backend
+    if backend == "auto":
+        prefers_xla = xla_runtime.is_installed() and not torch.accelerator.is_available()
+        backend = "xla" if prefers_xla else "native"
+    if backend == "native":
+        return "native"
+    xla_runtime.check_versions()
+    return "xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd"
+
+
+def make_engine(config: Config, job: Job) -> Engine:
+    """Resolve a config and make its engine; nothing is started.
+
+    Raises:
+        ConfigError: The config contradicts itself or the job.
+    """
+    kind = choose_kind(config, job)
+    module, name = ENGINES[kind].split(":")
+    engine_class: type[Engine] = getattr(importlib.import_module(module), name)
+    resolved = resolve(config, job, num_devices=engine_class.count_devices(config, job))
+    return engine_class(config=resolved, topology=from_config(resolved), job=job)
+
+
+@dataclass
+class _Active:
+    engine: Engine | None = None
+
+
+_active = _Active()
+
+
+def activate(engine: Engine) -> None:
+    """Start an engine and make it the process's own. Collective: every process."""
+    engine.setup()
+    _active.engine = engine
+
+
+def active_engine() -> Engine | None:
+    """Return the engine that this process runs, or None before accelerate()."""
+    return _active.engine

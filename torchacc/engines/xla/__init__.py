@@ -1,0 +1,1 @@
+"""The XLA engines: the only code that knows torch_xla."""

@@ -1,0 +1,173 @@
+"""What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchacc.data.tree import map_tensors
+from torchacc.engines.base import Engine, ShardedModel, wrap_forward
+from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla.gather import Weight, find_slots, replace_parameter
+from torchacc.engines.xla.optimizer import prime
+from torchacc.logging import get_logger
+from torchacc.plan import PlannedParameter, WrapPlan
+
+_log = get_logger(__name__)
+
+_XLA_SCHEDULES = "XLA's own scheduler decides when weights are gathered"
+
+
+class XlaEngine(Engine):
+    """An engine whose devices are XLA's."""
+
+    no_effect: ClassVar[dict[str, str]] = {
+        "dist.fsdp.backward_prefetch": _XLA_SCHEDULES,
+        "dist.fsdp.forward_prefetch": _XLA_SCHEDULES,
+        "dist.fsdp.limit_all_gathers": _XLA_SCHEDULES,
+        "dist.fsdp.use_orig_params": "flatten_parameters decides whether parameters keep their names",
+    }
+
+    @property
+    def device(self) -> torch.device:
+        """The XLA device; under SPMD it stands for all of them."""
+        return torch.device("xla:0")
+
+    def put(self, batch: Any) -> Any:
+        """Move a host batch to the device, all of its tensors in one transfer."""
+        tensors: list[torch.Tensor] = []
+        map_tensors(tensors.append, batch)
+        moved = iter(self.to_device(tensors))
+        return map_tensors(lambda tensor: next(moved), batch)
+
+    @abstractmethod
+    def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Move tensors of a batch to the device."""
+
+    def step_boundary(self) -> None:
+        """Compile and run what has been recorded."""
+        runtime.sync()
+
+    def compile_stats(self) -> tuple[int, float]:
+        """Return how many programs have been compiled in this process, and in how many seconds."""
+        return runtime.compile_stats()
+
+
+class XlaModel(ShardedModel):
+    """A model whose parameters are shards on XLA devices."""
+
+    engine: XlaEngine
+
+    def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
+        super().__init__(engine, model, plan)
+        self._prepared: set[int] = set()
+        self._dropped_gradients = False
+
+    def move_buffers(self) -> None:
+        """Move the buffers to the device, a buffer that several modules share once."""
+        moved: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    moved.setdefault(id(buffer), buffer.to(self.engine.device))
+                    module._buffers[name] = moved[id(buffer)]
+        _move_plain_tensors(self.model, self.engine.device)
+
+    def make_weights(
+        self, parameters: Iterator[PlannedParameter], shard: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[nn.Parameter, Weight]]:
+        """Replace parameters by their shards in the model.
+
+        Args:
+            parameters: What to replace.
+            shard: Turns a whole parameter into this device's shard of it.
+
+        Yields:
+            The original parameter, and the weight that stands for it.
+        """
+        compute_dtype = getattr(torch, self.plan.compute_dtype)
+        for planned in parameters:
+            slots = find_slots(self.model, planned.names)
+            original = self.model.get_parameter(planned.name)
+            new = nn.Parameter(shard(original.detach()), requires_grad=original.requires_grad)
+            replace_parameter(slots, new)
+            dtype = compute_dtype if _is_multiplied(original, slots[0][0]) else original.dtype
+            yield original, Weight(planned.name, new, slots, planned.shape, dtype)
+
+    def install_forward(self) -> None:
+        """Let the model's forward run in the compute dtype, with the patches that XLA needs."""
+
+        def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                self._check_gradients_were_cleared()
+                with ExitStack() as stack:
+                    stack.enter_context(quirks.patches(self.model, kwargs))
+                    if self.plan.compute_dtype != "float32":
+                        stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
+                    return self.finish(inner(*args, **kwargs))
+
+            return forward
+
+        wrap_forward(self.model, around)
+
+    def finish(self, output: Any) -> Any:
+        """Do what follows the model's forward on its output."""
+        return output
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Create the optimizer's state before its first step, so that the first and the second step are one program."""
+        if id(optimizer) in self._prepared:
+            return
+        self._prepared.add(id(optimizer))
+        prime(optimizer, self.zeros_like)
+        zero_grad = optimizer.zero_grad
+
+        def noted_zero_grad(*args: Any, **kwargs: Any) -> None:
+            self._dropped_gradients = False
+            zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = noted_zero_grad  # type: ignore[method-assign]
+
+    @abstractmethod
+    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return zeros that are laid out like a parameter, as plain data on the device."""
+
+    def after_step(self) -> None:
+        """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._dropped_gradients = True
+        self.engine.step_boundary()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Run each backward by itself, so that the recorded program does not grow over the window."""
+        yield
+        self.engine.step_boundary()
+
+    def _check_gradients_were_cleared(self) -> None:
+        if self._dropped_gradients and self.model.training and torch.is_grad_enabled():
+            self._dropped_gradients = False
+            _log.warning(
+                "the optimizer's step was not followed by optimizer.zero_grad(). Under XLA the step frees the gradients, "
+                "so that they do not add up from one step to the next; call zero_grad() after or before each step"
+            )
+
+
+def _is_multiplied(parameter: torch.Tensor, owner: nn.Module) -> bool:
+    """Return whether a parameter goes into matrix products, which is where a lower precision pays.
+
+    An embedding stays in float32: it starts the residual stream.
+    """
+    return parameter.dim() >= 2 and parameter.is_floating_point() and not isinstance(owner, nn.Embedding)
+
+
+def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
+    """Move tensors that modules keep as plain attributes, as `Module.to()` would not."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                setattr(module, name, value.to(device))

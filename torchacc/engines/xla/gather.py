@@ -1,0 +1,136 @@
+"""Make a unit's weights whole while its forward runs, and again when its backward needs them.
+
+The modules keep the shards as their parameters, under the original names. A forward hook lays the whole weight over
+the shard (an instance attribute hides a registered parameter of the same name), and takes it away afterwards. What
+autograd saves of a whole weight is only a note of the shard: the weight is gathered anew in backward, so that it need
+not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Slot = tuple[nn.Module, str]
+"""A module, and the name under which it keeps a parameter."""
+
+
+@dataclass(eq=False)
+class Weight:
+    """One parameter of the model: its shard, and the places where modules look it up."""
+
+    name: str
+    shard: nn.Parameter
+    slots: list[Slot]
+    shape: tuple[int, ...]
+    """The shape of the whole weight."""
+    dtype: torch.dtype
+    """The dtype that the whole weight is computed with."""
+
+
+class Gatherer(ABC):
+    """How the whole weights of one unit come about on one kind of runtime."""
+
+    keeps_weights: bool = False
+    """Whether backward uses the whole weights of forward, instead of gathering them again."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+
+    @abstractmethod
+    def gather(self) -> list[torch.Tensor]:
+        """Return the unit's whole weights, connected to their shards for autograd."""
+
+    def gather_again(self, weight: Weight) -> torch.Tensor:
+        """Return a whole weight for use in backward; not called where `keeps_weights` is set."""
+        raise NotImplementedError
+
+
+def install_unit(module: nn.Module, gatherer: Gatherer) -> None:
+    """Register the hooks that gather a unit's weights around its forward.
+
+    Args:
+        module: The unit.
+        gatherer: Knows the unit's weights and how they are gathered.
+    """
+    if gatherer.weights:
+        hooks = _UnitHooks(gatherer)
+        module.register_forward_pre_hook(hooks.before)
+        module.register_forward_hook(hooks.after, always_call=True)
+
+
+def replace_parameter(slots: Sequence[Slot], new: nn.Parameter) -> None:
+    """Register a parameter in all places of an old one, with what the user noted on the old one."""
+    old = slots[0][0]._parameters[slots[0][1]]
+    vars(new).update(vars(old))
+    for module, name in slots:
+        module._parameters[name] = new
+        _refresh_rnn(module)
+
+
+def find_slots(model: nn.Module, names: Sequence[str]) -> list[Slot]:
+    """Return the places of a parameter with these names."""
+    paths = [name.rpartition(".") for name in names]
+    return [(model.get_submodule(path), leaf) for path, _, leaf in paths]
+
+
+class _UnitHooks:
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+        self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        whole = self._gatherer.gather()
+        for weight, tensor in zip(self._gatherer.weights, whole, strict=True):
+            for owner, name in weight.slots:
+                owner.__dict__[name] = tensor
+                _refresh_rnn(owner)
+        if not self._gatherer.keeps_weights and torch.is_grad_enabled():
+            self._saving.append(_save_notes(self._gatherer, whole))
+            self._saving[-1].__enter__()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._saving:
+            self._saving.pop().__exit__()
+        for weight in self._gatherer.weights:
+            for owner, name in weight.slots:
+                owner.__dict__.pop(name, None)
+                _refresh_rnn(owner)
+
+
+def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Let autograd save a note of the shard wherever it would save a whole weight, or the transpose of one."""
+    # A view shares its base's storage: a linear layer saves `weight.t()`.
+    known = {_storage(tensor): (weight, tensor) for weight, tensor in zip(gatherer.weights, whole, strict=True)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, bool]:
+        weight, base = known.get(_storage(tensor), (None, None))
+        if weight is None or base is None:
+            return tensor
+        if tensor.shape == base.shape and tensor.stride() == base.stride():
+            return weight, False
+        if base.dim() == 2 and tensor.shape == base.shape[::-1] and tensor.stride() == base.stride()[::-1]:
+            return weight, True
+        return tensor
+
+    def unpack(saved: torch.Tensor | tuple[Weight, bool]) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        weight, transposed = saved
+        again = gatherer.gather_again(weight)
+        return again.t() if transposed else again
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _refresh_rnn(module: nn.Module) -> None:
+    """Renew the list in which nn.RNN, nn.LSTM and nn.GRU keep their parameters a second time."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

@@ -1,0 +1,49 @@
+"""Create an optimizer's state before its first step, without a step.
+
+torch.optim makes its state inside the first step, so that the first step's program differs from all later ones and
+everything compiles twice. The state made here is what the first step would have started from: zeros.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+def prime(optimizer: torch.optim.Optimizer, zeros_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Create the state of every trainable parameter that has none yet.
+
+    Args:
+        optimizer: Adam, AdamW, NAdam-free Adam family or SGD; another kind is left to make its state itself, which
+            costs a second compile.
+        zeros_like: Returns zeros laid out like a parameter, as plain data on the device.
+    """
+    for group in optimizer.param_groups:
+        make = _state_of(optimizer, group)
+        if make is None:
+            continue
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state[parameter]:
+                optimizer.state[parameter].update(make(parameter, zeros_like))
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callable[..., dict[str, torch.Tensor]] | None:
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+        moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+        def adam(
+            parameter: torch.Tensor, zeros_like: Callable[[torch.Tensor], torch.Tensor]
+        ) -> dict[str, torch.Tensor]:
+            on_device = group["capturable"] or group["fused"]
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            return {"step": step, **{name: zeros_like(parameter) for name in moments}}
+
+        return adam
+    # Without dampening momentum * 0 + grad is the buffer that the first step makes.
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+        return lambda parameter, zeros_like: {"momentum_buffer": zeros_like(parameter)}
+    return None

@@ -1,0 +1,52 @@
+"""How a tensor is split over a mesh, in the terms of XLA's OpSharding. Pure arithmetic.
+
+torch_xla's own translation takes a tensor for fully tiled when all of its dimensions are split, also where a further
+mesh axis replicates it; here the axes that a spec leaves out always replicate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+Spec = Sequence[str | tuple[str, ...] | None]
+"""For each dimension of a tensor the mesh axis, or axes, that it is split over; None where it is not."""
+
+# torch_xla.distributed.spmd.ShardingType
+REPLICATED, TILED, PARTIAL = 0, 3, 5
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The arguments of torch_xla's OpSharding and XlaShardingSpec."""
+
+    tile_assignment: list
+    """Devices by tile; a nested list with one level for each dimension of the tensor."""
+    group_assignment: list
+    """Groups of replicas by tile."""
+    replication_groups: list[list[int]]
+    """The devices of each group."""
+    sharding_type: int
+
+
+def partition(spec: Spec, axes: Mapping[str, int]) -> Partition:
+    """Translate a spec for a mesh whose devices are numbered row-major.
+
+    Args:
+        spec: How each dimension of the tensor is split.
+        axes: Name and size of each mesh axis, the slowest first.
+    """
+    by_dim = [(names,) if isinstance(names, str) else names or () for names in spec]
+    used = [name for names in by_dim for name in names]
+    unused = [name for name in axes if name not in used]
+    tiles = [prod(axes[name] for name in names) for names in by_dim]
+    if prod(tiles) == 1:
+        return Partition([], [], [], REPLICATED)
+    names = list(axes)
+    devices = np.arange(prod(axes.values())).reshape(tuple(axes.values()))
+    ordered = devices.transpose([names.index(name) for name in used + unused]).reshape(*tiles, -1)
+    if ordered.shape[-1] == 1:
+        return Partition(ordered[..., 0].tolist(), [], [], TILED)
+    groups = ordered.reshape(prod(tiles), -1)
+    return Partition(ordered.tolist(), np.arange(len(groups)).reshape(tiles).tolist(), groups.tolist(), PARTIAL)

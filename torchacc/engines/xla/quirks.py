@@ -1,0 +1,108 @@
+"""What model families need before they train well on XLA: kept in one place, each with the versions it is for.
+
+A patch of another library is a context, entered for one forward of a sharded model and undone when it ends.
+"""
+
+import importlib.metadata
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_MASKING = SpecifierSet(">=4.53,<6")
+"""Versions of transformers whose masks look for packed sequences on the device."""
+
+
+def prepare(model: nn.Module, *, partitioned: bool) -> None:
+    """Change what a model needs to have changed for good.
+
+    Args:
+        model: The user's model.
+        partitioned: Whether XLA partitions its program over devices.
+    """
+    _use_static_experts(model)
+    if partitioned:
+        _use_partitionable_layer_norm(model)
+
+
+@contextmanager
+def patches(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the patches of other libraries for one forward.
+
+    Args:
+        model: The model that runs.
+        kwargs: The keyword arguments of its forward.
+    """
+    if not hasattr(model, "config") or not _has("transformers", _MASKING):
+        yield
+        return
+    with _no_search_for_packed_sequences(packed=kwargs.get("position_ids") is not None):
+        yield
+
+
+@contextmanager
+def _no_search_for_packed_sequences(*, packed: bool) -> Iterator[None]:
+    """Spare a forward the question, put to the device and waited for, whether its sequences are packed.
+
+    Where the caller gives no position_ids they are a plain range, and the answer is no. Where it does, the mask is
+    built as for packed sequences, which is right for either.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+
+    def indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if not packed:
+            return None
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = indices
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _use_static_experts(model: nn.Module) -> None:
+    """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step."""
+    can_choose = getattr(model, "_can_set_experts_implementation", None)
+    if can_choose is None or not can_choose() or model.config._experts_implementation == "batched_mm":
+        return
+    _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+
+
+def _use_partitionable_layer_norm(model: nn.Module) -> None:
+    """Compute LayerNorm from means: XLA's own lowering cannot be partitioned, and gathers all activations."""
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.forward = types.MethodType(_layer_norm, module)  # type: ignore[method-assign]
+
+
+def _layer_norm(self: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    dims = tuple(range(-len(self.normalized_shape), 0))
+    wide = x.float()
+    centered = wide - wide.mean(dims, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + self.eps)
+    if self.weight is not None:
+        y = y * self.weight
+    if self.bias is not None:
+        y = y + self.bias
+    # Under autocast PyTorch's layer_norm returns float32 too.
+    return y if torch.is_autocast_enabled("xla") else y.to(x.dtype)
+
+
+def _has(package: str, versions: SpecifierSet) -> bool:
+    try:
+        return importlib.metadata.version(package) in versions
+    except importlib.metadata.PackageNotFoundError:
+        return False

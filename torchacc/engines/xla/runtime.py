@@ -1,0 +1,145 @@
+"""Start torch_xla's runtime once per process, with the devices that the config asks for, and run what it recorded."""
+
+import importlib.metadata
+import importlib.util
+import os
+import warnings
+
+import torch
+from packaging.version import Version
+
+from torchacc import env
+from torchacc.env import Job
+from torchacc.errors import ConfigError, EngineError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+# Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
+_AUTOGRAD_STARTED_TOO_EARLY = (
+    "this process ran a backward pass on the CPU before the XLA runtime started, and PyTorch's autograd cannot add a "
+    "device afterwards: call torchacc.accelerate() before the first backward(), or run that pass in another process"
+)
+
+
+def check_versions() -> None:
+    """Check that the installed torch and torch_xla can load together, without importing torch_xla.
+
+    Raises:
+        ConfigError: torch_xla is missing, or was built for another torch.
+    """
+    try:
+        xla = Version(importlib.metadata.version("torch_xla"))
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            'config.backend = "xla" needs torch_xla, which is not installed: `pip install torch==2.9.0 '
+            'torch_xla==2.9.0`, or use config.backend = "native"'
+        ) from None
+    core = Version(importlib.metadata.version("torch"))
+    if (core.major, core.minor) != (xla.major, xla.minor):
+        raise ConfigError(
+            f"torch {core} and torch_xla {xla} cannot load together, as torch_xla {xla.major}.{xla.minor} is built for "
+            f"torch {xla.major}.{xla.minor}: `pip install torch=={xla.public} torch_xla=={xla.public}`, or use "
+            'config.backend = "native", which needs no torch_xla'
+        )
+
+
+def is_installed() -> bool:
+    """Return whether torch_xla is installed, in whatever version."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def runs_on_cpu() -> bool:
+    """Return whether XLA's devices are this machine's CPU: nothing else is asked for, and no TPU library is there."""
+    device = env.get("PJRT_DEVICE")
+    return device == "CPU" if device else importlib.util.find_spec("libtpu") is None
+
+
+def start(*, num_devices: int, spmd: bool) -> None:
+    """Start the runtime, or check that the running one is what is needed.
+
+    Args:
+        num_devices: Devices that this process drives. On the CPU they are virtual.
+        spmd: Whether one program runs over all of them.
+
+    Raises:
+        EngineError: The runtime already runs with other devices, or autograd started before it.
+    """
+    check_versions()
+    if runs_on_cpu():
+        env.set_default("PJRT_DEVICE", "CPU")
+        _ask_for_cpu_devices(num_devices)
+    # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it.
+    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    if spmd and not xr.is_spmd():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            xr.use_spmd()
+    elif xr.is_spmd() and not spmd:
+        raise EngineError(
+            "this process already runs in SPMD mode, which cannot be left: set config.dist.fsdp.use_spmd = True, or "
+            "start a new process"
+        )
+    found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
+    if found != num_devices:
+        raise EngineError(
+            f"the config asks for {num_devices} XLA devices in this process, and the runtime has {found}. The number is "
+            "fixed when the runtime starts: call accelerate() before anything else uses XLA, and with one number of "
+            "devices per process"
+        )
+    _start_autograd(torch_xla.device())
+
+
+def pin_to_share_of_cores(job: Job) -> None:
+    """Give this process its share of the machine's cores, before the runtime makes its threads.
+
+    Otherwise the thread pools of the machine's processes fight for all of them.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // job.local_num_processes)
+    first = job.local_rank * share % len(cores)
+    mine = cores[first : first + share]
+    os.sched_setaffinity(0, mine)
+    torch.set_num_threads(len(mine))
+    _log.info(
+        "each of the %d processes of this machine uses %d of its %d cores", job.local_num_processes, share, len(cores)
+    )
+
+
+def sync() -> None:
+    """Compile and run what has been recorded so far."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def compile_stats() -> tuple[int, float]:
+    """Return how many programs this process has compiled, and in how many seconds."""
+    import torch_xla.debug.metrics as metrics
+
+    timing = metrics.metric_data("CompileTime")
+    return (timing[0], timing[1] / 1e9) if timing else (0, 0.0)
+
+
+def _ask_for_cpu_devices(num_devices: int) -> None:
+    if env.set_default("CPU_NUM_DEVICES", str(num_devices)):
+        return
+    given = env.get("CPU_NUM_DEVICES")
+    if given != str(num_devices):
+        raise EngineError(
+            f"CPU_NUM_DEVICES={given} is set, and the config asks for {num_devices} XLA devices in this process: leave "
+            "the variable to torchacc, or make the two agree. It is fixed for a process's life"
+        )
+
+
+def _start_autograd(device: torch.device) -> None:
+    probe = torch.ones(1, device=device, requires_grad=True)
+    try:
+        (probe * 2).sum().backward()
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise EngineError(_AUTOGRAD_STARTED_TOO_EARLY) from error

@@ -1,0 +1,268 @@
+"""Decide how a model is sharded, as plain data: no device, no process group, nothing is changed.
+
+A `WrapPlan` names the units (modules whose parameters are gathered and freed together), which parameter belongs to
+which unit, what is tied and what is frozen, and the dtypes. Engines carry it out.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.config.sections import FSDPConfig
+from torchacc.errors import ConfigError
+from torchacc.topology import Topology
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """One parameter of the model."""
+
+    name: str
+    """Its first name, in the order of `named_parameters()`."""
+    aliases: tuple[str, ...]
+    """Its other names: what is tied to it."""
+    shape: tuple[int, ...]
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the parameter, the first one first."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that is sharded together."""
+
+    name: str
+    """The module's name; empty for the model itself."""
+    module_class: str
+    parameters: tuple[PlannedParameter, ...]
+    """The parameters that lie in this unit under all of their names, and in no smaller one."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of its own parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """How one model is sharded."""
+
+    units: tuple[Unit, ...]
+    """The units in the order of the model's modules; the last one is the model itself."""
+    topology: Topology
+    compute_dtype: str
+    """Dtype of matrix products: `float32` or `bfloat16`. Master weights and reductions stay in float32."""
+    flatten: bool
+    """Whether each unit's parameters become one flat parameter."""
+
+    @property
+    def parameters(self) -> Iterator[PlannedParameter]:
+        """All parameters, each once."""
+        return (parameter for unit in self.units for parameter in unit.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the model, tied parameters counted once."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names that are one parameter."""
+        return tuple(parameter.names for parameter in self.parameters if parameter.aliases)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the parameters that are not trained."""
+        return tuple(parameter.name for parameter in self.parameters if not parameter.trainable)
+
+    def __str__(self) -> str:
+        lines = [f"{self.topology.describe()}, compute in {self.compute_dtype}, {self.numel:,} parameters"]
+        width = max(len(unit.name or "(model)") for unit in self.units)
+        lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
+        lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
+        lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
+        return "\n".join(lines)
+
+
+def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
+    """Derive the plan for a model.
+
+    Args:
+        model: The user's model; it is only read.
+        config: A resolved config.
+        topology: The mesh that the job has.
+
+    Raises:
+        ConfigError: The model cannot be sharded as asked: it has no `forward`, no parameters, parameters on the meta
+            device, or no module of a class that `wrap_layer_cls` names.
+    """
+    _check_model(model)
+    modules = dict(model.named_modules())
+    unit_names = set(select_units(model, config.dist.fsdp))
+    owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
+    for parameter in _parameters(model):
+        owned[_owner(parameter.names, unit_names)].append(parameter)
+    root = owned.pop("")
+    units = [Unit(name, type(modules[name]).__name__, tuple(parameters)) for name, parameters in owned.items()]
+    return WrapPlan(
+        units=(*units, Unit("", type(model).__name__, tuple(root))),
+        topology=topology,
+        compute_dtype="bfloat16" if config.compute.bf16 else "float32",
+        flatten=config.dist.fsdp.flatten_parameters,
+    )
+
+
+def select_units(model: nn.Module, config: FSDPConfig) -> list[str]:
+    """Choose the modules that become units, the model itself left out.
+
+    By class (`wrap_layer_cls`), by name or callable (`wrap_modules`), by size (`min_num_params`); with none of these
+    the classes are inferred from `_no_split_modules`, else from the repeated layers of a `ModuleList`.
+
+    Returns:
+        Names of modules, in the model's order.
+
+    Raises:
+        ConfigError: A name or pattern fits no module, or fits one that has no `forward` of its own.
+    """
+    if config.wrap_modules is not None:
+        return _by_name(model, config.wrap_modules)
+    if config.min_num_params is not None:
+        return _by_size(model, config.min_num_params)
+    if config.wrap_layer_cls:
+        return _by_class(model, config.wrap_layer_cls)
+    inferred = infer_layer_classes(model)
+    return _by_class(model, inferred) if inferred else []
+
+
+def infer_layer_classes(model: nn.Module) -> set[str]:
+    """Infer the classes of a model's repeated layers.
+
+    Returns:
+        Class names; empty where the model has no repeated layers.
+    """
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    present = {type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
+    repeated = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            classes = [type(child).__name__ for child in module if _has_parameters(child) and next(child.children(), 0)]
+            repeated |= {name for name in classes if classes.count(name) > 1}
+    return declared & present or repeated
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"accelerate() takes a torch.nn.Module, and got {type(model).__name__}")
+    if not _has_forward(model):
+        raise ConfigError(
+            f"{type(model).__name__} has no forward() of its own, so that there is nothing to run: "
+            "pass the module that computes the loss or the outputs, not a container of its parts"
+        )
+    parameters = list(model.named_parameters())
+    if not parameters:
+        raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    on_meta = [name for name, parameter in parameters if parameter.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, …), which is not available yet: "
+            "build the model on the CPU, without torch.device('meta')"
+        )
+    scalars = [name for name, parameter in parameters if parameter.dim() == 0]
+    if scalars:
+        raise ConfigError(
+            f"the parameter {scalars[0]!r} has no dimension and cannot be sharded: give it the shape (1,), "
+            "nn.Parameter(torch.tensor([value]))"
+        )
+
+
+def _parameters(model: nn.Module) -> Iterator[PlannedParameter]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, (first, *aliases) in names.items():
+        yield PlannedParameter(first, tuple(aliases), tuple(parameter.shape), parameter.requires_grad)
+
+
+def _owner(names: Sequence[str], unit_names: set[str]) -> str:
+    """Return the innermost unit that holds a parameter under all of its names."""
+    candidates = [unit for unit in unit_names if all(name.startswith(f"{unit}.") for name in names)]
+    return max(candidates, key=len, default="")
+
+
+def _by_class(model: nn.Module, names: set[str]) -> list[str]:
+    candidates = {type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
+    for name in sorted(names - candidates):
+        near = difflib.get_close_matches(name, candidates, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"config.dist.fsdp.wrap_layer_cls names {name!r}, and no module of {type(model).__name__} is of that "
+            f"class: {hint}Its classes are {', '.join(sorted(candidates))}"
+        )
+    return _checked(model, [name for name, module in model.named_modules() if name and type(module).__name__ in names])
+
+
+def _by_name(model: nn.Module, rule: set[str] | Callable[[str, nn.Module], bool]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    if callable(rule):
+        return _checked(model, [name for name, module in model.named_modules() if name and rule(name, module)])
+    for pattern in sorted(rule):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"config.dist.fsdp.wrap_modules has the pattern {pattern!r}, which fits no module of "
+                f"{type(model).__name__}: its modules are {', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
+            )
+    # A * of fnmatch also crosses dots; a pattern here means modules at its own depth, as `transformer.h.*` suggests.
+    depths = {pattern: pattern.count(".") for pattern in rule}
+    chosen = [n for n in names if any(fnmatchcase(n, p) and n.count(".") == depth for p, depth in depths.items())]
+    return _checked(model, chosen)
+
+
+def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
+    """Make a unit of each module, innermost first, that has this many elements not yet in a smaller unit.
+
+    An embedding is left to the unit around it: it is often tied, and seldom worth a gather of its own.
+    """
+    chosen: set[str] = set()
+
+    def visit(prefix: str, module: nn.Module) -> int:
+        left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        left += sum(visit(f"{prefix}.{name}".lstrip("."), child) for name, child in module.named_children())
+        if not prefix or left < min_num_params or not _has_forward(module) or isinstance(module, nn.Embedding):
+            return left
+        chosen.add(prefix)
+        return 0
+
+    visit("", model)
+    return [name for name, _ in model.named_modules() if name in chosen]
+
+
+def _checked(model: nn.Module, names: list[str]) -> list[str]:
+    for name in names:
+        module = model.get_submodule(name)
+        if not _has_forward(module):
+            raise ConfigError(
+                f"the module {name!r} ({type(module).__name__}) was chosen as an FSDP unit, and it has no forward() of "
+                f"its own: choose the modules inside of it, for example {name + '.*'!r}"
+            )
+    return names
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
