@@ -130,7 +130,7 @@ class ShardedLoader(ABC):
         From then on the order of torch's own samplers depends on the seed and the epoch only, and no longer on what was
         drawn before, so that a resumed run finds it again.
         """
-        for target in (self.loader, *_samplers(self.loader), self.dataset):
+        for target in (self.loader, *_samplers(self.loader), getattr(self.loader, "dataset", None)):
             if callable(set_epoch := getattr(target, "set_epoch", None)):
                 set_epoch(epoch)
 
@@ -155,8 +155,7 @@ class _StreamLoader(ShardedLoader):
         return self._batches(iter(self.loader))
 
     def _batches(self, stream: Iterator[Any]) -> Iterator[Any]:
-        # The training loop may change a batch that it got, so what is kept is a copy.
-        for found in _rounds(self._filled(stream), self.num_shards, drop_last=self.drop_last, keep=_clone):
+        for found in _rounds(self._filled(stream), self.num_shards, drop_last=self.drop_last):
             yield _join([found[shard] for shard in self.shards])
 
     def _filled(self, stream: Iterator[Any]) -> Iterator[Any]:
@@ -166,7 +165,7 @@ class _StreamLoader(ShardedLoader):
         last is known to be short, as any other may have the size that the user gave it.
         """
         batch = next(stream, _END)
-        first = _clone(batch)
+        first = map_tensors(torch.clone, batch)  # the training loop may change the batch that it gets
         one_size = self.batch_size is not None and num_rows(first) == self.batch_size
         while batch is not _END:
             following = next(stream, _END)
@@ -320,7 +319,6 @@ def _rounds(
     *,
     drop_last: bool,
     batch_size: int | None = None,
-    keep: Callable[[Any], Any] = lambda batch: batch,
 ) -> Iterator[list[Any]]:
     """Group an epoch's batches into rounds of one per device, the last one completed or dropped.
 
@@ -329,7 +327,6 @@ def _rounds(
         num_shards: How many make a round.
         drop_last: Whether to drop an incomplete round.
         batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
-        keep: What to keep of a batch of the first round.
     """
     count = 0
     first: list[Any] = []
@@ -337,7 +334,7 @@ def _rounds(
         count += len(found)
         if len(found) < num_shards and drop_last:
             break
-        first = first or [keep(batch) for batch in found]
+        first = first or found
         if batch_size is None:
             yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_shards))
         else:
@@ -380,10 +377,6 @@ def _length(order: Any) -> int | None:
         return len(order)
     except TypeError:
         return None
-
-
-def _clone(batch: Any) -> Any:
-    return map_tensors(torch.clone, batch)
 
 
 def _fill(batch: Any, first: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
 
@@ -79,6 +79,8 @@ class ShardedModel(ABC):
         self.engine = engine
         self.model = model
         self.plan = plan
+        self._accumulating = False
+        self._window_is_open = False
 
     @abstractmethod
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -92,9 +94,19 @@ class ShardedModel(ABC):
             The norm before clipping over all parameters of the unsharded model, a tensor without dimensions.
         """
 
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Hold a context in which backward() adds to the gradients without making them ready for a step."""
+        self._accumulating = True
+        try:
+            with self._hold_gradients():
+                yield
+        finally:
+            self._accumulating = False
+
     @abstractmethod
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context in which backward() adds to the gradients without making them ready for a step."""
+    def _hold_gradients(self) -> AbstractContextManager[None]:
+        """Return the engine's part of `accumulate()`."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -104,8 +116,22 @@ class ShardedModel(ABC):
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest, padding included."""
 
+    def before_forward(self) -> None:
+        """Note whether the pass that begins completes the accumulation window."""
+        if torch.is_grad_enabled():
+            self._window_is_open = self._accumulating
+
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer of this model ready for its first step."""
+        """Make an optimizer of this model ready for its next step.
+
+        Raises:
+            EngineError: The gradients are those of an accumulation window that was not completed.
+        """
+        if self._window_is_open:
+            raise EngineError(
+                "optimizer.step() after a backward inside of torchacc.accumulate(): the gradients are not reduced over "
+                "the devices yet. Leave the last micro-batch of each window outside of the context"
+            )
 
     def after_step(self) -> None:
         """Do what follows an optimizer's step."""
@@ -114,7 +140,7 @@ class ShardedModel(ABC):
 def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a model's forward, on this one object and with its signature kept."""
     inner = model.forward
-    model.forward = functools.wraps(inner)(around(inner))  # type: ignore[method-assign]
+    model.forward = functools.wraps(inner)(around(inner))
 
 
 def map_loss(output: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -125,8 +151,8 @@ def map_loss(output: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     if _is_loss(output):
         return fn(output)
-    if isinstance(output, Mapping) and _is_loss(output.get("loss")):
-        output["loss"] = fn(output["loss"])  # type: ignore[index]
+    if isinstance(output, MutableMapping) and _is_loss(output.get("loss")):
+        output["loss"] = fn(output["loss"])
     elif type(output) is tuple and output and _is_loss(output[0]):
         return (fn(output[0]), *output[1:])
     return output
@@ -144,15 +170,15 @@ class MeanLoss(torch.autograd.Function):
         return mean.to(loss.dtype).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Pass the gradient on to the device's own loss."""
         return grad, None
 
 
 def remap_optimizer(
     optimizer: torch.optim.Optimizer,
-    shards: Mapping[nn.Parameter, nn.Parameter],
-    shard_state: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
+    shards: Mapping[torch.Tensor, nn.Parameter],
+    shard_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Let an optimizer that was made before sharding hold the shards, in the same groups.
 

@@ -10,7 +10,7 @@ _PATIENCE_SECS = 15.0
 
 
 def install_excepthook() -> None:
-    """Report an uncaught error to the launcher, which prints it last, and stay quiet where it only follows another's."""
+    """Report an uncaught error to the launcher, which prints it last; stay quiet where it only follows another's."""
     if getattr(sys.excepthook, "_of_torchacc", False):
         return
     previous = sys.excepthook

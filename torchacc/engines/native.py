@@ -11,6 +11,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine, MeanLoss, ShardedModel, map_loss, remap_optimizer, wrap_forward
+from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.plan import PlannedParameter, WrapPlan
 
@@ -65,7 +66,8 @@ class NativeEngine(Engine):
         from torch.distributed.device_mesh import init_device_mesh
 
         axes = ("dp", "fsdp")
-        return init_device_mesh(self.device.type, tuple(map(self.topology.size, axes)), mesh_dim_names=axes)
+        with hushed_stdout():
+            return init_device_mesh(self.device.type, tuple(map(self.topology.size, axes)), mesh_dim_names=axes)
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`."""
@@ -103,7 +105,9 @@ class NativeModel(ShardedModel):
             # What is tied to a parameter outside of the unit waits for the model itself.
             left = {p for p in module.parameters() if id(p) not in own} if unit.name else set()
             fully_shard(module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left)
-        shards = {original: self.model.get_parameter(name) for name, original in originals.items()}
+        shards: dict[torch.Tensor, nn.Parameter] = {
+            original: self.model.get_parameter(name) for name, original in originals.items()
+        }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         if optimizer is not None:
@@ -112,15 +116,16 @@ class NativeModel(ShardedModel):
     def _wrap_forward(self) -> None:
         def around(inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                return map_loss(inner(*args, **kwargs), self._mean_loss)
+                self.before_forward()
+                output = inner(*args, **kwargs)
+                return map_loss(output, self._mean_loss) if self.engine.job.launched else output
 
             return forward
 
-        if self.engine.job.launched:
-            wrap_forward(self.model, around)
+        wrap_forward(self.model, around)
 
     def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return MeanLoss.apply(loss, self.engine.group.mean(loss))  # type: ignore[no-untyped-call, no-any-return]
+        return MeanLoss.apply(loss, self.engine.group.mean(loss))  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
@@ -128,7 +133,7 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def _hold_gradients(self) -> Iterator[None]:
         """Keep whole gradients until the first backward outside of the context reduces their sum."""
         self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:

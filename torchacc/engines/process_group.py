@@ -1,6 +1,10 @@
 """The processes of the job on the host: started once, used for everything that is not a gradient on a device."""
 
 import atexit
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +33,25 @@ class ProcessGroup:
                     f"{self.job.num_processes}: leave init_process_group() to accelerate(), or start with `torchrun`"
                 )
             return
-        if self.job.launched:
-            dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        with hushed_stdout():
+            if self.job.launched:
+                dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
+            else:
+                dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
         atexit.register(_stop)
+
+    def own_subgroup(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make the groups of one mesh axis, and return this process's; None where it is alone in it.
+
+        Collective: every process.
+        """
+        own = None
+        for ranks in groups:
+            with hushed_stdout():
+                made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.job.rank in ranks:
+                own = made
+        return own
 
     def all_gather_objects(self, payload: Any) -> list[Any]:
         """Return every process's payload, by rank. Collective: every process."""
@@ -83,6 +101,20 @@ class ProcessGroup:
                 "Every process must call the same rendezvous in the same order"
             )
         return [other for _, other in met]
+
+
+@contextmanager
+def hushed_stdout() -> Iterator[None]:
+    """Keep gloo from reporting its connections on standard output, from each rank, each time a group is made."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _stop() -> None:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -102,6 +102,7 @@ class XlaModel(ShardedModel):
 
         def around(inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
+                self.before_forward()
                 self._check_gradients_were_cleared()
                 with ExitStack() as stack:
                     stack.enter_context(quirks.patches(self.model, kwargs))
@@ -119,6 +120,7 @@ class XlaModel(ShardedModel):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the optimizer's state before its first step, so that the first and the second step are one program."""
+        super().prepare_optimizer(optimizer)
         if id(optimizer) in self._prepared:
             return
         self._prepared.add(id(optimizer))
@@ -142,18 +144,12 @@ class XlaModel(ShardedModel):
         self._dropped_gradients = True
         self.engine.step_boundary()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Run each backward by itself, so that the recorded program does not grow over the window."""
-        yield
-        self.engine.step_boundary()
-
     def _check_gradients_were_cleared(self) -> None:
         if self._dropped_gradients and self.model.training and torch.is_grad_enabled():
             self._dropped_gradients = False
             _log.warning(
-                "the optimizer's step was not followed by optimizer.zero_grad(). Under XLA the step frees the gradients, "
-                "so that they do not add up from one step to the next; call zero_grad() after or before each step"
+                "no optimizer.zero_grad() came after the optimizer's step. Under XLA the step frees the gradients, so "
+                "that they do not add up from one step to the next: call zero_grad() before each backward"
             )
 
 

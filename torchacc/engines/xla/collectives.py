@@ -3,19 +3,19 @@
 import torch
 import torch.distributed as dist
 
-from torchacc.env import Job
+from torchacc.engines.process_group import ProcessGroup
 from torchacc.topology import Topology
 
 
 class HostCollectives:
     """Collectives on host tensors along the mesh's axes, one process per device."""
 
-    def __init__(self, topology: Topology, job: Job) -> None:
+    def __init__(self, topology: Topology, group: ProcessGroup) -> None:
         """Make the process groups. Collective: every process."""
         self.num_devices = topology.num_devices
         self.num_shards = topology.size("fsdp")
-        self._shards = _own_group(topology.groups("fsdp"), job)
-        self._replicas = _own_group(topology.groups("dp"), job)
+        self._shards = group.own_subgroup(topology.groups("fsdp"))
+        self._replicas = group.own_subgroup(topology.groups("dp"))
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather the shards of a tensor.
@@ -54,13 +54,3 @@ class HostCollectives:
         if self.num_shards > 1:
             dist.all_reduce(value, op=op, group=self._shards)
         return value
-
-
-def _own_group(groups: list[list[int]], job: Job) -> dist.ProcessGroup | None:
-    """Make the process groups of one axis, as all processes must, and return this process's."""
-    own = None
-    for ranks in groups:
-        made = dist.new_group(ranks) if len(ranks) > 1 else None
-        if job.rank in ranks:
-            own = made
-    return own

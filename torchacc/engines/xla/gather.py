@@ -127,7 +127,7 @@ def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.auto
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _refresh_rnn(module: nn.Module) -> None:

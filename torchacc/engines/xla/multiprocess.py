@@ -5,7 +5,7 @@ gradients are reduced once the backward has run. Elsewhere they are part of the 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -56,7 +56,7 @@ class MultiprocessEngine(XlaEngine):
         self.group.start("gloo")
         runtime.pin_to_share_of_cores(self.job)
         runtime.start(num_devices=1, spmd=False)
-        self.collectives = HostCollectives(self.topology, self.job)
+        self.collectives = HostCollectives(self.topology, self.group)
 
     @property
     def data_shards(self) -> range:
@@ -72,15 +72,7 @@ class MultiprocessEngine(XlaEngine):
 
     def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors to the device in one transfer."""
-        import torch_xla
-
-        return torch_xla._XLAC._xla_tensors_from_aten(list(tensors), [str(self.device)] * len(tensors), None)
-
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to the host in one transfer."""
-        import torch_xla
-
-        return torch_xla._XLAC._xla_get_cpu_tensors(list(tensors)) if tensors else []
+        return runtime.to_device(tensors)
 
 
 @dataclass(eq=False)
@@ -116,11 +108,10 @@ class MultiprocessModel(XlaModel):
         """Cut the parameters into shards and install the hooks that gather them."""
         self._state_names = list(self.model.state_dict())
         self._units: list[_HostUnit] = []
-        self._accumulating = False
         self._reduce_is_queued = False
         quirks.prepare(self.model, partitioned=False)
         group_of = _optimizer_groups(optimizer)
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
             make = self._flat_blocks if self.plan.flatten else self._blocks
@@ -179,8 +170,8 @@ class MultiprocessModel(XlaModel):
 
         def mean(loss: torch.Tensor) -> torch.Tensor:
             runtime.sync()
-            value = self.engine.group.mean(self.engine.to_host([loss])[0])
-            return MeanLoss.apply(loss, self.engine.to_device([value])[0])  # type: ignore[no-untyped-call, no-any-return]
+            value = self.engine.group.mean(runtime.to_host([loss])[0])
+            return MeanLoss.apply(loss, self.engine.to_device([value])[0])  # type: ignore[no-any-return]
 
         return map_loss(output, mean)
 
@@ -188,7 +179,7 @@ class MultiprocessModel(XlaModel):
         """Let autograd reduce the gradients when the backward that runs now is done."""
         if not self._reduce_is_queued:
             self._reduce_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     @torch.no_grad()
     def _after_backward(self) -> None:
@@ -198,22 +189,17 @@ class MultiprocessModel(XlaModel):
             for unit in self._units:
                 unit.reduce()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def _hold_gradients(self) -> AbstractContextManager[None]:
         """Keep whole gradients until the first backward outside of the context reduces their sum."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        return nullcontext()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer can work on shards, and create its state."""
         kind = type(optimizer).__name__
         if kind in _NOT_ELEMENTWISE:
             raise ConfigError(
-                f"{kind} computes with whole weights, and each process here holds a shard of them, which would silently "
-                "give other numbers: use config.dist.fsdp.use_spmd = True or config.backend = 'native', or an "
+                f"{kind} computes with whole weights, and each process here holds a shard of them, which gives other "
+                "numbers: use config.dist.fsdp.use_spmd = True or config.backend = 'native', or an "
                 "element-wise optimizer such as AdamW"
             )
         if self.plan.flatten and not _groups_fit(optimizer, self._units):
@@ -231,7 +217,7 @@ class MultiprocessModel(XlaModel):
         if not gradients:
             return torch.zeros((), device=self.engine.device)
         norms = torch.stack([torch.linalg.vector_norm(gradient.float(), norm_type) for gradient in gradients])
-        local = self.engine.to_host([norms])[0].double()
+        local = runtime.to_host([norms])[0].double()
         combine = self.engine.collectives.combine_over_shards
         if norm_type == inf:
             total = combine(local.max(), dist.ReduceOp.MAX)
@@ -275,7 +261,7 @@ class _HostUnit(Gatherer):
         parts = []
         for block, tensor in zip(self.blocks, whole, strict=True):
             if block.shard.requires_grad and torch.is_grad_enabled():
-                tensor = _HostGather.apply(block.shard, tensor, block, self._model)  # type: ignore[no-untyped-call]
+                tensor = _HostGather.apply(block.shard, tensor, block, self._model)
             parts += block.parts(tensor)
         return parts
 
@@ -287,8 +273,8 @@ class _HostUnit(Gatherer):
         blocks = [block for block in self.blocks if block.shard.requires_grad]
         if not blocks:
             return
-        have = [block for block in blocks if block.gradient is not None]
-        host = dict(zip(have, self._engine.to_host([block.gradient for block in have]), strict=True))
+        have = {block: block.gradient for block in blocks if block.gradient is not None}
+        host = dict(zip(have, runtime.to_host(list(have.values())), strict=True))
         shards = self._engine.collectives.num_shards
         columns = [
             block.rows.pad(host[block].float()).reshape(shards, -1)
@@ -309,7 +295,7 @@ class _HostUnit(Gatherer):
 
     def whole_by_name(self) -> dict[str, torch.Tensor]:
         """Return the unit's whole weights on the host, in the dtype that they are stored in."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for block, whole in zip(self.blocks, self._gather_on_host([b.shard.dtype for b in self.blocks]), strict=True):
             parts = unflatten(whole, [weight.shape for weight in block.weights]) if block.is_flat else [whole]
             found |= {weight.name: part.clone() for weight, part in zip(block.weights, parts, strict=True)}
@@ -317,7 +303,7 @@ class _HostUnit(Gatherer):
 
     def _gather_on_host(self, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         """Return the whole blocks; those of one dtype travel together."""
-        shards = self._engine.to_host([block.shard.detach() for block in self.blocks])
+        shards = runtime.to_host([block.shard.detach() for block in self.blocks])
         whole: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(dtypes):
             chosen = [index for index, other in enumerate(dtypes) if other == dtype]
@@ -338,7 +324,7 @@ class _HostGather(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
         block = ctx.block
         block.gradient = grad if block.gradient is None else block.gradient + grad
         ctx.model.queue_reduction()

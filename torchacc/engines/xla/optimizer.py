@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 
-from torchacc.logging import get_logger
+Zeros = Callable[[torch.Tensor], torch.Tensor]
+"""Returns zeros laid out like a tensor, as plain data on its device."""
 
-_log = get_logger(__name__)
 
-
-def prime(optimizer: torch.optim.Optimizer, zeros_like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def prime(optimizer: torch.optim.Optimizer, zeros_like: Zeros) -> None:
     """Create the state of every trainable parameter that has none yet.
 
     Args:
-        optimizer: Adam, AdamW, NAdam-free Adam family or SGD; another kind is left to make its state itself, which
-            costs a second compile.
-        zeros_like: Returns zeros laid out like a parameter, as plain data on the device.
+        optimizer: Adam, AdamW or SGD; another kind is left to make its state itself, which costs a second compile.
+        zeros_like: Makes the zeros.
     """
     for group in optimizer.param_groups:
         make = _state_of(optimizer, group)
@@ -35,9 +33,7 @@ def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callab
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
-        def adam(
-            parameter: torch.Tensor, zeros_like: Callable[[torch.Tensor], torch.Tensor]
-        ) -> dict[str, torch.Tensor]:
+        def adam(parameter: torch.Tensor, zeros_like: Zeros) -> dict[str, torch.Tensor]:
             on_device = group["capturable"] or group["fused"]
             step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
             return {"step": step, **{name: zeros_like(parameter) for name in moments}}

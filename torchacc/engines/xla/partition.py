@@ -7,6 +7,7 @@ mesh axis replicates it; here the axes that a spec leaves out always replicate.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,9 @@ REPLICATED, TILED, PARTIAL = 0, 3, 5
 class Partition:
     """The arguments of torch_xla's OpSharding and XlaShardingSpec."""
 
-    tile_assignment: list
+    tile_assignment: list[Any]
     """Devices by tile; a nested list with one level for each dimension of the tensor."""
-    group_assignment: list
+    group_assignment: list[Any]
     """Groups of replicas by tile."""
     replication_groups: list[list[int]]
     """The devices of each group."""

@@ -75,7 +75,7 @@ def _no_search_for_packed_sequences(*, packed: bool) -> Iterator[None]:
 def _use_static_experts(model: nn.Module) -> None:
     """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step."""
     can_choose = getattr(model, "_can_set_experts_implementation", None)
-    if can_choose is None or not can_choose() or model.config._experts_implementation == "batched_mm":
+    if can_choose is None or not can_choose() or getattr(model.config, "_experts_implementation", None) == "batched_mm":
         return
     _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
     model.set_experts_implementation("batched_mm")  # type: ignore[operator]

@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -86,8 +88,8 @@ def start(*, num_devices: int, spmd: bool) -> None:
     found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
     if found != num_devices:
         raise EngineError(
-            f"the config asks for {num_devices} XLA devices in this process, and the runtime has {found}. The number is "
-            "fixed when the runtime starts: call accelerate() before anything else uses XLA, and with one number of "
+            f"the config asks for {num_devices} XLA devices in this process, and the runtime has {found}. The number "
+            "is fixed when the runtime starts: call accelerate() before anything else uses XLA, and with one number of "
             "devices per process"
         )
     _start_autograd(torch_xla.device())
@@ -114,6 +116,27 @@ def sync() -> None:
     import torch_xla
 
     torch_xla.sync()
+
+
+def to_device(tensors: Sequence[torch.Tensor], shardings: Sequence[Any] | None = None) -> list[torch.Tensor]:
+    """Move host tensors to the device in one transfer.
+
+    Args:
+        tensors: Host tensors.
+        shardings: An XlaShardingSpec for each, under SPMD.
+    """
+    from torch_xla import _XLAC
+
+    moved: list[torch.Tensor] = _XLAC._xla_tensors_from_aten(list(tensors), ["xla:0"] * len(tensors), shardings)
+    return moved
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy device tensors to the host in one transfer."""
+    from torch_xla import _XLAC
+
+    copied: list[torch.Tensor] = _XLAC._xla_get_cpu_tensors(list(tensors)) if tensors else []
+    return copied
 
 
 def compile_stats() -> tuple[int, float]:

@@ -1,6 +1,7 @@
 """One process drives all devices: one program, which XLA partitions by the annotations made here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cached_property
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ class SpmdEngine(XlaEngine):
             return requested_devices(config)
         import torch_xla.runtime as xr
 
-        return xr.global_runtime_device_count()
+        return int(xr.global_runtime_device_count())
 
     def setup(self) -> None:
         """Start the runtime with the mesh's devices."""
@@ -74,11 +75,6 @@ class SpmdEngine(XlaEngine):
     def _op_shardings(self) -> dict[Spec, Any]:
         return {}
 
-    @cached_property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the first dimension of a batch is split over."""
-        return self.topology.data_axes
-
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "SpmdModel":
         """Shard a model in place by annotations."""
         sharded = SpmdModel(self, model, plan)
@@ -87,11 +83,13 @@ class SpmdEngine(XlaEngine):
 
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors to the devices, split over the first dimension where it divides."""
-        shards = self.topology.num_data_shards
-        specs = [
-            (self.batch_axes, *[None] * (t.dim() - 1)) if t.dim() and not t.shape[0] % shards else None for t in tensors
-        ]
-        return self.transfer(tensors, specs)
+        return self.transfer(tensors, [self.batch_spec(tensor) for tensor in tensors])
+
+    def batch_spec(self, tensor: torch.Tensor) -> Spec | None:
+        """Return how a tensor with one row for each sample is split; None where its rows do not divide."""
+        if not tensor.dim() or tensor.shape[0] % self.topology.num_data_shards:
+            return None
+        return (self.topology.data_axes, *[None] * (tensor.dim() - 1))
 
     def transfer(self, tensors: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> list[torch.Tensor]:
         """Move tensors to the devices in one transfer, each split as its spec says; None is a copy on each device."""
@@ -102,7 +100,7 @@ class SpmdEngine(XlaEngine):
             return _XLAC.XlaShardingSpec(tensor, *astuple(how), False)
 
         shardings = [sharding(*pair) for pair in zip(tensors, specs, strict=True)] if self.is_partitioned else None
-        return _XLAC._xla_tensors_from_aten(list(tensors), [str(self.device)] * len(tensors), shardings)
+        return runtime.to_device(tensors, shardings)
 
     def annotate(self, tensor: torch.Tensor, spec: Spec) -> None:
         """Say how a tensor of the program is split."""
@@ -136,7 +134,7 @@ class SpmdModel(XlaModel):
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine
         quirks.prepare(self.model, partitioned=engine.is_partitioned)
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
             pairs = list(self.make_weights(iter(unit.parameters), self._place))
@@ -167,14 +165,21 @@ class SpmdModel(XlaModel):
                 user_rule(output, engine.mesh)
                 return
             tensor = _first_tensor(output)
-            if tensor is not None and tensor.dim() and not tensor.shape[0] % engine.topology.num_data_shards:
-                engine.annotate(tensor, (engine.batch_axes, *[None] * (tensor.dim() - 1)))
+            spec = engine.batch_spec(tensor) if tensor is not None else None
+            if tensor is not None and spec is not None:
+                engine.annotate(tensor, spec)
 
         module.register_forward_hook(hook)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; the program sees whole tensors."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    @contextmanager
+    def _hold_gradients(self) -> Iterator[None]:
+        """Run each backward by itself, so that the recorded program does not grow over the window."""
+        yield
+        runtime.sync()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the unsharded parameters and buffers on the CPU, by original name."""
@@ -196,7 +201,7 @@ class _SpmdGatherer(Gatherer):
         self._engine = engine
 
     def gather(self) -> list[torch.Tensor]:
-        return [_Gather.apply(weight.shard, weight.dtype, self) for weight in self.weights]  # type: ignore[no-untyped-call]
+        return [_Gather.apply(weight.shard, weight.dtype, self) for weight in self.weights]
 
     def gather_again(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
@@ -229,7 +234,7 @@ class _Gather(torch.autograd.Function):
         return gatherer.whole(shard, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
         ctx.gatherer.split(grad)
         return grad, None, None
