@@ -219,15 +219,18 @@ def _by_name(model: nn.Module, rule: set[str] | Callable[[str, nn.Module], bool]
     if callable(rule):
         return _checked(model, [name for name, module in model.named_modules() if name and rule(name, module)])
     for pattern in sorted(rule):
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(_fits(name, pattern) for name in names):
             raise ConfigError(
                 f"config.dist.fsdp.wrap_modules has the pattern {pattern!r}, which fits no module of "
                 f"{type(model).__name__}: its modules are {', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
             )
-    # A * of fnmatch also crosses dots; a pattern here means modules at its own depth, as `transformer.h.*` suggests.
-    depths = {pattern: pattern.count(".") for pattern in rule}
-    chosen = [n for n in names if any(fnmatchcase(n, p) and n.count(".") == depth for p, depth in depths.items())]
+    chosen = [name for name in names if any(_fits(name, pattern) for pattern in rule)]
     return _checked(model, chosen)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether a module's name fits a pattern, of which a * stays at its own depth, unlike fnmatch's."""
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
