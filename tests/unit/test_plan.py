@@ -1,0 +1,321 @@
+import pytest
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.plan import infer_layer_classes, make_plan, select_units
+from torchacc.topology import Topology
+
+ALONE = Topology((("dp", 1), ("fsdp", 1)))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.value = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.query(x) + self.value(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.attention(x))
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks=2, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.head = nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plan(model, **fsdp):
+    return make_plan(model, Config(dist={"fsdp": fsdp}), ALONE)
+
+
+def units(model, **fsdp):
+    """Return the units by name, the model itself left out, with the names of their parameters."""
+    return {unit.name: [p.name for p in unit.parameters] for unit in plan(model, **fsdp).units if unit.name}
+
+
+def root(model, **fsdp):
+    return [parameter.name for parameter in plan(model, **fsdp).units[-1].parameters]
+
+
+# How units are chosen
+
+
+def test_units_by_class():
+    assert [*units(Net(), wrap_layer_cls={"Attention"})] == ["blocks.0.attention", "blocks.1.attention"]
+    assert [*units(Net(), wrap_layer_cls=Attention)] == ["blocks.0.attention", "blocks.1.attention"]
+
+
+def test_a_parameter_belongs_to_the_innermost_unit():
+    found = units(Net(1), wrap_layer_cls={"Block", "Attention"})
+    assert found["blocks.0"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
+    assert found["blocks.0.attention"] == [
+        f"blocks.0.attention.{name}" for name in ("query.weight", "query.bias", "value.weight", "value.bias")
+    ]
+    assert root(Net(1), wrap_layer_cls={"Block", "Attention"}) == ["embedding.weight", "head.weight"]
+
+
+def test_every_parameter_is_in_one_unit():
+    model = Net()
+    for fsdp in ({}, {"wrap_layer_cls": {"Linear", "Block"}}, {"min_num_params": 20}, {"wrap_modules": "blocks.*"}):
+        names = [parameter.name for parameter in plan(model, **fsdp).parameters]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_units_come_in_the_models_order_with_the_model_last():
+    names = [unit.name for unit in plan(Net(11), wrap_layer_cls={"Block"}).units]
+    assert names == [*(f"blocks.{index}" for index in range(11)), ""]
+
+
+def test_a_unit_is_not_taken_for_one_whose_name_it_begins():
+    found = units(Net(11), wrap_layer_cls={"Block"})
+    assert all(name.startswith("blocks.1.") for name in found["blocks.1"])
+
+
+def test_a_misspelt_class_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"'Blok'.*Net.*did you mean 'Block'\?.*Attention, Block, Embedding"):
+        plan(Net(), wrap_layer_cls={"Blok"})
+
+
+def test_a_class_unlike_any_is_refused_with_all_of_them():
+    with pytest.raises(ConfigError, match=r"class: Its classes are Attention, .*Linear, ModuleList"):
+        plan(Net(), wrap_layer_cls={"Zebra", "Block"})
+
+
+def test_units_by_pattern_stay_at_their_depth():
+    assert [*units(Net(), wrap_modules="blocks.*")] == ["blocks.0", "blocks.1"]
+    assert [*units(Net(), wrap_modules={"blocks.*.attention", "head"})] == [
+        "blocks.0.attention",
+        "blocks.1.attention",
+        "head",
+    ]
+    assert [*units(Net(), wrap_modules="blocks.[1-9]")] == ["blocks.1"]
+
+
+def test_a_pattern_that_fits_nothing_is_refused_with_the_modules():
+    with pytest.raises(ConfigError, match=r"'layers\.\*', which fits no module of Net: its modules are emb"):
+        plan(Net(), wrap_modules={"layers.*", "head"})
+
+
+def test_a_pattern_that_fits_only_deeper_modules_is_refused():
+    with pytest.raises(ConfigError, match=r"'\*norm'.*fits no module"):
+        plan(Net(), wrap_modules="*norm")
+
+
+def test_units_by_function():
+    seen = []
+
+    def rule(name, module):
+        seen.append(name)
+        return isinstance(module, nn.Linear) and name.endswith("value")
+
+    assert [*units(Net(), wrap_modules=rule)] == ["blocks.0.attention.value", "blocks.1.attention.value"]
+    assert "" not in seen
+
+
+def test_units_by_size_innermost_first():
+    assert [*units(Net(), min_num_params=40)] == ["blocks.0.attention", "blocks.1.attention", "head"]
+    assert [*units(Net(), min_num_params=48)] == ["blocks.0", "blocks.1"]
+    assert [*units(Net(), min_num_params=20)] == [
+        f"blocks.{index}.attention.{name}" for index in (0, 1) for name in ("query", "value")
+    ] + ["head"]
+
+
+def test_an_embedding_is_no_unit_by_size_and_the_model_is_not_named():
+    assert "embedding" not in units(Net(), min_num_params=1)
+    assert units(Net(), min_num_params=10**6) == {}
+
+
+def test_what_a_unit_by_size_leaves_over_counts_for_the_one_around_it():
+    # The norm's 8 are too few alone, and with an attention of 40 that is a unit itself, still are.
+    assert [*units(Net(1), min_num_params=9)] == ["blocks.0.attention.query", "blocks.0.attention.value", "head"]
+    assert [*units(Net(1), min_num_params=41)] == ["blocks.0"]
+
+
+@pytest.mark.parametrize("fsdp", [{"wrap_layer_cls": {"ModuleList"}}, {"wrap_modules": "blocks"}])
+def test_a_container_cannot_be_a_unit(fsdp):
+    with pytest.raises(ConfigError, match=r"'blocks' \(ModuleList\).*no forward.*'blocks\.\*'"):
+        plan(Net(), **fsdp)
+
+
+def test_a_container_is_passed_over_by_size():
+    assert "blocks" not in units(Net(), min_num_params=60)
+
+
+# What is inferred
+
+
+def test_the_repeated_layer_of_a_list_is_inferred():
+    assert infer_layer_classes(Net()) == {"Block"}
+    assert [*units(Net())] == ["blocks.0", "blocks.1"]
+
+
+def test_what_the_model_declares_goes_before():
+    model = Net()
+    model._no_split_modules = ["Attention", "NotHere"]
+    assert infer_layer_classes(model) == {"Attention"}
+
+
+def test_a_declaration_deeper_in_the_model_counts_too():
+    outer = nn.Sequential(Net(), nn.Linear(10, 2))
+    outer[0]._no_split_modules = {"Attention"}
+    assert infer_layer_classes(outer) == {"Attention"}
+
+
+def test_a_declaration_that_names_nothing_here_is_passed_over():
+    model = Net()
+    model._no_split_modules = ["T5Block"]
+    assert infer_layer_classes(model) == {"Block"}
+
+
+def test_a_single_layer_and_bare_layers_are_not_repeated_layers():
+    assert infer_layer_classes(Net(1)) == set()
+    assert infer_layer_classes(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == set()
+    assert select_units(Net(1), Config().dist.fsdp) == []
+
+
+# What is tied, shared and frozen
+
+
+def test_a_tied_parameter_is_planned_once():
+    found = plan(Net(tied=True))
+    assert found.tied == (("embedding.weight", "head.weight"),)
+    assert found.numel == sum(parameter.numel() for parameter in Net(tied=True).parameters())
+    (tied,) = [parameter for parameter in found.parameters if parameter.aliases]
+    assert tied.names == ("embedding.weight", "head.weight")
+    assert tied.shape == (10, 4)
+    assert tied.numel == 40
+
+
+def test_what_is_tied_across_units_is_hoisted_to_the_model():
+    fsdp = {"wrap_layer_cls": {"Block", "Embedding"}}
+    assert units(Net(tied=False), **fsdp)["embedding"] == ["embedding.weight"]
+    assert units(Net(tied=True), **fsdp)["embedding"] == []
+    assert root(Net(tied=True), **fsdp) == ["embedding.weight"]
+
+
+def test_what_is_tied_inside_of_one_unit_stays_there():
+    model = Net(2)
+    model.blocks[0].attention.value.weight = model.blocks[0].attention.query.weight
+    found = units(model, wrap_layer_cls={"Block", "Linear"})
+    assert "blocks.0.attention.query.weight" in found["blocks.0"]
+    assert found["blocks.0.attention.query"] == ["blocks.0.attention.query.bias"]
+
+
+def test_a_shared_module_is_one_unit_whose_parameters_have_two_names():
+    model = Net(1)
+    model.blocks.append(model.blocks[0])
+    found = plan(model, wrap_layer_cls={"Block"})
+    # Under its second name it lies outside of the unit, so that the whole model's gather is the one that is right.
+    assert [unit.name for unit in found.units] == ["blocks.0", ""]
+    assert ("blocks.0.norm.weight", "blocks.1.norm.weight") in found.tied
+    assert found.numel == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_frozen_parameters_are_noted():
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    found = plan(model)
+    assert len(found.frozen) == 6
+    assert all(name.startswith("blocks.0.") for name in found.frozen)
+    assert {p.trainable for p in found.units[0].parameters} == {False}
+
+
+# The plan as a whole
+
+
+def test_it_prints():
+    model = Net(1, tied=True)
+    model.blocks[0].norm.requires_grad_(False)
+    text = str(make_plan(model, Config(compute={"bf16": True}, dist={"fsdp": {"wrap_layer_cls": {"Block"}}}), ALONE))
+    assert text.splitlines() == [
+        "dp 1 x fsdp 1, compute in bfloat16, 88 parameters",
+        "  blocks.0  Block  48",
+        "  (model)   Net  40",
+        "  tied: embedding.weight = head.weight",
+        "  frozen: 2 parameters",
+    ]
+
+
+def test_the_config_decides_on_dtype_and_flattening():
+    assert plan(Net()).compute_dtype == "float32"
+    assert not plan(Net()).flatten
+    assert plan(Net(), flatten_parameters=True).flatten
+
+
+def test_the_model_is_only_read():
+    model = Net()
+    before = dict(model.named_parameters())
+    plan(model, wrap_layer_cls={"Block"})
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ConfigError, match=r"ReLU has no parameters"):
+        plan(nn.ReLU())
+
+
+def test_a_container_is_refused_as_model():
+    with pytest.raises(ConfigError, match=r"ModuleList has no forward\(\) of its own"):
+        plan(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_a_forward_set_on_the_object_is_one():
+    model = nn.ModuleList([nn.Linear(2, 2)])
+    model.forward = lambda x: model[0](x)
+    assert plan(model).numel == 6
+
+
+@pytest.mark.parametrize("thing", [None, {"model": 1}, [nn.Linear(2, 2)]])
+def test_what_is_no_module_is_refused(thing):
+    with pytest.raises(ConfigError, match=rf"takes a torch.nn.Module, and got {type(thing).__name__}"):
+        plan(thing)
+
+
+def test_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ConfigError, match=r"meta device \(embedding.weight, …\)"):
+        plan(model)
+
+
+def test_a_parameter_without_dimensions_is_refused_with_the_fix():
+    model = Net()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match=r"'scale' has no dimension.*shape \(1,\)"):
+        plan(model)
+
+
+def test_gpt2s_tied_weight_is_hoisted_out_of_the_embedding():
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 31, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    fsdp = {"wrap_layer_cls": {"GPT2Block", "Embedding"}}
+    found = units(model, **fsdp)
+    assert found["transformer.wte"] == []
+    assert found["transformer.wpe"] == ["transformer.wpe.weight"]
+    assert "transformer.wte.weight" in root(model, **fsdp)
+    assert plan(model, **fsdp).tied == (("transformer.wte.weight", "lm_head.weight"),)
+    assert [*units(model)] == ["transformer.h.0", "transformer.h.1"]
