@@ -1,0 +1,202 @@
+"""One process of one case of `step_time.py`: it sets up, then takes blocks of steps as it is told on stdin."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+from _cases import GLOBAL_BATCH, HEADS, LAYERS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH, Case
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+Batch = dict[str, torch.Tensor]
+Steps = Iterator[torch.Tensor]
+"""Takes one training step each time that it is asked, and gives the step's loss."""
+
+
+def run(case: Case, total_steps: int) -> None:
+    """Set a case up, and answer each line on stdin, `{"steps": n}`, with the timing of that many steps.
+
+    Args:
+        case: What to run.
+        total_steps: Steps for which there are samples.
+    """
+    answers = _keep_stdout_for_answers()
+    started = time.perf_counter()
+    steps = BUILDERS[case.kind](case, make_tokens(total_steps))
+    _answer(answers, setup_secs=time.perf_counter() - started)
+    cpu = time.process_time()
+    for line in sys.stdin:
+        idle_cpu_secs = time.process_time() - cpu
+        _answer(answers, idle_cpu_secs=idle_cpu_secs, **_time_block(steps, json.loads(line)["steps"]))
+        cpu = time.process_time()
+    if torch.distributed.is_initialized() and case.kind == "fsdp2":
+        torch.distributed.destroy_process_group()
+
+
+def make_model() -> Any:
+    """Return the model, with the same values in every process."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def make_tokens(num_batches: int) -> torch.Tensor:
+    """Return samples (num_batches * GLOBAL_BATCH, LENGTH); small tokens are frequent, so that there is much to learn.
+
+    With tokens that are all equally frequent, a case that does not train would show the same loss as one that does.
+    """
+    generator = torch.Generator().manual_seed(1)
+    uniform = torch.rand(num_batches * GLOBAL_BATCH, LENGTH, generator=generator, dtype=torch.float64)
+    return (uniform**4 * VOCABULARY).long()
+
+
+def _eager(case: Case, tokens: torch.Tensor) -> Steps:
+    model = make_model()
+    return _train(model, _optimizer(model), _batches(tokens))
+
+
+def _compiled(case: Case, tokens: torch.Tensor) -> Steps:
+    model = make_model()
+    return _train(torch.compile(model), _optimizer(model), _batches(tokens))
+
+
+def _fsdp2(case: Case, tokens: torch.Tensor) -> Steps:
+    """FSDP2 as its tutorial has it: each block and the root, each process with its share of the cores."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.processes))
+    model = make_model()
+    mesh = init_device_mesh("cpu", (case.processes,))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _train(model, _optimizer(model), _batches(tokens, torch.distributed.get_rank(), case.processes))
+
+
+def _torch_xla(case: Case, tokens: torch.Tensor) -> Steps:
+    """One XLA device by hand: weights tied again after the move, no gradient alive when the step runs."""
+    import torch_xla
+
+    device = torch_xla.device()
+    model = make_model().to(device)
+    model.tie_weights()
+    return _train_by_hand(model, _optimizer(model), _batches(tokens), device)
+
+
+def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
+    """Any engine of torchacc, as a user calls it, its loader included."""
+    import torchacc
+
+    samples: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    loader: DataLoader[Batch] = DataLoader(samples, batch_size=GLOBAL_BATCH // case.total_devices)
+    config = torchacc.Config()
+    config.backend = "native" if case.kind == "native" else "xla"
+    config.dist.fsdp.size = case.total_devices
+    config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
+    config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
+    model, loader = torchacc.accelerate(make_model(), loader, config)
+    return _train(model, _optimizer(model), loader)
+
+
+BUILDERS: dict[str, Callable[[Case, torch.Tensor], Steps]] = {
+    "eager": _eager,
+    "compile": _compiled,
+    "fsdp2": _fsdp2,
+    "torch_xla": _torch_xla,
+    "native": _torchacc,
+    "xla-spmd": _torchacc,
+    "xla-multiprocess": _torchacc,
+}
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, batches: Any) -> Steps:
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+def _train_by_hand(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Batch], device: torch.device
+) -> Steps:
+    import torch_xla
+
+    for batch in batches:
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        loss = model(**on_device).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        yield loss.detach()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def _batches(tokens: torch.Tensor, rank: int = 0, processes: int = 1) -> Iterator[Batch]:
+    """Cut samples into global batches, and these into one part for each process."""
+    for whole in torch.split(tokens, GLOBAL_BATCH):
+        part = whole.chunk(processes)[rank]
+        yield {"input_ids": part, "labels": part}
+
+
+def _time_block(steps: Steps, num_steps: int) -> dict[str, float]:
+    cpu, started = time.process_time(), time.perf_counter()
+    for _ in range(num_steps):
+        loss = next(steps)
+    value = loss.item()
+    _wait_for_devices()
+    secs = time.perf_counter() - started
+    return {"secs": secs, "cpu_secs": time.process_time() - cpu, "loss": value, "compiles": _num_compiles()}
+
+
+def _wait_for_devices() -> None:
+    if "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        xm.wait_device_ops()
+
+
+def _num_compiles() -> int:
+    """Return the programs that XLA, or the graphs that torch.compile, has compiled in this process."""
+    if "torch_xla" in sys.modules:
+        import torch_xla.debug.metrics as metrics
+
+        timing = metrics.metric_data("CompileTime")
+        return timing[0] if timing else 0
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def _keep_stdout_for_answers() -> TextIO:
+    """Return what was stdout, and send what libraries print there to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, **values: float) -> None:
+    answers.write(json.dumps(values) + "\n")
