@@ -37,7 +37,7 @@ def accelerate(
     `clip_grad_norm_(max_norm)`. A scalar loss that it returns is the mean over all devices.
 
     Args:
-        model: The model, with equal values on every process unless `sync_module_states` is set.
+        model: The model, on the CPU. Processes whose models differ all take rank 0's.
         dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
             comes back gives each process its part of every global batch, on the device.
         config: How to shard; None for data parallelism over all processes. It is only read.
@@ -237,7 +237,8 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         put=engine.put,
         transform=_bucketing(engine),
         on_batch=engine.step_boundary,
-        prefetch=options.prefetch,
+        # Without a transfer there is nothing to overlap, and a second thread would draw from the same generator.
+        prefetch=0 if engine.device.type == "cpu" else options.prefetch,
     )
 
 

@@ -20,6 +20,7 @@ def install_excepthook() -> None:
             time.sleep(_PATIENCE_SECS)
         elif isinstance(error, Exception):
             _record(error)
+            error.__traceback__ = traceback  # without the frames of this module
         previous(kind, error, traceback)
 
     hook._of_torchacc = True  # type: ignore[attr-defined]

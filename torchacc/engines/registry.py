@@ -1,11 +1,14 @@
 """Choose the engine: the one place where a backend or an engine is compared by name."""
 
+import atexit
 import importlib
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
 from torchacc.config import Config, resolve
+from torchacc.engines import compat
 from torchacc.engines.base import Engine
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
@@ -57,6 +60,7 @@ def make_engine(config: Config, job: Job) -> Engine:
 @dataclass
 class _Active:
     engine: Engine | None = None
+    patches: ExitStack = field(default_factory=ExitStack)
 
 
 _active = _Active()
@@ -65,6 +69,9 @@ _active = _Active()
 def activate(engine: Engine) -> None:
     """Start an engine and make it the process's own. Collective: every process."""
     engine.setup()
+    if _active.engine is None:
+        _active.patches.enter_context(compat.cuda_autocast_is_optional())
+        atexit.register(_active.patches.close)
     _active.engine = engine
 
 

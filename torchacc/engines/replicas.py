@@ -5,20 +5,40 @@ from torch import nn
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 
 def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) -> None:
-    """Copy rank 0's parameters and buffers to all processes, or check that they are equal. Collective: every process.
+    """Let all processes start from rank 0's parameters and buffers. Collective: every process.
 
     Args:
         model: The model on the host.
         group: The job's processes.
-        broadcast: Whether to copy; otherwise a difference is an error.
+        broadcast: Copy without a look; otherwise only where the processes differ, with a line that says so.
 
     Raises:
-        ConfigError: The processes hold different models.
+        ConfigError: The processes built models of different shapes.
     """
     state = dict(model.state_dict())
+    _check_shapes(state, group)
+    if not broadcast:
+        digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
+        differing = {name for digest in digests for name in digest if digest[name] != digests[0][name]}
+        if not differing:
+            return
+        _log.info(
+            "%d of the model's tensors differ between the ranks (%s, …), as without a common torch.manual_seed(): "
+            "all take rank 0's",
+            len(differing),
+            min(differing),
+        )
+    for tensor in state.values():
+        group.broadcast_(tensor)
+
+
+def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
     shapes = group.all_gather_objects({name: tuple(tensor.shape) for name, tensor in state.items()})
     for rank, other in enumerate(shapes):
         if other != shapes[0]:
@@ -26,19 +46,6 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
             raise ConfigError(
                 f"the processes built different models: {name!r} has the shape {shapes[0].get(name)} on rank 0 and "
                 f"{other.get(name)} on rank {rank}"
-            )
-    if broadcast:
-        for tensor in state.values():
-            group.broadcast_(tensor)
-        return
-    digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
-    for rank, other in enumerate(digests):
-        differing = [name for name in other if other[name] != digests[0][name]]
-        if differing:
-            raise ConfigError(
-                f"rank {rank} starts from other values than rank 0 in {len(differing)} tensors ({differing[0]}, …): "
-                "call torch.manual_seed() with the same number on every rank before the model is built, or set "
-                "config.dist.fsdp.sync_module_states = True"
             )
 
 

@@ -55,7 +55,7 @@ class MultiprocessEngine(XlaEngine):
             )
         self.group.start("gloo")
         runtime.pin_to_share_of_cores(self.job)
-        runtime.start(num_devices=1, spmd=False)
+        runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
         self.collectives = HostCollectives(self.topology, self.group)
 
     @property

@@ -57,12 +57,13 @@ def runs_on_cpu() -> bool:
     return device == "CPU" if device else importlib.util.find_spec("libtpu") is None
 
 
-def start(*, num_devices: int, spmd: bool) -> None:
+def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
     """Start the runtime, or check that the running one is what is needed.
 
     Args:
         num_devices: Devices that this process drives. On the CPU they are virtual.
         spmd: Whether one program runs over all of them.
+        stream: What sets this process's random numbers apart from those of other processes with the same seed.
 
     Raises:
         EngineError: The runtime already runs with other devices, or autograd started before it.
@@ -93,6 +94,8 @@ def start(*, num_devices: int, spmd: bool) -> None:
             "devices per process"
         )
     _start_autograd(torch_xla.device())
+    # XLA has a generator of its own; this way torch.manual_seed() decides over dropout too.
+    torch_xla.manual_seed((torch.initial_seed() + stream) % 2**63)
 
 
 def pin_to_share_of_cores(job: Job) -> None:
