@@ -12,7 +12,7 @@ Four processes with PyTorch's own FSDP, on GPUs where there are any:
 
     torchrun --standalone --nproc_per_node=4 examples/gpt2_fsdp.py --engine native
 
-The model is a small GPT-2 and the text is Python's standard library. GPT-2 itself on WikiText-2, from the hub or from
+The model is a small GPT-2 and the text is Python's standard library; on two cores it takes a few minutes. GPT-2 itself on WikiText-2, from the hub or from
 folders of those names in the working directory:
 
     python examples/gpt2_fsdp.py --model gpt2 --dataset wikitext --bf16
@@ -73,8 +73,8 @@ def main() -> None:
 
     losses, train_secs = train(model, loader, args)
     held_out_loss = evaluate(model, held_out_loader)
-    weights = torchacc.full_state_dict(model)  # every process takes part, so it stands outside of the `if`
     sharding = torchacc.describe(model)
+    weights = torchacc.full_state_dict(model)  # every process takes part, so it stands outside of the `if`
 
     if is_master():
         metrics = asdict(sharding) | {

@@ -60,6 +60,8 @@ def test_trains_and_writes_what_it_says(launcher: list[str], args: list[str], nu
     assert metrics["held_out_loss"] < losses[0] - 0.3
     assert 5 < metrics["unigram_entropy"] < math.log(4096)
     assert metrics["num_devices"] == num_devices
+    if metrics["engine"] == "xla-spmd":
+        assert metrics["num_compiles"] == 2, "one program trains, one evaluates"
     # Padding may add a little to a device's share; a device that holds a whole copy is far above it.
     assert metrics["num_parameters_per_device"] <= 1.05 * metrics["num_parameters"] / num_devices
 
