@@ -12,8 +12,8 @@ Four processes with PyTorch's own FSDP, on GPUs where there are any:
 
     torchrun --standalone --nproc_per_node=4 examples/gpt2_fsdp.py --engine native
 
-The model is a small GPT-2 and the text is Python's standard library; on two cores it takes a few minutes. GPT-2 itself on WikiText-2, from the hub or from
-folders of those names in the working directory:
+The model is a small GPT-2 and the text is Python's standard library; on two cores it takes a few minutes.
+GPT-2 itself on WikiText-2, from the hub or from folders of those names in the working directory:
 
     python examples/gpt2_fsdp.py --model gpt2 --dataset wikitext --bf16
 
