@@ -18,7 +18,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 _MASKING = SpecifierSet(">=4.53,<6")
-"""Versions of transformers whose masks look for packed sequences on the device."""
+"""Versions of transformers whose masks depend on values on the device."""
 
 
 def prepare(model: nn.Module, *, partitioned: bool) -> None:
@@ -44,32 +44,44 @@ def patches(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     if not hasattr(model, "config") or not _has("transformers", _MASKING):
         yield
         return
-    with _no_search_for_packed_sequences(packed=kwargs.get("position_ids") is not None):
+    with _masks_without_questions(packed=kwargs.get("position_ids") is not None):
         yield
 
 
 @contextmanager
-def _no_search_for_packed_sequences(*, packed: bool) -> Iterator[None]:
-    """Spare a forward the question, put to the device and waited for, whether its sequences are packed.
+def _masks_without_questions(*, packed: bool) -> Iterator[None]:
+    """Spare a forward the questions about its masks that are put to the device and waited for, each step anew.
 
-    Where the caller gives no position_ids they are a plain range, and the answer is no. Where it does, the mask is
-    built as for packed sequences, which is right for either.
+    - Are the sequences packed? Where the caller gives no position_ids these are a plain range, and the answer is no.
+      Where it does, the mask is built as for packed sequences, which is right for either.
+    - Is nothing padded? The mask is built, which is right for either.
     """
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-
-    def indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+    def packed_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
         if not packed:
             return None
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).cumsum(-1)
 
-    masking_utils.find_packed_sequence_indices = indices
+    may_skip = getattr(masking_utils, "_ignore_bidirectional_mask_sdpa", None)
+
+    def may_skip_mask(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return padding_mask is None and may_skip is not None and may_skip(padding_mask, *args, **kwargs)
+
+    answers = {
+        "find_packed_sequence_indices": packed_indices,
+        "fast_all": lambda tensor: False,
+        "_ignore_bidirectional_mask_sdpa": may_skip_mask,
+    }
+    originals = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
+    for name in originals:
+        setattr(masking_utils, name, answers[name])
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        for name, original in originals.items():
+            setattr(masking_utils, name, original)
 
 
 def _use_static_experts(model: nn.Module) -> None:
