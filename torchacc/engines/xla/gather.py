@@ -102,26 +102,23 @@ class _UnitHooks:
 
 
 def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Let autograd save a note of the shard wherever it would save a whole weight, or the transpose of one."""
-    # A view shares its base's storage: a linear layer saves `weight.t()`.
+    """Let autograd save a note of the shard wherever it would save a whole weight, or a view of one."""
+    # Private to torch 2.9, the only one that torch_xla 2.9 loads with.
+    from torch._C._functionalization import apply_view_meta_sequence, get_view_meta_sequence
+
+    # A view shares its base's storage: a linear layer saves `weight.t()`. How the two differ is in none of its shape,
+    # strides and values: on XLA strides are always those of a contiguous tensor, and a weight may be square.
     known = {_storage(tensor): (weight, tensor) for weight, tensor in zip(gatherer.weights, whole, strict=True)}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, bool]:
-        weight, base = known.get(_storage(tensor), (None, None))
-        if weight is None or base is None:
-            return tensor
-        if tensor.shape == base.shape and tensor.stride() == base.stride():
-            return weight, False
-        if base.dim() == 2 and tensor.shape == base.shape[::-1] and tensor.stride() == base.stride()[::-1]:
-            return weight, True
-        return tensor
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, list[Any]]:
+        weight, _ = known.get(_storage(tensor), (None, None))
+        return tensor if weight is None else (weight, get_view_meta_sequence(tensor))
 
-    def unpack(saved: torch.Tensor | tuple[Weight, bool]) -> torch.Tensor:
+    def unpack(saved: torch.Tensor | tuple[Weight, list[Any]]) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        weight, transposed = saved
-        again = gatherer.gather_again(weight)
-        return again.t() if transposed else again
+        weight, views = saved
+        return apply_view_meta_sequence(gatherer.gather_again(weight), views)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
