@@ -1,0 +1,225 @@
+"""Launch each engine once per session, with the cases that the selected tests need of it.
+
+A test says with `@pytest.mark.covers(engines=…, models=…, variants=…)` what it is about, and gets each combination as
+the fixture `case`; `outcome` is what that run came to, and `reference` the same in plain PyTorch, unsharded.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[2]
+SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
+
+FAST_ENGINES = {"native-1", "native-2", "xla-multiprocess-2", "xla-spmd-2"}
+FAST_MODEL = "gpt2"
+FAST_VARIANTS = {"adamw", "sgd"}
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained with, and what the config says beside the engine and its size."""
+
+    recipe: str = "adamw"
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    compute: dict[str, Any] = field(default_factory=dict)
+    dp: int = 1
+    options: tuple[str, ...] = ()
+    reference_options: tuple[str, ...] = ()
+    """Options of the unsharded run that this is compared with."""
+
+
+VARIANTS = {
+    "adamw": Variant(),
+    "sgd": Variant(recipe="sgd"),
+    "handed-in": Variant(options=("handed-in",)),
+    "hybrid": Variant(dp=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}),
+    "no-shard": Variant(fsdp={"sharding_strategy": "NO_SHARD"}),
+    "bf16": Variant(compute={"bf16": True}, reference_options=("autocast",)),
+    "flat": Variant(recipe="sgd", fsdp={"flatten_parameters": True}),
+    "flat-handed-in": Variant(fsdp={"flatten_parameters": True}, options=("handed-in",)),
+    "flat-groups-after": Variant(fsdp={"flatten_parameters": True}),
+    "unequal-seeds": Variant(options=("unequal-seeds",)),
+    "unequal-seeds-synced": Variant(fsdp={"sync_module_states": True}, options=("unequal-seeds",)),
+    "wrap-by-size": Variant(fsdp={"min_num_params": 3000}),
+    "wrap-by-name": Variant(fsdp={"wrap_modules": ["transformer.h.*", "transformer.h.*.mlp"]}),
+    "wrap-by-class": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP", "Embedding"]}),  # the embedding is tied to the head
+    "evaluate": Variant(options=("evaluate",), reference_options=("evaluate",)),
+    "whole-batch": Variant(),
+    "per-device": Variant(reference_options=("per-device",)),
+    "ragged-whole-batch": Variant(options=("ragged",), reference_options=("ragged",)),
+    "ragged-per-device": Variant(options=("ragged",), reference_options=("ragged", "per-device")),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of one engine."""
+
+    engine: str
+    """An engine's kind and its number of devices, such as `xla-spmd-2`."""
+    model: str
+    variant: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.engine}-{self.model}-{self.variant}"
+
+    @property
+    def kind(self) -> str:
+        return self.engine.rpartition("-")[0]
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.engine.rpartition("-")[2])
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        marks = [pytest.mark.timeout(SECONDS_TO_RUN + 60)]
+        if not (self.engine in FAST_ENGINES and self.model == FAST_MODEL and self.variant in FAST_VARIANTS):
+            marks.append(pytest.mark.slow)
+        if self.kind.startswith("xla"):
+            marks.append(pytest.mark.xla)
+        return marks
+
+    def as_input(self) -> dict[str, Any]:
+        """Return what the worker reads."""
+        variant = VARIANTS[self.variant]
+        fsdp = {"size": self.num_devices // variant.dp, "use_spmd": self.kind == "xla-spmd", **variant.fsdp}
+        config = {
+            "backend": self.kind.partition("-")[0],
+            "compute": variant.compute,
+            "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp},
+        }
+        return self._input(self.id, config, variant.options)
+
+    def as_reference(self) -> dict[str, Any]:
+        """Return what the worker reads to train the same unsharded."""
+        return self._reference(VARIANTS[self.variant].reference_options)
+
+    def as_plain_reference(self) -> dict[str, Any]:
+        """Return what the worker reads to train unsharded, with the whole batch at once and in float32."""
+        return self._reference(())
+
+    def _reference(self, options: tuple[str, ...]) -> dict[str, Any]:
+        # Where the whole batch is computed at once the number of devices that it is meant for makes no difference.
+        parts = self.num_devices if "per-device" in options else 1
+        name = "-".join([REFERENCE, self.model, VARIANTS[self.variant].recipe, *options, str(parts)])
+        return self._input(name, None, options) | {"num_devices": parts}
+
+    def _input(self, name: str, config: dict[str, Any] | None, options: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "id": name,
+            "model": self.model,
+            "recipe": VARIANTS[self.variant].recipe,
+            "num_devices": self.num_devices,
+            "config": config,
+            "options": options,
+        }
+
+
+class Launcher:
+    """Runs an engine's cases when the first of them is asked for, and keeps what they came to."""
+
+    def __init__(self, cases: list[Case], folder: Path) -> None:
+        self._folder = folder
+        self._inputs: dict[str, dict[str, dict[str, Any]]] = {}
+        self._printed: dict[str, str] = {}
+        for case in cases:
+            given = case.as_input()
+            self._inputs.setdefault(case.engine, {})[given["id"]] = given
+            for given in case.as_reference(), case.as_plain_reference():
+                self._inputs.setdefault(REFERENCE, {})[given["id"]] = given
+
+    def outcome(self, case: Case) -> dict[str, Any]:
+        return self._read(case.engine, case.id)
+
+    def reference(self, case: Case) -> dict[str, Any]:
+        return self._read(REFERENCE, case.as_reference()["id"])
+
+    def plain_reference(self, case: Case) -> dict[str, Any]:
+        return self._read(REFERENCE, case.as_plain_reference()["id"])
+
+    def _read(self, engine: str, name: str) -> dict[str, Any]:
+        out = self._folder / engine
+        if engine not in self._printed:
+            out.mkdir()
+            self._printed[engine] = self._launch(engine, out)
+        path = out / f"{name}.pt"
+        if not path.exists():
+            pytest.fail(f"{engine} did not come as far as {name}; it printed:\n{self._printed[engine][-6000:]}")
+        found = torch.load(path, weights_only=True)
+        if "failed" in found:
+            pytest.fail(f"{name}: {found['failed']}", pytrace=False)
+        return found
+
+    def _launch(self, engine: str, out: Path) -> str:
+        cases_file = out / "cases.json"
+        cases_file.write_text(json.dumps([*self._inputs[engine].values()]))
+        kind, _, num_devices = engine.rpartition("-")
+        launched = kind == "xla-multiprocess" or (kind == "native" and num_devices != "1")
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_devices}"]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, *(launcher if launched else []), str(WORKER), str(cases_file), str(out)],
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            return process.communicate(timeout=SECONDS_TO_RUN)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            return process.communicate()[0] + f"\n(ended after {SECONDS_TO_RUN} s)"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "covers(engines, models, variants): run a test of the contract for each combination, as `case`"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = []
+    for mark in metafunc.definition.iter_markers("covers"):
+        engines, models, variants = (mark.kwargs[key] for key in ("engines", "models", "variants"))
+        cases += [Case(engine, model, variant) for engine in engines for model in models for variant in variants]
+    metafunc.parametrize("case", [pytest.param(case, id=case.id, marks=case.marks) for case in dict.fromkeys(cases)])
+
+
+@pytest.fixture(scope="session")
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    cases = [item.callspec.params["case"] for item in request.session.items if "launcher" in item.fixturenames]
+    return Launcher(list(dict.fromkeys(cases)), tmp_path_factory.mktemp("contract"))
+
+
+@pytest.fixture
+def outcome(launcher: Launcher, case: Case) -> dict[str, Any]:
+    """What became of this test's run."""
+    return launcher.outcome(case)
+
+
+@pytest.fixture
+def reference(launcher: Launcher, case: Case) -> dict[str, Any]:
+    """What became of the same training in plain PyTorch, unsharded."""
+    return launcher.reference(case)
+
+
+@pytest.fixture
+def plain_reference(launcher: Launcher, case: Case) -> dict[str, Any]:
+    """What became of it with the whole batch at once and in float32, where the variant is compared with another."""
+    return launcher.plain_reference(case)

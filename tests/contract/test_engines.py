@@ -1,0 +1,290 @@
+"""Every engine, at any number of devices, trains as one unsharded float32 process does.
+
+The reference is plain PyTorch, in a process of its own that knows nothing of torchacc's engines. The global batch is
+the same everywhere. What is compared, and how closely:
+
+- losses and gradient norms: relative 1e-5, at every step;
+- parameters after the last step: 1e-5 relative or 2e-6 absolute, under a hundredth of the smallest step size. AdamW's
+  eps is chosen so that it does not blow up rounding errors (see `worker.py`); SGD with momentum needs no such care.
+
+BatchNorm and losses over ragged labels are where the engines differ by nature, and the last tests here say how.
+"""
+
+from math import ceil, prod
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+ENGINES = [
+    "native-1",
+    "native-2",
+    "xla-multiprocess-1",
+    "xla-multiprocess-2",
+    "xla-multiprocess-4",
+    "xla-spmd-1",
+    "xla-spmd-2",
+    "xla-spmd-4",
+]
+ON_TWO = ["native-2", "xla-multiprocess-2", "xla-spmd-2"]
+ON_FOUR = ["native-4", "xla-multiprocess-4", "xla-spmd-4"]
+PROCESS_PER_DEVICE = ["native-2", "xla-multiprocess-2", "xla-multiprocess-4"]
+ONE_PROCESS = ["xla-spmd-2", "xla-spmd-4"]
+MODELS = ["gpt2", "llama", "bert", "t5", "mixtral", "cnn"]
+TIED = {
+    "gpt2": ["transformer.wte.weight", "lm_head.weight"],
+    "t5": ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"],
+}
+
+RELATIVE = 1e-5
+ABSOLUTE = 2e-6
+
+covers = pytest.mark.covers
+every_model = covers(engines=ENGINES, models=MODELS, variants=["adamw", "sgd"])
+units_chosen = covers(
+    engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name", "wrap-by-class", "no-shard"]
+)
+hybrid = covers(engines=ON_FOUR, models=["gpt2", "cnn"], variants=["hybrid"])
+handed_in = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["handed-in"])
+flat = covers(
+    engines=["xla-multiprocess-2", "xla-multiprocess-4"], models=["gpt2"], variants=["flat", "flat-handed-in"]
+)
+synced = covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds-synced"])
+evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
+per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
+whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
+batchnorm_per_device = covers(engines=PROCESS_PER_DEVICE, models=["cnn-batchnorm"], variants=["per-device"])
+batchnorm_whole_batch = covers(engines=ONE_PROCESS, models=["cnn-batchnorm"], variants=["whole-batch"])
+
+
+def same_numbers(test):
+    """Run a test for all that must train as the reference does."""
+    for marks in (
+        every_model,
+        units_chosen,
+        hybrid,
+        handed_in,
+        flat,
+        synced,
+        evaluated,
+        per_device,
+        whole_batch,
+        batchnorm_per_device,
+        batchnorm_whole_batch,
+    ):
+        test = marks(test)
+    return test
+
+
+# The same numbers
+
+
+@same_numbers
+def test_losses(outcome, reference):
+    assert outcome["losses"] == pytest.approx(reference["losses"], rel=RELATIVE)
+    assert len(set(outcome["losses"])) == 6
+
+
+@same_numbers
+def test_gradient_norms(outcome, reference):
+    assert outcome["norms"] == pytest.approx(reference["norms"], rel=RELATIVE)
+
+
+@same_numbers
+def test_parameters(outcome, reference):
+    trained = {name for group in reference["names"]["parameters"] for name in group}
+    for name in sorted(trained):
+        found, expected = outcome["state"][name], reference["state"][name]
+        torch.testing.assert_close(
+            found, expected, rtol=RELATIVE, atol=ABSOLUTE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@evaluated
+def test_evaluation_without_gradients(outcome, reference):
+    assert len(outcome["held_out_losses"]) == 12
+    assert outcome["held_out_losses"] == pytest.approx(reference["held_out_losses"], rel=RELATIVE)
+
+
+@covers(engines=ENGINES, models=MODELS, variants=["adamw"])
+def test_clipping_was_put_to_use(outcome):
+    assert min(outcome["norms"]) > outcome["max_norm"]
+
+
+@covers(engines=PROCESS_PER_DEVICE, models=["gpt2", "bert", "t5"], variants=["adamw", "sgd"])
+def test_each_rank_sees_the_loss_of_the_global_batch(outcome, case):
+    assert len(outcome["losses_by_rank"]) == case.num_devices
+    assert all(losses == outcome["losses_by_rank"][0] for losses in outcome["losses_by_rank"])
+
+
+@covers(engines=PROCESS_PER_DEVICE, models=["cnn"], variants=["adamw", "sgd"])
+def test_a_loss_that_the_script_computes_is_the_devices_own(outcome):
+    assert outcome["losses_by_rank"][0] != outcome["losses_by_rank"][1]
+
+
+# Frozen, tied, named
+
+
+@covers(engines=ENGINES, models=MODELS, variants=["sgd"])
+@covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["flat"])
+def test_what_is_frozen_does_not_change_and_all_else_does(outcome):
+    parameters = {name for group in outcome["names"]["parameters"] for name in group}
+    same = {name for name in parameters if torch.equal(outcome["state"][name], outcome["before"][name])}
+    assert same == set(outcome["frozen"])
+    assert 0 < len(same) < len(parameters)
+
+
+@every_model
+@covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-class", "handed-in", "bf16"])
+def test_names_and_ties_stay(outcome, case):
+    assert outcome["names_after"] == outcome["names"]
+    tied = [group for group in outcome["names_after"]["parameters"] if len(group) > 1]
+    assert [sorted(group) for group in tied] == ([sorted(TIED[case.model])] if case.model in TIED else [])
+
+
+@same_numbers
+def test_the_full_state_has_the_original_names_and_shapes(outcome):
+    assert [*outcome["state"]] == outcome["names"]["state_dict"]
+    assert {name: tensor.shape for name, tensor in outcome["state"].items()} == {
+        name: tensor.shape for name, tensor in outcome["before"].items()
+    }
+
+
+@covers(engines=ENGINES, models=MODELS, variants=["adamw"])
+def test_the_model_is_what_it_was(outcome, case):
+    # FSDP2 derives a class from the model's own, FSDPGPT2LMHeadModel, which transformers knows to read past.
+    own, *ancestors = outcome["classes_after"]
+    assert outcome["class"] == (ancestors[1] if case.kind == "native" else own)
+    if case.model != "cnn":
+        assert outcome["config_class"] == outcome["class"].partition("For")[0].removesuffix("LMHeadModel") + "Config"
+
+
+@covers(engines=["xla-multiprocess-2", "xla-spmd-2"], models=["mixtral"], variants=["adamw"])
+def test_experts_are_chosen_that_compile_once(outcome):
+    assert outcome["experts"] == "batched_mm"
+
+
+# The share of a device
+
+
+@every_model
+@hybrid
+def test_each_device_holds_its_share(outcome, case):
+    described = outcome["description"]
+    unique = [outcome["before"][group[0]] for group in outcome["names"]["parameters"]]
+    assert described["num_parameters"] == sum(tensor.numel() for tensor in unique)
+    assert described["num_devices"] == case.num_devices
+    # One process with one device is one program, under whatever launcher.
+    assert described["engine"] == ("xla-spmd" if case.engine == "xla-multiprocess-1" else case.kind)
+
+    num_shards = case.num_devices // (2 if case.variant == "hybrid" else 1)
+    assert described["mesh"] == f"dp {case.num_devices // num_shards} x fsdp {num_shards}"
+    padded = sum(ceil(tensor.shape[0] / num_shards) * prod(tensor.shape[1:]) for tensor in unique)
+    if case.kind == "xla-spmd":  # what does not divide is whole on each device
+        assert described["num_parameters_per_device"] <= (1.6 if case.model == "cnn" else 1.1) * padded
+        assert outcome["num_elements_held"] == described["num_parameters"]
+    else:
+        assert outcome["num_elements_held"] == described["num_parameters_per_device"] == padded
+
+
+@covers(engines=ON_TWO, models=["gpt2"], variants=["no-shard"])
+def test_no_shard_is_a_mesh_of_replicas(outcome):
+    described = outcome["description"]
+    assert described["mesh"] == "dp 2 x fsdp 1"
+    assert described["num_parameters_per_device"] == described["num_parameters"]
+
+
+@covers(engines=ON_TWO, models=["gpt2"], variants=["adamw", "wrap-by-size", "wrap-by-name", "wrap-by-class"])
+def test_units_are_those_that_were_asked_for(outcome, case):
+    # Blocks; attention and MLP of each; each block with its MLP; each MLP with both embeddings. And the model itself.
+    expected = {"adamw": 3, "wrap-by-size": 5, "wrap-by-name": 5, "wrap-by-class": 5}
+    assert outcome["description"]["num_units"] == expected[case.variant]
+
+
+# Optimizers
+
+
+@handed_in
+@covers(engines=ENGINES, models=["gpt2"], variants=["adamw"])
+def test_groups_of_parameters_stay(outcome, reference):
+    assert outcome["group_sizes"] == reference["group_sizes"]
+    assert [decay for _, decay in outcome["group_sizes"]] == [0.1, 0.0]
+    assert not outcome["optimizer_holds_strangers"]
+
+
+@covers(engines=["xla-multiprocess-2", "xla-multiprocess-4"], models=["gpt2"], variants=["flat-handed-in"])
+def test_flattening_goes_by_the_groups_of_an_optimizer_handed_in(outcome):
+    # A block has both kinds of parameters, and so has the model itself.
+    assert outcome["group_sizes"] == [[3, 0.1], [3, 0.0]]
+    assert not outcome["optimizer_holds_strangers"]
+
+
+@covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["flat-groups-after"])
+def test_groups_made_after_flattening_are_refused(outcome):
+    assert "flatten_parameters" in outcome["refused"]
+    assert "optimizer=optimizer" in outcome["refused"]
+
+
+# Processes that start differently
+
+
+@covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds"])
+def test_processes_that_start_from_other_values_are_refused(outcome):
+    assert "starts from other values than rank 0" in outcome["refused"]
+    assert "sync_module_states = True" in outcome["refused"]
+
+
+# bfloat16: 8 bits of mantissa, hence relative 2^-8 = 4e-3 in each product. A mean over 128 tokens has far less.
+
+
+bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
+
+
+@bf16
+def test_bfloat16_is_near_float32(outcome, plain_reference):
+    assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=5e-3)
+    assert outcome["norms"] == pytest.approx(plain_reference["norms"], rel=3e-2)
+    assert outcome["losses"] != pytest.approx(plain_reference["losses"], rel=1e-6), "nothing was computed in bfloat16"
+
+
+@bf16
+def test_the_engines_agree_in_bfloat16(outcome, reference):
+    """Each is as near to the unsharded run under autocast, so that they are near to one another."""
+    assert outcome["losses"] == pytest.approx(reference["losses"], rel=2e-3)
+
+
+@bf16
+def test_masters_and_the_optimizers_state_stay_in_float32(outcome):
+    assert outcome["description"]["compute_dtype"] == "bfloat16"
+    assert outcome["dtypes"] == ["torch.float32"]
+    assert outcome["state_dtypes"] == ["torch.float32"]
+    assert {str(tensor.dtype) for tensor in outcome["state"].values()} == {"torch.float32"}
+
+
+# Compiles
+
+
+@covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
+def test_a_training_step_compiles_in_the_first_two_steps_only(outcome):
+    first, second, *later = outcome["num_compiles"]
+    assert first > 0
+    assert later == [second] * len(later)
+
+
+# Where the engines differ by nature: a process with one device computes with the batch of that device, and one program
+# for all devices with the whole one. The two are compared with their own references above; here it is seen that these
+# are not the same.
+
+
+@per_device
+@batchnorm_per_device
+def test_what_depends_on_the_batch_is_each_devices_own(outcome, plain_reference, case):
+    assert outcome["losses"] != pytest.approx(plain_reference["losses"], rel=10 * RELATIVE)
+
+
+@batchnorm_whole_batch
+def test_batchnorms_statistics_are_those_of_the_global_batch(outcome, reference):
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        found, expected = (run["state"][f"stages.1.norm.{name}"] for run in (outcome, reference))
+        torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=ABSOLUTE)

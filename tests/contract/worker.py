@@ -1,0 +1,309 @@
+"""Run cases of the contract in one process, or under `torchrun`, and write what came of each to a file.
+
+    python worker.py cases.json out/
+    python -m torch.distributed.run --standalone --nproc_per_node=2 worker.py cases.json out/
+
+A case whose `config` is None is the reference: plain PyTorch in float32, unsharded, which concatenates the batches of
+all devices. It needs a launch of its own, as XLA cannot start where autograd already has.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from models import FROZEN, NUM_SAMPLES, make_data, make_model
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, default_collate
+
+import torchacc
+
+GLOBAL_BATCH = 8
+EPOCHS = 2
+RANK = int(os.environ.get("RANK", "0"))
+
+# Adam divides a gradient by its own size: where a gradient is as small as the rounding of its sums, two right answers
+# differ by as much as the learning rate. With an eps above that size an error stays as small as it was, while most
+# gradients of these models are far larger.
+ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
+ADAMW_MAX_NORM = 0.1  # below all gradient norms of these models
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+SGD_MAX_NORM = 1e6  # measures, and clips nothing
+
+Batch = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    cases_file, out = map(Path, sys.argv[1:])
+    transformers.logging.set_verbosity_error()
+    for case in json.loads(cases_file.read_text()):
+        print(f"case {case['id']}", flush=True)
+        try:
+            outcome = run(case)
+        except torchacc.ConfigError as error:
+            outcome = {"refused": str(error)}
+        except Exception:
+            outcome = {"failed": traceback.format_exc()}
+        if RANK == 0:
+            torch.save(outcome, out / f"{case['id']}.part")
+            (out / f"{case['id']}.part").rename(out / f"{case['id']}.pt")
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return what can be compared.
+
+    Args:
+        case: `id`, `model`, `recipe` (a key of `RECIPES`), `config` (or None), `num_devices`, and `options`, names of
+            what else is to be done: `handed-in`, `unequal-seeds`, `evaluate`, `ragged`, and for the reference also
+            `per-device` and `autocast`.
+    """
+    options = case["options"]
+    is_reference = case["config"] is None
+    torch.manual_seed(RANK if "unequal-seeds" in options else 0)
+    engine = "" if is_reference else case["config"]["backend"]
+    model = make_model(case["model"], chooses_experts=engine != "xla")
+    data = make_data(case["model"], ragged="ragged" in options)
+    recipe = RECIPES[case["recipe"]]
+    recipe.freeze(model, case["model"])
+    found: dict[str, Any] = {
+        "before": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "names": names_of(model),
+        "frozen": [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad],
+        "class": type(model).__name__,
+    }
+
+    optimizer = recipe.make_optimizer(model) if "handed-in" in options else None
+    if is_reference:
+        num_parts = case["num_devices"] if "per-device" in options else 1
+        training: Training = Reference(model, data, case["num_devices"], num_parts, autocast="autocast" in options)
+    else:
+        training = Sharded(model, data, case, optimizer)
+        found["names_after"] = names_of(model)
+        found["classes_after"] = [ancestor.__name__ for ancestor in type(model).__mro__]
+        found["config_class"] = type(getattr(model, "config", None)).__name__
+        found["experts"] = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if optimizer is None:
+        optimizer = recipe.make_optimizer(model)
+
+    found["num_compiles"] = []
+    found |= train(training, optimizer, recipe, found["num_compiles"], evaluate="evaluate" in options)
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found |= {
+        "max_norm": recipe.max_norm,
+        "state": training.state(),
+        "group_sizes": [[len(group["params"]), group["weight_decay"]] for group in optimizer.param_groups],
+        "optimizer_holds_strangers": any(id(parameter) not in own for parameter in held),
+        "num_elements_held": sum(shard_of(parameter).numel() for parameter in model.parameters()),
+        "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "state_dtypes": sorted({str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}),
+    }
+    if not is_reference:
+        found["description"] = asdict(torchacc.describe(model))
+        found |= meet(found)
+    return found
+
+
+def names_of(model: nn.Module) -> dict[str, Any]:
+    """Return a model's names; those of one parameter are a group."""
+    groups = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups[id(parameter)].append(name)
+    return {
+        "parameters": [*groups.values()],
+        "unique": [name for name, _ in model.named_parameters()],
+        "state_dict": list(model.state_dict()),
+    }
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a parameter; under SPMD that is all of it, on all devices together."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class AdamW:
+    """AdamW with two groups, made by name and number of dimensions, and clipping that bites at each step."""
+
+    max_norm = ADAMW_MAX_NORM
+    micro_batches = 1
+    epochs = 1
+
+    def freeze(self, model: nn.Module, name: str) -> None:
+        pass
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        decays = {name for name, p in model.named_parameters() if p.ndim >= 2 and "norm" not in name}
+        groups = [
+            {"params": [p for name, p in model.named_parameters() if name in decays], "weight_decay": 0.1},
+            {"params": [p for name, p in model.named_parameters() if name not in decays], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, **ADAMW)
+
+
+class SgdFrozenAccumulated:
+    """SGD with momentum, which is linear in the gradients, a frozen part, and two micro-batches for each step."""
+
+    max_norm = SGD_MAX_NORM
+    micro_batches = 2
+    epochs = EPOCHS
+
+    def freeze(self, model: nn.Module, name: str) -> None:
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(not parameter_name.startswith(FROZEN[name]))
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **SGD)
+
+
+RECIPES = {"adamw": AdamW(), "sgd": SgdFrozenAccumulated()}
+
+
+class Training:
+    """A model in training, sharded or not."""
+
+    model: nn.Module
+
+    def batches(self) -> Iterator[Batch]:
+        """Return the batches of the next epoch."""
+        raise NotImplementedError
+
+    def held_out(self) -> Iterator[Batch]:
+        """Return batches in a fixed order."""
+        raise NotImplementedError
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        if "images" in batch:
+            return F.cross_entropy(self.model(batch["images"]), batch["labels"])
+        return self.model(**batch).loss
+
+    def backward(self, batch: Batch, share: float) -> torch.Tensor:
+        loss = self.loss(batch)
+        (loss * share).backward()
+        return loss.detach()
+
+
+class Reference(Training):
+    def __init__(
+        self, model: nn.Module, data: list[Batch], num_devices: int, num_parts: int, *, autocast: bool
+    ) -> None:
+        self.model = model
+        self.clip = lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        self.accumulate: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._loaders = [DataLoader(data, GLOBAL_BATCH // num_devices, shuffle=shuffle) for shuffle in (True, False)]
+        self._num_parts = num_parts
+        self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+
+    def batches(self) -> Iterator[Batch]:
+        return _global_batches(self._loaders[0])
+
+    def held_out(self) -> Iterator[Batch]:
+        return _global_batches(self._loaders[1])
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        with self._autocast:
+            return super().loss(batch)
+
+    def backward(self, batch: Batch, share: float) -> torch.Tensor:
+        """Go through the devices' parts of the batch apart, where what they compute does not add up to the whole."""
+        parts = [{k: v.chunk(self._num_parts)[i] for k, v in batch.items()} for i in range(self._num_parts)]
+        return sum(super(Reference, self).backward(part, share / len(parts)) for part in parts) / len(parts)
+
+    def state(self) -> Batch:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def num_compiles(self) -> int:
+        return 0
+
+
+def _global_batches(loader: DataLoader) -> Iterator[Batch]:
+    """Join the devices' batches, and complete the last global one from the start of the epoch's order."""
+    epoch = list(loader)
+    whole = {key: torch.cat([batch[key] for batch in epoch]) for key in epoch[0]}
+    for start in range(0, NUM_SAMPLES, GLOBAL_BATCH):
+        rows = torch.arange(start, start + GLOBAL_BATCH) % NUM_SAMPLES
+        yield {key: tensor[rows] for key, tensor in whole.items()}
+
+
+class Sharded(Training):
+    def __init__(
+        self, model: nn.Module, data: list[Batch], case: dict[str, Any], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        config = torchacc.Config.from_dict(case["config"])
+        loader = DataLoader(data, GLOBAL_BATCH // case["num_devices"], shuffle=True, collate_fn=default_collate)
+        returned = torchacc.accelerate(model, loader, config, optimizer)
+        assert returned[0] is model
+        assert optimizer is None or returned[2] is optimizer
+        self.model, self._loader = returned[:2]
+        self._held_out = torchacc.shard_loader(DataLoader(data, GLOBAL_BATCH // case["num_devices"]), model)
+        self.clip = model.clip_grad_norm_
+        self.accumulate = lambda: torchacc.accumulate(model)
+
+    def batches(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def held_out(self) -> Iterator[Batch]:
+        return iter(self._held_out)
+
+    def state(self) -> Batch:
+        return torchacc.full_state_dict(self.model)
+
+    def num_compiles(self) -> int:
+        return torchacc.describe(self.model).num_compiles
+
+
+def train(
+    training: Training, optimizer: torch.optim.Optimizer, recipe: Any, num_compiles: list[int], *, evaluate: bool
+) -> dict[str, Any]:
+    """Train for the recipe's epochs; values are looked at after each step, when they are there."""
+    losses, norms, held_out = [], [], []
+    training.model.train()
+    for _ in range(recipe.epochs):
+        window: list[torch.Tensor] = []
+        for batch in training.batches():
+            last = len(window) == recipe.micro_batches - 1
+            with nullcontext() if last else training.accumulate():
+                window.append(training.backward(batch, 1 / recipe.micro_batches))
+            if last:
+                norm = training.clip(recipe.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(sum(map(float, window)) / len(window)))
+                norms.append(float(norm))
+                num_compiles.append(training.num_compiles())
+                window = []
+            if evaluate and len(losses) in (2, 4):
+                held_out += evaluated(training)
+    return {"losses": losses, "norms": norms, "held_out_losses": held_out}
+
+
+@torch.no_grad()
+def evaluated(training: Training) -> list[float]:
+    training.model.eval()
+    losses = [float(training.loss(batch)) for batch in training.held_out()]
+    training.model.train()
+    return losses
+
+
+def meet(found: dict[str, Any]) -> dict[str, Any]:
+    """Put together what each process has seen. A loss that the script computed itself is the process's own."""
+    mine = {key: found[key] for key in ("losses", "norms", "held_out_losses")}
+    payloads = torchacc.dist.rendezvous("results", json.dumps(mine).encode())
+    by_rank = [json.loads(payload) for payload in payloads]
+    mean = {
+        key: [sum(values) / len(values) for values in zip(*(other[key] for other in by_rank), strict=True)]
+        for key in mine
+    }
+    return mean | {"losses_by_rank": [other["losses"] for other in by_rank]}
+
+
+if __name__ == "__main__":
+    main()
