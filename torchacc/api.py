@@ -1,5 +1,6 @@
 """The few calls that a training script makes."""
 
+import functools
 import gc
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ def accelerate(
     """Shard a model, and the data, over the devices of the job. Collective: every process.
 
     The model is changed in place and stays what it was: its class, its `config`, the names of its parameters. It gains
-    `clip_grad_norm_(max_norm)`. A scalar loss that it returns is the mean over all devices.
+    `clip_grad_norm_(max_norm)`. A scalar that it returns, such as its loss, is the mean over all devices.
 
     Args:
         model: The model, on the CPU. Processes whose models differ all take rank 0's.
@@ -203,25 +204,34 @@ def _sharded(model: nn.Module) -> ShardedModel:
 
 
 def _attach(sharded: ShardedModel) -> None:
-    """Give the model its new methods, and let every optimizer of its parameters be ready for its steps."""
+    """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[_ATTRIBUTE] = sharded
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
-    own = {id(parameter) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        vars(parameter)[_ATTRIBUTE] = sharded
+    _watch_optimizers()
 
-    def concerns(optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"][:1])
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let every optimizer of a sharded model be ready for its steps, also one that is made later."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if concerns(optimizer):
+        for sharded in _models_of(optimizer):
             sharded.prepare_optimizer(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if concerns(optimizer):
-            sharded.after_step()
+        for sharded in _models_of(optimizer):
+            sharded.after_step(optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    owners = [vars(p).get(_ATTRIBUTE) for group in optimizer.param_groups for p in group["params"]]
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
 def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:

@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -133,8 +134,8 @@ class ShardedModel(ABC):
                 "the devices yet. Leave the last micro-batch of each window outside of the context"
             )
 
-    def after_step(self) -> None:
-        """Do what follows an optimizer's step."""
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what follows a step of an optimizer of this model."""
 
 
 def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -143,19 +144,44 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
     model.forward = functools.wraps(inner)(around(inner))
 
 
-def map_loss(output: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `fn` to the scalar loss in a model's output, where there is one.
+def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Give the scalars that a model returns the values of their means over all devices.
 
-    The loss is a floating-point tensor without dimensions: the output itself, its `loss` entry, or the first element
-    of a tuple.
+    These are its floating-point tensors without dimensions: the output itself, or an entry of the mapping, tuple or
+    dataclass that it is.
+
+    Args:
+        output: The model's output.
+        mean: Averages a tensor of shape (scalars,), in float64, over the devices.
     """
-    if _is_loss(output):
-        return fn(output)
-    if isinstance(output, MutableMapping) and _is_loss(output.get("loss")):
-        output["loss"] = fn(output["loss"])
-    elif type(output) is tuple and output and _is_loss(output[0]):
-        return (fn(output[0]), *output[1:])
-    return output
+    scalars: list[torch.Tensor] = []
+
+    def note(scalar: torch.Tensor) -> torch.Tensor:
+        scalars.append(scalar)
+        return scalar
+
+    _map_scalars(output, note)
+    if not scalars:
+        return output
+    means = iter(mean(torch.stack([scalar.detach().double() for scalar in scalars])))
+    return _map_scalars(output, lambda scalar: MeanLoss.apply(scalar, next(means)))
+
+
+def _map_scalars(output: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    def at(value: Any) -> Any:
+        is_scalar = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+        return fn(value) if is_scalar else value
+
+    if isinstance(output, MutableMapping):
+        for key in list(output):
+            output[key] = at(output[key])
+        return output
+    if isinstance(output, tuple):
+        values = map(at, output)
+        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
+    if is_dataclass(output) and not isinstance(output, type):
+        return replace(output, **{name: at(value) for name, value in vars(output).items()})
+    return at(output)
 
 
 class MeanLoss(torch.autograd.Function):
@@ -205,7 +231,3 @@ def remap_optimizer(
         optimizer.state[shards.get(parameter, parameter)] = {
             key: shard_state(parameter, value) if key in same_shape else value for key, value in entries.items()
         }
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()

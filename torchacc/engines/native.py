@@ -10,7 +10,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import Engine, MeanLoss, ShardedModel, map_loss, remap_optimizer, wrap_forward
+from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer, wrap_forward
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.plan import PlannedParameter, WrapPlan
@@ -118,14 +118,11 @@ class NativeModel(ShardedModel):
             def forward(*args: Any, **kwargs: Any) -> Any:
                 self.before_forward()
                 output = inner(*args, **kwargs)
-                return map_loss(output, self._mean_loss) if self.engine.job.launched else output
+                return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
 
             return forward
 
         wrap_forward(self.model, around)
-
-    def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return MeanLoss.apply(loss, self.engine.group.mean(loss))  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""

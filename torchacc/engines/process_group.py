@@ -80,7 +80,7 @@ class ProcessGroup:
         """Return the mean of a tensor over all processes. Collective: every process."""
         if not self.job.launched:
             return value
-        total = value.detach().float().clone()
+        total = value.clone()
         dist.all_reduce(total)
         return total / self.job.num_processes
 

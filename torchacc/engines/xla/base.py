@@ -1,9 +1,11 @@
 """What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -63,7 +65,7 @@ class XlaModel(ShardedModel):
 
     def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
         super().__init__(engine, model, plan)
-        self._prepared: set[int] = set()
+        self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._dropped_gradients = False
 
     def move_buffers(self) -> None:
@@ -113,6 +115,7 @@ class XlaModel(ShardedModel):
             return forward
 
         wrap_forward(self.model, around)
+        self._note_zero_grad(self.model)
 
     def finish(self, output: Any) -> Any:
         """Do what follows the model's forward on its output."""
@@ -121,26 +124,30 @@ class XlaModel(ShardedModel):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the optimizer's state before its first step, so that the first and the second step are one program."""
         super().prepare_optimizer(optimizer)
-        if id(optimizer) in self._prepared:
-            return
-        self._prepared.add(id(optimizer))
-        prime(optimizer, self.zeros_like)
-        zero_grad = optimizer.zero_grad
+        if optimizer not in self._prepared:
+            self._prepared.add(optimizer)
+            prime(optimizer, self.zeros_like)
+            self._note_zero_grad(optimizer)
 
-        def noted_zero_grad(*args: Any, **kwargs: Any) -> None:
+    def _note_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        zero_grad = owner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def noted(*args: Any, **kwargs: Any) -> None:
             self._dropped_gradients = False
             zero_grad(*args, **kwargs)
 
-        optimizer.zero_grad = noted_zero_grad  # type: ignore[method-assign]
+        owner.zero_grad = noted  # type: ignore[method-assign]
 
     @abstractmethod
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros that are laid out like a parameter, as plain data on the device."""
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         self._dropped_gradients = True
         self.engine.step_boundary()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchacc.config import Config
-from torchacc.engines.base import MeanLoss, map_loss, remap_optimizer
+from torchacc.engines.base import average_scalars, remap_optimizer
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.blocks import Rows, flatten, unflatten
@@ -54,7 +54,8 @@ class MultiprocessEngine(XlaEngine):
                 'config.dist.fsdp.use_spmd = True, or use config.backend = "native"'
             )
         self.group.start("gloo")
-        runtime.pin_to_share_of_cores(self.job)
+        if not runtime.is_running():
+            runtime.pin_to_share_of_cores(self.job)
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
         self.collectives = HostCollectives(self.topology, self.group)
 
@@ -168,12 +169,11 @@ class MultiprocessModel(XlaModel):
         The forward runs here, as a program of its own: the mean is known on the host only.
         """
 
-        def mean(loss: torch.Tensor) -> torch.Tensor:
+        def mean(scalars: torch.Tensor) -> torch.Tensor:
             runtime.sync()
-            value = self.engine.group.mean(runtime.to_host([loss])[0])
-            return MeanLoss.apply(loss, self.engine.to_device([value])[0])  # type: ignore[no-any-return]
+            return runtime.to_device([self.engine.group.mean(runtime.to_host([scalars])[0])])[0]
 
-        return map_loss(output, mean)
+        return average_scalars(output, mean)
 
     def queue_reduction(self) -> None:
         """Let autograd reduce the gradients when the backward that runs now is done."""
@@ -249,6 +249,7 @@ class _HostUnit(Gatherer):
     """Whole weights as data: gathered on the host before the unit's forward, and kept until its backward has run."""
 
     keeps_weights = True
+    shards_stand_alone = False
 
     def __init__(self, blocks: list[Block], model: MultiprocessModel) -> None:
         super().__init__([weight for block in blocks for weight in block.weights])

@@ -184,7 +184,8 @@ class SpmdModel(XlaModel):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the unsharded parameters and buffers on the CPU, by original name."""
         runtime.sync()
-        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        state = self.model.state_dict()
+        return dict(zip(state, runtime.to_host(list(state.values())), strict=True))
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""
