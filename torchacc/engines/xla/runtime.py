@@ -1,5 +1,6 @@
 """Start torch_xla's runtime once per process, with the devices that the config asks for, and run what it recorded."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -103,6 +104,30 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
     _start_autograd(torch_xla.device())
     # XLA has a generator of its own; this way torch.manual_seed() decides over dropout too.
     torch_xla.manual_seed((torch.initial_seed() + stream) % 2**63)
+
+
+@functools.cache  # once: the next model's share would be a share of this one
+def ordinal() -> int:
+    """Return this process's device among those of all processes, as PJRT numbers them."""
+    import torch_xla.runtime as xr
+
+    return int(xr.global_ordinal())
+
+
+def check_num_processes(job: Job) -> None:
+    """Check that PJRT connects the processes that the launcher started, lest each train alone.
+
+    Raises:
+        EngineError: It does not.
+    """
+    import torch_xla.runtime as xr
+
+    if xr.world_size() != job.num_processes:
+        raise EngineError(
+            f"the launcher started {job.num_processes} processes, and the XLA runtime connects {xr.world_size()} devices "
+            "with one process each: start one process per device, or a single one with "
+            "config.dist.fsdp.use_spmd = True"
+        )
 
 
 def pin_to_share_of_cores(job: Job) -> None:
