@@ -106,7 +106,6 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
     torch_xla.manual_seed((torch.initial_seed() + stream) % 2**63)
 
 
-@functools.cache  # once: the next model's share would be a share of this one
 def ordinal() -> int:
     """Return this process's device among those of all processes, as PJRT numbers them."""
     import torch_xla.runtime as xr
@@ -124,12 +123,13 @@ def check_num_processes(job: Job) -> None:
 
     if xr.world_size() != job.num_processes:
         raise EngineError(
-            f"the launcher started {job.num_processes} processes, and the XLA runtime connects {xr.world_size()} devices "
-            "with one process each: start one process per device, or a single one with "
+            f"the launcher started {job.num_processes} processes, and the XLA runtime connects {xr.world_size()} "
+            "devices with one process each: start one process per device, or a single one with "
             "config.dist.fsdp.use_spmd = True"
         )
 
 
+@functools.cache  # once: the next model's share would be a share of this one
 def pin_to_share_of_cores(job: Job) -> None:
     """Give this process its share of the machine's cores, before the runtime makes its threads.
 
