@@ -1,10 +1,13 @@
-"""What is sharded as one tensor between processes: a parameter, or several flattened. Shapes and rows only."""
+"""What is sharded as one tensor between processes: a parameter, or several flattened."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
+
+from torchacc.engines.xla.gather import Weight
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,26 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
     sizes = [prod(shape) for shape in shapes]
     parts = flat.narrow(0, 0, sum(sizes)).split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@dataclass(eq=False)
+class Block:
+    """A parameter, or those of a unit that are flattened together."""
+
+    shard: nn.Parameter
+    rows: Rows
+    weights: list[Weight]
+    is_flat: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the block travels in."""
+        return self.shard.dtype if self.is_flat else self.weights[0].dtype
+
+    def stored_parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return the weights in the whole block, in the block's dtype."""
+        return unflatten(whole, [weight.shape for weight in self.weights]) if self.is_flat else [whole]
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return the weights in the whole block, in the dtypes that they are computed with."""
+        return [part.to(weight.dtype) for part, weight in zip(self.stored_parts(whole), self.weights, strict=True)]

@@ -58,13 +58,6 @@ def runs_on_cpu() -> bool:
     return device == "CPU" if device else importlib.util.find_spec("libtpu") is None
 
 
-def is_running() -> bool:
-    """Return whether this process's runtime has started."""
-    import torch_xla
-
-    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
-
-
 def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
     """Start the runtime, or check that the running one is what is needed.
 

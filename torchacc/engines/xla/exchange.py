@@ -1,0 +1,63 @@
+"""What processes with one XLA device each exchange: weights, gradients, and a few scalars."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from torchacc.engines.xla.blocks import Block
+from torchacc.engines.xla.gather import Gatherer, Weight
+from torchacc.topology import Topology
+
+
+class ShardedUnit(Gatherer):
+    """A unit whose weights lie in blocks of which this process holds shards."""
+
+    shards_stand_alone = False
+
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__([weight for block in blocks for weight in block.weights])
+        self.blocks = blocks
+
+    @abstractmethod
+    def whole_on_host(self) -> list[torch.Tensor]:
+        """Return the whole blocks on the host, in the dtype that they are stored in. Collective: every process."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights on the host by name. Collective: every process."""
+        found: dict[str, torch.Tensor] = {}
+        for block, whole in zip(self.blocks, self.whole_on_host(), strict=True):
+            found |= {w.name: part.clone() for w, part in zip(block.weights, block.stored_parts(whole), strict=True)}
+        return found
+
+
+class Exchange(ABC):
+    """The collectives of one model, by one means of communication."""
+
+    def __init__(self, topology: Topology, device: int) -> None:
+        self.num_devices = topology.num_devices
+        self.num_shards = topology.size("fsdp")
+        self.shard_index = topology.coordinates(device)["fsdp"]
+        self.holds_gradients = False
+        """Whether backward keeps whole gradients, to be reduced by a later one."""
+
+    @abstractmethod
+    def make_unit(self, blocks: list[Block]) -> ShardedUnit:
+        """Return the gatherer of a unit with these blocks."""
+
+    @abstractmethod
+    def average(self, scalars: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all devices of a device tensor of shape (n,). Collective: every process."""
+
+    @abstractmethod
+    def combine_norms(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the norm over all shards from this process's norms, of shape (n,). Collective: every process.
+
+        Returns:
+            A device tensor without dimensions.
+        """
+
+
+def weight_places(blocks: Sequence[Block]) -> dict[Weight, tuple[Block, int]]:
+    """Return for each weight its block, and its index in there."""
+    return {weight: (block, index) for block in blocks for index, weight in enumerate(block.weights)}

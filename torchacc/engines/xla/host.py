@@ -1,0 +1,161 @@
+"""Exchange on the host, over gloo: XLA's CPU client has no collectives of its own.
+
+They run between the programs. Weights come in as data before the forward, and stay until the gradients, which are
+reduced once when the backward has run: forward and backward would be cut at each unit otherwise.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.xla import runtime
+from torchacc.engines.xla.blocks import Block, flatten
+from torchacc.engines.xla.exchange import Exchange, ShardedUnit
+from torchacc.topology import Topology
+
+
+class HostExchange(Exchange):
+    """Collectives on host tensors along the mesh's axes."""
+
+    def __init__(self, topology: Topology, group: ProcessGroup) -> None:
+        """Make the process groups. Collective: every process."""
+        super().__init__(topology, group.job.rank)
+        self._group = group
+        self._shards = group.own_subgroup(topology.groups("fsdp"))
+        self._replicas = group.own_subgroup(topology.groups("dp"))
+        self._units: list[_HostUnit] = []
+        self._is_queued = False
+
+    def make_unit(self, blocks: list[Block]) -> ShardedUnit:
+        """Return the gatherer of a unit with these blocks."""
+        self._units.append(_HostUnit(blocks, self))
+        return self._units[-1]
+
+    def average(self, scalars: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all devices. What has been recorded runs here: the mean is known on the host only."""
+        runtime.sync()
+        return runtime.to_device([self._group.mean(runtime.to_host([scalars])[0])])[0]
+
+    def combine_norms(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the norm over all shards from this process's norms."""
+        local = runtime.to_host([norms])[0].double()
+        total = local.max() if norm_type == inf else local.pow(norm_type).sum()
+        if self.num_shards > 1:
+            dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=self._shards)
+        return runtime.to_device([(total if norm_type == inf else total.pow(1 / norm_type)).float()])[0]
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the shards, of shape (n,) each, as a tensor of shape (num_shards, n)."""
+        if self.num_shards == 1:
+            return shard.unsqueeze(0)
+        whole = shard.new_empty(self.num_shards * shard.numel())
+        dist.all_gather_into_tensor(whole, shard, group=self._shards)
+        return whole.view(self.num_shards, -1)
+
+    def reduce_scatter_mean(self, whole: torch.Tensor) -> torch.Tensor:
+        """Average a tensor of shape (num_shards, n) over all devices, and return this device's row of the result."""
+        shard = whole[0]
+        if self.num_shards > 1:
+            shard = whole.new_empty(whole.shape[1])
+            dist.reduce_scatter_tensor(shard, whole.view(-1), group=self._shards)
+        if self.num_devices > self.num_shards:
+            dist.all_reduce(shard, group=self._replicas)
+        return shard.div_(self.num_devices)
+
+    def queue_reduction(self) -> None:
+        """Let autograd reduce the gradients when the backward that runs now is done."""
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    @torch.no_grad()
+    def _after_backward(self) -> None:
+        self._is_queued = False
+        runtime.sync()
+        if not self.holds_gradients:
+            for unit in self._units:
+                unit.reduce()
+
+
+class _HostUnit(ShardedUnit):
+    keeps_weights = True
+
+    def __init__(self, blocks: list[Block], exchange: HostExchange) -> None:
+        super().__init__(blocks)
+        self._exchange = exchange
+        self.gradients: dict[Block, torch.Tensor] = {}
+        """The whole gradients of this process that have not been reduced yet."""
+
+    def gather(self) -> list[torch.Tensor]:
+        whole = runtime.to_device(self._gather([block.dtype for block in self.blocks]))
+        parts = []
+        for block, tensor in zip(self.blocks, whole, strict=True):
+            if block.shard.requires_grad and torch.is_grad_enabled():
+                tensor = _HostGather.apply(block.shard, tensor, block, self)
+            parts += block.parts(tensor)
+        return parts
+
+    def whole_on_host(self) -> list[torch.Tensor]:
+        return self._gather([block.shard.dtype for block in self.blocks])
+
+    def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
+        """Keep a whole gradient for the reduction."""
+        held = self.gradients.get(block)
+        self.gradients[block] = gradient if held is None else held + gradient
+        self._exchange.queue_reduction()
+
+    def reduce(self) -> None:
+        """Average the whole gradients over all devices, and add this process's shard of them to the parameters'.
+
+        A block that no process has a gradient of keeps none: each tells by one more element whether it has.
+        """
+        blocks = [block for block in self.blocks if block.shard.requires_grad]
+        if not blocks:
+            return
+        have = [block for block in blocks if block in self.gradients]
+        host = dict(zip(have, runtime.to_host([self.gradients[block] for block in have]), strict=True))
+        self.gradients.clear()
+        shards = self._exchange.num_shards
+        columns = [
+            block.rows.pad(host[block].float()).reshape(shards, -1)
+            if block in host
+            else torch.zeros(shards, block.rows.shard_numel)
+            for block in blocks
+        ]
+        present = torch.tensor([float(block in host) for block in blocks]).expand(shards, -1)
+        mean = self._exchange.reduce_scatter_mean(torch.cat([*columns, present], dim=1))
+        *parts, share = mean.split([*(block.rows.shard_numel for block in blocks), len(blocks)])
+        kept = [index for index, part in enumerate(share.tolist()) if part > 0]
+        moved = runtime.to_device([parts[index].view(blocks[index].rows.shard_shape) for index in kept])
+        for index, gradient in zip(kept, moved, strict=True):
+            shard = blocks[index].shard
+            shard.grad = gradient if shard.grad is None else shard.grad + gradient
+
+    def _gather(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return the whole blocks in these dtypes; those of one dtype travel together."""
+        shards = runtime.to_host([block.shard.detach() for block in self.blocks])
+        whole: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(dtypes):
+            chosen = [index for index, other in enumerate(dtypes) if other == dtype]
+            gathered = self._exchange.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
+            parts = gathered.split([self.blocks[index].rows.shard_numel for index in chosen], dim=1)
+            whole |= {index: self.blocks[index].rows.join(part) for index, part in zip(chosen, parts, strict=True)}
+        return [whole[index] for index in range(len(self.blocks))]
+
+
+class _HostGather(torch.autograd.Function):
+    """Stands between a shard and its whole block; keeps the block's gradient for the reduction after backward."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, whole: torch.Tensor, block: Block, unit: _HostUnit) -> torch.Tensor:
+        ctx.block, ctx.unit = block, unit
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.unit.add_gradient(ctx.block, grad)
+        return None, None, None, None
