@@ -1,0 +1,68 @@
+"""Run by test_device_exchange.py in its own process: a layer on one device, and its program on four."""
+
+import json
+import os
+import re
+
+os.environ |= {"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_ALWAYS_ALLREDUCE": "1"}
+
+import torch
+import torch_xla
+from torch import nn
+
+from torchacc.engines.xla import runtime
+from torchacc.engines.xla.blocks import Block, Rows
+from torchacc.engines.xla.device import DeviceExchange
+from torchacc.engines.xla.gather import Weight, install_unit
+from torchacc.topology import Topology
+
+
+def exchange(dp, fsdp):
+    return DeviceExchange(Topology((("dp", dp), ("fsdp", fsdp))), device=0)
+
+
+def shard_layer(layer, through):
+    blocks = []
+    for name, parameter in list(layer.named_parameters()):
+        rows = Rows(tuple(parameter.shape), through.num_shards)
+        shard = nn.Parameter(rows.cut(parameter.detach(), through.shard_index).to("xla"))
+        layer._parameters[name] = shard
+        weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
+        blocks.append(Block(shard, rows, [weight], is_flat=False))
+    unit = through.make_unit(blocks)
+    install_unit(layer, unit)
+    return unit
+
+
+def main():
+    runtime.start(num_devices=1, spmd=False)  # before any backward on the CPU
+    torch.manual_seed(0)
+    x, layer, reference = torch.randn(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+    reference.load_state_dict(layer.state_dict())
+    reference(x).square().sum().backward()
+
+    alone = exchange(1, 1)
+    unit = shard_layer(layer, alone)
+    layer(x.to("xla")).square().sum().backward()
+    ones = torch.ones(4, device="xla")
+    result = {
+        "gradient_error": (layer.weight.grad.cpu() - reference.weight.grad).abs().max().item(),
+        "state_error": (unit.state()["weight"] - reference.weight.detach()).abs().max().item(),
+        "average": alone.average(ones).cpu().tolist(),
+        "norm": alone.combine_norms(ones, 2.0).cpu().item(),
+        "largest": alone.combine_norms(2 * ones, float("inf")).cpu().item(),
+    }
+
+    layer = nn.Linear(6, 3)  # 3 rows over 2 shards: the second is padded
+    shard_layer(layer, exchange(2, 2))
+    layer(x.to("xla")).square().sum().backward()
+    program = torch_xla._XLAC._get_xla_tensors_hlo([layer.weight.grad])
+    calls = re.findall(
+        r"= \(?(\S+?)\{.*? (all-gather|reduce-scatter|all-reduce)\(.*?replica_groups=(\{\{.*?\}\})", program
+    )
+    result["calls"] = [call for call in calls if call[2] != "{{0}}"]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

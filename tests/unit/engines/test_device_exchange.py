@@ -1,0 +1,38 @@
+"""PJRT's collectives between processes: what one device computes, and the program that four would run.
+
+No machine with several PJRT processes is at hand; XLA's CPU client has one. So the program is read, not run.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.fixture(scope="module")
+def result():
+    program = Path(__file__).with_name("device_exchange_program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_one_device_computes_what_plain_torch_does(result):
+    assert result["gradient_error"] < 1e-5
+    assert result["state_error"] == 0
+    assert result["average"] == [1, 1, 1, 1]
+    assert result["norm"] == pytest.approx(2)
+    assert result["largest"] == 2
+
+
+def test_weights_are_gathered_inside_of_a_replica_and_with_their_padding(result):
+    assert ["f32[4,6]", "all-gather", "{{0,1},{2,3}}"] in result["calls"]
+
+
+def test_gradients_are_reduced_inside_of_a_replica_then_across(result):
+    assert ["f32[2,6]", "reduce-scatter", "{{0,1},{2,3}}"] in result["calls"]
+    assert ["f32[2,6]", "all-reduce", "{{0,2},{1,3}}"] in result["calls"]
