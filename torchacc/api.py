@@ -66,17 +66,14 @@ def accelerate(
     registry.activate(engine)
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
+    loader = _make_loader(dataloader, engine) if dataloader is not None else None
     sharded = engine.apply(model, plan, optimizer)
     _attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
     _log.debug("%s", plan)
 
-    parts: list[Any] = [model]
-    if dataloader is not None:
-        parts.append(_make_loader(dataloader, engine))
-    if optimizer is not None:
-        parts.append(optimizer)
-    return parts[0] if len(parts) == 1 else tuple(parts)
+    given = [part for part in (loader, optimizer) if part is not None]
+    return (model, *given) if given else model
 
 
 def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoader:

@@ -88,7 +88,7 @@ class NativeModel(ShardedModel):
     engine: NativeEngine
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Move the model to the device and shard its units, the model itself last."""
+        """Move the model to the device and shard its units."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model.to(self.engine.device)
@@ -99,11 +99,12 @@ class NativeModel(ShardedModel):
             reduce_dtype=torch.float32 if low else None,
         )
         self._wrap_forward()
-        for unit in self.plan.units:
+        # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
+        # would not find one that is tied between two units, and is therefore the model's.
+        for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             module = self.model.get_submodule(unit.name)
             own = {id(originals[parameter.name]) for parameter in unit.parameters}
-            # What is tied to a parameter outside of the unit waits for the model itself.
-            left = {p for p in module.parameters() if id(p) not in own} if unit.name else set()
+            left = {parameter for parameter in module.parameters() if id(parameter) not in own}
             fully_shard(module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left)
         shards: dict[torch.Tensor, nn.Parameter] = {
             original: self.model.get_parameter(name) for name, original in originals.items()

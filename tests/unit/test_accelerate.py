@@ -1,0 +1,142 @@
+"""What accelerate() refuses before it starts anything, each with the way out."""
+
+import importlib.metadata
+
+import pytest
+import torch
+from torch import nn
+
+import torchacc
+from torchacc.engines import registry
+from torchacc.engines.xla import runtime
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def make_model():
+    return nn.Sequential(Block(), Block())
+
+
+def make_config(**fsdp):
+    return torchacc.Config(backend="native", dist={"fsdp": fsdp})
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def start(engine):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(registry, "activate", start)
+    monkeypatch.setattr(torchacc.logging, "start_logging", lambda rank: None)
+
+
+def launched_with(monkeypatch, num_processes):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_processes}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+
+
+def test_misspelt_option_names_the_nearest():
+    with pytest.raises(torchacc.ConfigError, match=r"sise.*size"):
+        make_config(sise=4)
+
+
+def test_misspelt_class_names_the_nearest():
+    with pytest.raises(torchacc.ConfigError, match=r"'Blok'.*did you mean 'Block'"):
+        torchacc.accelerate(make_model(), config=make_config(wrap_layer_cls={"Blok"}))
+
+
+def test_one_process_that_asks_for_four_devices_learns_both_ways_out():
+    with pytest.raises(torchacc.ConfigError, match=r"(?s)torchrun --nproc_per_node=4.*use_spmd = True"):
+        torchacc.accelerate(make_model(), config=make_config(size=4))
+
+
+def test_sizes_that_do_not_multiply_show_the_arithmetic(monkeypatch):
+    launched_with(monkeypatch, 4)
+    with pytest.raises(torchacc.ConfigError, match=r"fsdp\(3\).*= 3, but the job has 4 devices"):
+        torchacc.accelerate(make_model(), config=make_config(size=3))
+
+
+def test_more_devices_than_processes(monkeypatch):
+    launched_with(monkeypatch, 2)
+    with pytest.raises(torchacc.ConfigError, match=r"fsdp\(8\).*= 8, but the job has 2 devices"):
+        torchacc.accelerate(make_model(), config=make_config(size=8))
+
+
+def test_container_without_forward():
+    with pytest.raises(torchacc.ConfigError, match=r"ModuleList has no forward\(\)"):
+        torchacc.accelerate(nn.ModuleList([Block()]), config=make_config())
+
+
+def test_something_that_is_no_model():
+    with pytest.raises(torchacc.ConfigError, match=r"takes a torch.nn.Module, and got function"):
+        torchacc.accelerate(make_model, config=make_config())
+
+
+def test_optimizer_made_before_is_refused_with_the_call_that_works():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(torchacc.ConfigError, match=r"SGD was made before accelerate\(\).*optimizer=optimizer"):
+        torchacc.accelerate(model, config=make_config())
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
+def test_optimizer_of_another_model():
+    other = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(torchacc.ConfigError, match="holds no parameter of the model"):
+        torchacc.accelerate(make_model(), config=make_config(), optimizer=other)
+
+
+def test_forgotten_optimizer_is_not_held_against_the_model():
+    model = make_model()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AssertionError, match="an engine was started"):
+        torchacc.accelerate(model, config=make_config())
+
+
+def test_use_spmd_in_several_processes(monkeypatch):
+    launched_with(monkeypatch, 2)
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    config = torchacc.Config(backend="xla", dist={"fsdp": {"size": 2, "use_spmd": True}})
+    with pytest.raises(torchacc.ConfigError, match=r"one process.*start the script with `python`"):
+        torchacc.accelerate(make_model(), config=config)
+
+
+@pytest.mark.parametrize("backend", ["xla", "auto"])
+def test_torch_and_torch_xla_that_cannot_load_together(monkeypatch, backend):
+    versions = {"torch": "2.13.0", "torch_xla": "2.9.0"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(torchacc.ConfigError, match=r"torch 2.13.0 and torch_xla 2.9.0 cannot load.*torch==2.9.0"):
+        torchacc.accelerate(make_model(), config=torchacc.Config(backend=backend))
+
+
+def test_xla_without_torch_xla(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(torchacc.ConfigError, match="needs torch_xla, which is not installed"):
+        torchacc.accelerate(make_model(), config=torchacc.Config(backend="xla"))
+
+
+def test_users_config_is_left_alone():
+    config = make_config(wrap_layer_cls={"Block"})
+    before = config.to_dict()
+    with pytest.raises(AssertionError, match="an engine was started"):
+        torchacc.accelerate(make_model(), config=config)
+    assert config.to_dict() == before
+    config.dist.fsdp.size = 2
+
+
+def test_a_model_that_was_not_accelerated():
+    with pytest.raises(torchacc.ConfigError, match=r"pass the model that accelerate\(\) returned"):
+        torchacc.full_state_dict(make_model())
