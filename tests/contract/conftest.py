@@ -6,7 +6,6 @@ the fixture `case`; `outcome` is what that run came to, and `reference` the same
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -51,6 +50,7 @@ VARIANTS = {
     "flat-groups-after": Variant(fsdp={"flatten_parameters": True}),
     "unequal-seeds": Variant(options=("unequal-seeds",)),
     "unequal-seeds-synced": Variant(fsdp={"sync_module_states": True}, options=("unequal-seeds",)),
+    "unequal-shapes": Variant(options=("unequal-shapes",)),
     "wrap-by-size": Variant(fsdp={"min_num_params": 3000}),
     "wrap-by-name": Variant(fsdp={"wrap_modules": ["transformer.h.*", "transformer.h.*.mlp"]}),
     "wrap-by-class": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP", "Embedding"]}),  # the embedding is tied to the head
@@ -150,6 +150,11 @@ class Launcher:
     def plain_reference(self, case: Case) -> dict[str, Any]:
         return self._read(REFERENCE, case.as_plain_reference()["id"])
 
+    def printed(self, case: Case) -> str:
+        """Return what the case's engine printed, in all of its cases."""
+        self.outcome(case)
+        return self._printed[case.engine]
+
     def _read(self, engine: str, name: str) -> dict[str, Any]:
         out = self._folder / engine
         if engine not in self._printed:
@@ -176,13 +181,14 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
         try:
             return process.communicate(timeout=SECONDS_TO_RUN)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()
             return process.communicate()[0] + f"\n(ended after {SECONDS_TO_RUN} s)"
+        finally:  # of an interrupted session, too; the launcher ends its processes
+            process.terminate()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -210,7 +216,18 @@ def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def outcome(launcher: Launcher, case: Case) -> dict[str, Any]:
     """What became of this test's run."""
-    return launcher.outcome(case)
+    found = launcher.outcome(case)
+    if "refused" in found:
+        pytest.fail(f"{case.id} was refused: {found['refused']}", pytrace=False)
+    return found
+
+
+@pytest.fixture
+def refusal(launcher: Launcher, case: Case) -> str:
+    """The message with which this test's run was refused."""
+    found = launcher.outcome(case)
+    assert "refused" in found, f"{case.id} was not refused"
+    return found["refused"]
 
 
 @pytest.fixture
