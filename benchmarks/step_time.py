@@ -149,8 +149,11 @@ class Team:
         return [answers[rank] for rank in sorted(answers)]
 
     def _last_words(self, rank: int) -> str:
+        process = self._processes[rank]
+        with suppress(subprocess.TimeoutExpired):  # its output has ended, so that it is about to
+            process.wait(5.0)
         lines = self._log_paths[rank].read_text(errors="replace").strip().splitlines()
-        return f"rank {rank}: {lines[-1] if lines else 'ended without a word'}"
+        return f"rank {rank} ended with {process.returncode}, its last line: {lines[-1] if lines else 'none'}"
 
 
 @contextmanager
