@@ -4,8 +4,8 @@ The reference is plain PyTorch, in a process of its own that knows nothing of to
 the same everywhere. What is compared, and how closely:
 
 - losses and gradient norms: relative 1e-5, at every step;
-- parameters after the last step: 1e-5 relative or 2e-6 absolute, under a hundredth of the smallest step size. AdamW's
-  eps is chosen so that it does not blow up rounding errors (see `worker.py`); SGD with momentum needs no such care.
+- parameters after the last step: relative 1e-5, or absolute 1e-6 with SGD, and 5e-6 with AdamW, of which one step alone
+  moves a parameter by up to 3e-3. Its eps is chosen so that it does not blow up rounding errors (see `worker.py`).
 
 BatchNorm and losses over ragged labels are where the engines differ by nature, and the last tests here say how.
 """
@@ -36,9 +36,10 @@ TIED = {
     "gpt2": ["transformer.wte.weight", "lm_head.weight"],
     "t5": ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"],
 }
+STATISTICS = ["running_mean", "running_var", "num_batches_tracked"]
 
 RELATIVE = 1e-5
-ABSOLUTE = 2e-6
+ABSOLUTE = {"sgd": 1e-6, "adamw": 5e-6}  # of parameters, by recipe
 
 covers = pytest.mark.covers
 every_model = covers(engines=ENGINES, models=MODELS, variants=["adamw", "sgd"])
@@ -95,11 +96,12 @@ def test_gradient_norms(outcome, reference):
 
 @same_numbers
 def test_parameters(outcome, reference):
+    absolute = ABSOLUTE[outcome["recipe"]]
     trained = {name for group in reference["names"]["parameters"] for name in group}
     for name in sorted(trained):
         found, expected = outcome["state"][name], reference["state"][name]
         torch.testing.assert_close(
-            found, expected, rtol=RELATIVE, atol=ABSOLUTE, msg=lambda text, name=name: f"{name}: {text}"
+            found, expected, rtol=RELATIVE, atol=absolute, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -182,12 +184,13 @@ def test_each_device_holds_its_share(outcome, case):
 
     num_shards = case.num_devices // (2 if case.variant == "hybrid" else 1)
     assert described["mesh"] == f"dp {case.num_devices // num_shards} x fsdp {num_shards}"
-    padded = sum(ceil(tensor.shape[0] / num_shards) * prod(tensor.shape[1:]) for tensor in unique)
-    if case.kind == "xla-spmd":  # what does not divide is whole on each device
-        assert described["num_parameters_per_device"] <= (1.6 if case.model == "cnn" else 1.1) * padded
+    if case.kind == "xla-spmd":  # one dimension is split where it divides, else the parameter is whole on each device
+        share = sum(t.numel() // (1 if all(d % num_shards for d in t.shape) else num_shards) for t in unique)
         assert outcome["num_elements_held"] == described["num_parameters"]
-    else:
-        assert outcome["num_elements_held"] == described["num_parameters_per_device"] == padded
+    else:  # rows are padded
+        share = sum(ceil(tensor.shape[0] / num_shards) * prod(tensor.shape[1:]) for tensor in unique)
+        assert outcome["num_elements_held"] == share
+    assert described["num_parameters_per_device"] == share
 
 
 @covers(engines=ON_TWO, models=["gpt2"], variants=["no-shard"])
@@ -245,7 +248,7 @@ def test_processes_with_other_models_are_refused(refusal):
     assert "the processes built different models" in refusal
 
 
-# bfloat16: 8 bits of mantissa, hence relative 2^-8 = 4e-3 in each product. A mean over 128 tokens has far less.
+# bfloat16 has 8 bits of mantissa: a relative 4e-3 in each product, which averages out over 128 tokens.
 
 
 bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
@@ -253,15 +256,15 @@ bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variant
 
 @bf16
 def test_bfloat16_is_near_float32(outcome, plain_reference):
-    assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=5e-3)
-    assert outcome["norms"] == pytest.approx(plain_reference["norms"], rel=3e-2)
+    assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=1e-3)
+    assert outcome["norms"] == pytest.approx(plain_reference["norms"], rel=1e-2)
     assert outcome["losses"] != pytest.approx(plain_reference["losses"], rel=1e-6), "nothing was computed in bfloat16"
 
 
 @bf16
 def test_the_engines_agree_in_bfloat16(outcome, reference):
     """Each is as near to the unsharded run under autocast, so that they are near to one another."""
-    assert outcome["losses"] == pytest.approx(reference["losses"], rel=2e-3)
+    assert outcome["losses"] == pytest.approx(reference["losses"], rel=1e-3)
 
 
 @bf16
@@ -295,6 +298,10 @@ def test_what_depends_on_the_batch_is_each_devices_own(outcome, plain_reference,
 
 @batchnorm_whole_batch
 def test_batchnorms_statistics_are_those_of_the_global_batch(outcome, reference):
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        found, expected = (run["state"][f"stages.1.norm.{name}"] for run in (outcome, reference))
-        torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+    found, expected = ({k: run["state"][f"stages.1.norm.{k}"] for k in STATISTICS} for run in (outcome, reference))
+    assert found["num_batches_tracked"] == expected["num_batches_tracked"] == 6
+    torch.testing.assert_close(found["running_mean"], expected["running_mean"], rtol=RELATIVE, atol=1e-6)
+    # torch_xla keeps the variance with 1/n, and PyTorch that with 1/(n - 1), where n = 8 images of 8 x 8.
+    of_start = 0.9**6
+    variance = of_start + (expected["running_var"] - of_start) * (512 - 1) / 512
+    torch.testing.assert_close(found["running_var"], variance, rtol=RELATIVE, atol=1e-6)

@@ -100,6 +100,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     own = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found |= {
+        "recipe": case["recipe"],
         "max_norm": recipe.max_norm,
         "state": training.state(),
         "group_sizes": [[len(group["params"]), group["weight_decay"]] for group in optimizer.param_groups],
