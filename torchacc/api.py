@@ -58,7 +58,6 @@ def accelerate(
     _refuse_second_time(model)
     plan = make_plan(model, engine.config, engine.topology)
     _refuse_stale_optimizers(model, optimizer)
-    _keep_float32_masters(model, plan.compute_dtype)
     _list_options_without_effect(engine)
 
     if job.launched:
@@ -67,6 +66,7 @@ def accelerate(
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
+    _keep_float32_masters(model, plan.compute_dtype)
     sharded = engine.apply(model, plan, optimizer)
     _attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
@@ -186,7 +186,7 @@ def sync() -> None:
     """
     engine = registry.active_engine()
     if engine is not None:
-        engine.step_boundary()
+        engine.sync()
 
 
 mark_step = sync
@@ -243,7 +243,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         sharded,
         put=engine.put,
         transform=_bucketing(engine),
-        on_batch=engine.step_boundary,
+        on_batch=engine.end_batch,
         # Without a transfer there is nothing to overlap, and a second thread would draw from the same generator.
         prefetch=0 if engine.device.type == "cpu" else options.prefetch,
     )
@@ -262,8 +262,12 @@ def _bucketing(engine: Engine) -> data.Bucketing | None:
 
 
 def _refuse_second_time(model: nn.Module) -> None:
-    if isinstance(model, nn.Module) and _ATTRIBUTE in vars(model):
-        raise ConfigError("accelerate() has already sharded this model: for a further loader use shard_loader()")
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(_ATTRIBUTE in vars(module) for module in modules):
+        raise ConfigError(
+            "accelerate() has already sharded this model or a part of it: pass the outermost module, once; for "
+            "a further loader use shard_loader()"
+        )
 
 
 def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | None) -> None:
@@ -286,12 +290,13 @@ def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | No
 
 
 def _keep_float32_masters(model: nn.Module, compute_dtype: str) -> None:
-    half = {p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)}
-    for parameter in half:
-        parameter.data = parameter.data.float()
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    half = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
+    for tensor in half:
+        tensor.data = tensor.data.float()
     if half:
         _log.info(
-            "%d parameters were in half precision: they are kept in float32, as small updates would be lost, "
+            "%d parameters and buffers were in half precision: they are kept in float32, lest small updates be lost, "
             "and computed with in %s (config.compute.bf16)",
             len(half),
             compute_dtype,

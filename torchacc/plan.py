@@ -4,18 +4,18 @@ A `WrapPlan` names the units (modules whose parameters are gathered and freed to
 which unit, what is tied and what is frozen, and the dtypes. Engines carry it out.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from torchacc.config import Config
+from torchacc.config import Config, nearest
 from torchacc.config.sections import FSDPConfig
 from torchacc.errors import ConfigError
-from torchacc.topology import Topology
+from torchacc.topology import STRATEGIES, Topology
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class WrapPlan:
     topology: Topology
     compute_dtype: str
     """Dtype of matrix products: `float32` or `bfloat16`. Master weights and reductions stay in float32."""
+    gathers_again: bool
+    """Whether a unit's weights are freed after its forward, and gathered again for its backward."""
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
 
@@ -121,6 +123,7 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
         units=(*units, Unit("", type(model).__name__, tuple(root))),
         topology=topology,
         compute_dtype="bfloat16" if config.compute.bf16 else "float32",
+        gathers_again=STRATEGIES[config.dist.fsdp.sharding_strategy].gathers_again,
         flatten=config.dist.fsdp.flatten_parameters,
     )
 
@@ -180,6 +183,15 @@ def _check_model(model: nn.Module) -> None:
             f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, …), which is not available yet: "
             "build the model on the CPU, without torch.device('meta')"
         )
+    lazy = [name for name, parameter in parameters if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]!r} has no shape yet: run the lazy model once on a sample before accelerate()")
+    hooked = [name for name, p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked:
+        raise ConfigError(
+            f"the parameter {hooked[0]!r} has a hook, which would be lost when the parameter is replaced by its shard: "
+            "register hooks after accelerate()"
+        )
     scalars = [name for name, parameter in parameters if parameter.dim() == 0]
     if scalars:
         raise ConfigError(
@@ -205,11 +217,9 @@ def _owner(names: Sequence[str], unit_names: set[str]) -> str:
 def _by_class(model: nn.Module, names: set[str]) -> list[str]:
     candidates = {type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
     for name in sorted(names - candidates):
-        near = difflib.get_close_matches(name, candidates, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"config.dist.fsdp.wrap_layer_cls names {name!r}, and no module of {type(model).__name__} is of that "
-            f"class: {hint}Its classes are {', '.join(sorted(candidates))}"
+            f"class{nearest(name, candidates)}. Its classes are {', '.join(sorted(candidates))}"
         )
     return _checked(model, [name for name, module in model.named_modules() if name and type(module).__name__ in names])
 

@@ -19,12 +19,21 @@ def _replicate_only(dp: int, fsdp: int) -> tuple[int, int]:
     return dp * fsdp, 1
 
 
-STRATEGIES: Mapping[str, Callable[[int, int], tuple[int, int]]] = {
-    "FULL_SHARD": _replicate_and_shard,
-    "HYBRID_SHARD": _replicate_and_shard,
-    "NO_SHARD": _replicate_only,
+@dataclass(frozen=True)
+class Strategy:
+    """What a sharding strategy comes to."""
+
+    mesh: Callable[[int, int], tuple[int, int]]
+    """Turns the sizes of `dp` and `fsdp` that a config asks for into those of the mesh."""
+    gathers_again: bool
+    """Whether a unit's weights are freed after its forward, and gathered again for its backward."""
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "FULL_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
+    "HYBRID_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
+    "NO_SHARD": Strategy(_replicate_only, gathers_again=False),
 }
-"""For each sharding strategy, what the sizes of `dp` and `fsdp` that a config asks for come to on the mesh."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,6 @@ def from_config(config: Config) -> Topology:
     """
     dist = config.dist
     assert dist.dp.size is not None, "resolve() sizes every axis"
-    dp, fsdp = STRATEGIES[dist.fsdp.sharding_strategy](dist.dp.size, dist.fsdp.size)
+    dp, fsdp = STRATEGIES[dist.fsdp.sharding_strategy].mesh(dist.dp.size, dist.fsdp.size)
     sizes = {"dp": dp, "fsdp": fsdp, "pp": dist.pp.size, "sp": dist.sp.size, "tp": dist.tp.size}
     return Topology(tuple((axis, sizes[axis]) for axis in dist.topology))

@@ -2,15 +2,17 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.utils.clip_grad import clip_grad_norm_
 
 from torchacc.config import Config
+from torchacc.data.tree import map_tensors
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -65,8 +67,11 @@ class Engine(ABC):
     def put(self, batch: Any) -> Any:
         """Move a host batch, of any nesting, to this process's devices."""
 
-    def step_boundary(self) -> None:
+    def sync(self) -> None:
         """Run what has been recorded so far, where an engine records at all."""
+
+    def end_batch(self) -> None:
+        """Run what the last batch has left recorded; the loader calls it between batches."""
 
     def compile_stats(self) -> tuple[int, float]:
         """Return how many programs have been compiled in this process, and in how many seconds."""
@@ -82,8 +87,20 @@ class ShardedModel(ABC):
         self.plan = plan
         self._accumulating = False
         self._window_is_open = False
+        self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     @abstractmethod
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the unsharded parameters and buffers on the CPU, by original name. Collective: every process."""
+
+    @abstractmethod
+    def local_numel(self) -> int:
+        """Return the number of parameter elements that one device holds at rest, padding included."""
+
+    @abstractmethod
+    def _hold_gradients(self) -> AbstractContextManager[None]:
+        """Return the engine's part of `accumulate()`."""
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients in place so that their global norm is at most `max_norm`. Collective: every process.
 
@@ -94,6 +111,7 @@ class ShardedModel(ABC):
         Returns:
             The norm before clipping over all parameters of the unsharded model, a tensor without dimensions.
         """
+        return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -105,22 +123,45 @@ class ShardedModel(ABC):
         finally:
             self._accumulating = False
 
-    @abstractmethod
-    def _hold_gradients(self) -> AbstractContextManager[None]:
-        """Return the engine's part of `accumulate()`."""
+    def install(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        """Let the model's forward go through `run`, and refuse what would leave the shards behind.
 
-    @abstractmethod
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters and buffers on the CPU, by original name. Collective: every process."""
+        Args:
+            run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
+        """
+        model, inner = self.model, self.model.forward
 
-    @abstractmethod
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that one device holds at rest, padding included."""
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = run(inner, args, kwargs)
+            if torch.is_grad_enabled():
+                map_tensors(self._watch_backward, output)
+            return output
 
-    def before_forward(self) -> None:
-        """Note whether the pass that begins completes the accumulation window."""
-        if torch.is_grad_enabled():
-            self._window_is_open = self._accumulating
+        model.forward = forward
+        self.watch_zero_grad(model)
+        vars(model)["__deepcopy__"] = self._refuse_copy
+        model._apply = self._refuse_move  # type: ignore[method-assign]
+
+    def watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        """Learn of the moment when gradients are cleared."""
+        zero_grad = owner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            self.on_zero_grad()
+            zero_grad(*args, **kwargs)
+
+        owner.zero_grad = watched  # type: ignore[method-assign]
+
+    def on_zero_grad(self) -> None:
+        """Do what clearing the gradients means beyond the parameters' own."""
+        if self._window_is_open:
+            self._drop_window()
+            self._window_is_open = False
+
+    def _drop_window(self) -> None:
+        """Forget the whole gradients of an accumulation window that was not completed."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step.
@@ -133,55 +174,61 @@ class ShardedModel(ABC):
                 "optimizer.step() after a backward inside of torchacc.accumulate(): the gradients are not reduced over "
                 "the devices yet. Leave the last micro-batch of each window outside of the context"
             )
+        if optimizer not in self._watched:
+            self._watched.add(optimizer)
+            self.watch_zero_grad(optimizer)
+            self.on_first_step(optimizer)
+
+    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what an optimizer needs before its first step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what follows a step of an optimizer of this model."""
 
+    def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
+        def note(gradient: torch.Tensor) -> None:
+            self._window_is_open = self._accumulating
 
-def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a model's forward, on this one object and with its signature kept."""
-    inner = model.forward
-    model.forward = functools.wraps(inner)(around(inner))
+        if output.requires_grad:
+            output.register_hook(note)
+        return output
+
+    def _refuse_copy(self, memo: Any) -> nn.Module:
+        raise EngineError(
+            f"copy.deepcopy() of a sharded {type(self.model).__name__}: the copy would run on the original's shards. "
+            "Build a second model and load torchacc.full_state_dict(model) into it"
+        )
+
+    def _refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Stand for Module._apply(), which .to(), .cpu() and .half() go through: only where it moves nothing."""
+        device = self.engine.device
+        probe = fn(torch.empty(0, device=device))
+        if probe.device.type != device.type or probe.dtype != torch.float32:
+            raise EngineError(
+                f"the model lies sharded on {device} in float32 and stays there: leave out .to(), .cpu(), .half() and "
+                "the like. config.compute.bf16 chooses the precision, torchacc.full_state_dict(model) gives CPU weights"
+            )
+        return self.model
 
 
 def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Give the scalars that a model returns the values of their means over all devices.
 
-    These are its floating-point tensors without dimensions: the output itself, or an entry of the mapping, tuple or
-    dataclass that it is.
-
     Args:
-        output: The model's output.
+        output: The model's output, of any nesting. Its scalars are the floating-point tensors without dimensions.
         mean: Averages a tensor of shape (scalars,), in float64, over the devices.
     """
     scalars: list[torch.Tensor] = []
 
-    def note(scalar: torch.Tensor) -> torch.Tensor:
-        scalars.append(scalar)
-        return scalar
+    def is_scalar(tensor: torch.Tensor) -> bool:
+        return not tensor.dim() and tensor.is_floating_point()
 
-    _map_scalars(output, note)
+    map_tensors(lambda tensor: scalars.append(tensor) if is_scalar(tensor) else None, output)
     if not scalars:
         return output
-    means = iter(mean(torch.stack([scalar.detach().double() for scalar in scalars])))
-    return _map_scalars(output, lambda scalar: MeanLoss.apply(scalar, next(means)))
-
-
-def _map_scalars(output: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    def at(value: Any) -> Any:
-        is_scalar = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
-        return fn(value) if is_scalar else value
-
-    if isinstance(output, MutableMapping):
-        for key in list(output):
-            output[key] = at(output[key])
-        return output
-    if isinstance(output, tuple):
-        values = map(at, output)
-        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
-    if is_dataclass(output) and not isinstance(output, type):
-        return replace(output, **{name: at(value) for name, value in vars(output).items()})
-    return at(output)
+    device = scalars[0].device
+    means = iter(mean(torch.stack([scalar.detach().to(device).double() for scalar in scalars])))
+    return map_tensors(lambda tensor: MeanLoss.apply(tensor, next(means)) if is_scalar(tensor) else tensor, output)
 
 
 class MeanLoss(torch.autograd.Function):
@@ -193,7 +240,7 @@ class MeanLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the mean in place of the device's own loss."""
-        return mean.to(loss.dtype).clone()
+        return mean.to(loss).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -1,13 +1,25 @@
 """Patches of PyTorch itself that hold while an engine runs, each with the versions it is for."""
 
+import atexit
 import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 
+from torchacc.errors import EngineError
+
 _CUDA_AUTOCAST_ASKS_FOR_TORCH_XLA = SpecifierSet(">=2.9,<2.14")
+_CLIPPING_ASKS_FOR_TOTAL_NORM = SpecifierSet(">=2.9,<2.14")
+
+
+def hold_until_exit(patch: AbstractContextManager[None]) -> None:
+    """Enter a patch now, and leave it when the process ends."""
+    stack = ExitStack()
+    stack.enter_context(patch)
+    atexit.register(stack.close)
 
 
 @contextmanager
@@ -29,3 +41,43 @@ def cuda_autocast_is_optional() -> Iterator[None]:
         yield
     finally:
         common.amp_definitely_not_available = original
+
+
+@contextmanager
+def total_norm_over_shards(
+    total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
+) -> Iterator[None]:
+    """Let `torch.nn.utils.clip_grad_norm_()` take the norm of whole gradients where it is given shards of them.
+
+    Args:
+        total_norm: Returns the norm of gradients, given them and the norm's order; None where they are no shards.
+    """
+    if importlib.metadata.version("torch") not in _CLIPPING_ASKS_FOR_TOTAL_NORM:
+        raise EngineError(
+            f"torch {importlib.metadata.version('torch')}: its clip_grad_norm_() would see a shard of each gradient, "
+            f"which is only mended for torch {_CLIPPING_ASKS_FOR_TOTAL_NORM}"
+        )
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    # torch_xla puts a copy of its own in place of this one when it is imported.
+    replaced, utils.clip_grad_norm_ = utils.clip_grad_norm_, clip_grad.clip_grad_norm_
+    original = clip_grad._get_total_norm
+
+    def patched(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        norm = total_norm(listed, float(norm_type))
+        if norm is None:
+            return original(listed, norm_type, error_if_nonfinite, *args, **kwargs)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the gradients' total norm of order {norm_type} is {norm.item()}")
+        return norm
+
+    clip_grad._get_total_norm = patched
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
+        utils.clip_grad_norm_ = replaced

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import register_dataclass, tree_leaves
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer, wrap_forward
+from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
+from torchacc.errors import EngineError
 from torchacc.plan import PlannedParameter, WrapPlan
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
@@ -29,6 +32,7 @@ class NativeEngine(Engine):
         "dist.fsdp.backward_prefetch": "FSDP2 prefetches the next unit in backward by itself",
         "dist.fsdp.forward_prefetch": "FSDP2 prefetches the next unit in forward by itself",
         "dist.fsdp.shard_output_callable": "it belongs to SPMD",
+        "dist.fsdp.use_spmd": "it belongs to XLA",
     }
 
     @classmethod
@@ -38,12 +42,9 @@ class NativeEngine(Engine):
 
     def setup(self) -> None:
         """Start the process group, and choose this process's device."""
-        if self.device.type == "cpu":
-            self.group.start("gloo")
-            return
-        torch.accelerator.set_device_index(self.device.index)
-        device_backend = torch.distributed.get_default_backend_for_device(self.device)
-        self.group.start(f"cpu:gloo,{self.device.type}:{device_backend}")
+        self.group.start()
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
 
     @cached_property
     def device(self) -> torch.device:
@@ -62,12 +63,13 @@ class NativeEngine(Engine):
 
     @cached_property
     def mesh(self) -> Any:
-        """The DeviceMesh (dp, fsdp)."""
-        from torch.distributed.device_mesh import init_device_mesh
+        """The DeviceMesh (dp, fsdp), with the processes where the topology has them."""
+        from torch.distributed.device_mesh import DeviceMesh
 
-        axes = ("dp", "fsdp")
+        size, device = self.topology.size, self.topology.device
+        ranks = [[device(dp=replica, fsdp=shard) for shard in range(size("fsdp"))] for replica in range(size("dp"))]
         with hushed_stdout():
-            return init_device_mesh(self.device.type, tuple(map(self.topology.size, axes)), mesh_dim_names=axes)
+            return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "fsdp"))
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`."""
@@ -93,19 +95,21 @@ class NativeModel(ShardedModel):
 
         self.model.to(self.engine.device)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
-        low = self.plan.compute_dtype != "float32"
-        policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.plan.compute_dtype) if low else None,
-            reduce_dtype=torch.float32 if low else None,
-        )
-        self._wrap_forward()
+        policy = MixedPrecisionPolicy()
+        if self._lowered is not None:
+            # What the inputs are cast to is left to autocast: a float input may be a target or a position.
+            policy = MixedPrecisionPolicy(self._lowered, torch.float32, cast_forward_inputs=False)
+        self.install(self.run)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             module = self.model.get_submodule(unit.name)
             own = {id(originals[parameter.name]) for parameter in unit.parameters}
             left = {parameter for parameter in module.parameters() if id(parameter) not in own}
-            fully_shard(module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left)
+            again = self.plan.gathers_again and bool(unit.name)  # the model's own weights are what backward starts with
+            fully_shard(
+                module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left, reshard_after_forward=again
+            )
         shards: dict[torch.Tensor, nn.Parameter] = {
             original: self.model.get_parameter(name) for name, original in originals.items()
         }
@@ -114,21 +118,27 @@ class NativeModel(ShardedModel):
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
 
-    def _wrap_forward(self) -> None:
-        def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                self.before_forward()
-                output = inner(*args, **kwargs)
-                return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
+    @property
+    def _lowered(self) -> torch.dtype | None:
+        return None if self.plan.compute_dtype == "float32" else getattr(torch, self.plan.compute_dtype)
 
-            return forward
-
-        wrap_forward(self.model, around)
+    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
+        with torch.autocast(self.engine.device.type, dtype=self._lowered, enabled=self._lowered is not None):
+            output = inner(*args, **kwargs)
+        _let_pytree_see(output)
+        return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        norm = super().clip_grad_norm_(max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _drop_window(self) -> None:
+        raise EngineError(
+            "zero_grad() inside of an accumulation window: FSDP2 holds the window's gradients and cannot drop them. "
+            "Complete the window with a backward outside of torchacc.accumulate() first"
+        )
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -143,13 +153,23 @@ class NativeModel(ShardedModel):
         """Return the unsharded parameters and buffers on the CPU, by original name."""
         whole = {}
         for name, tensor in self.model.state_dict().items():
-            whole[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
+            if isinstance(tensor, torch.Tensor):
+                whole[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
         return whole
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         size = self.engine.topology.size("fsdp")
         return sum(_largest_shard(parameter, size) for parameter in self.plan.parameters)
+
+
+def _let_pytree_see(output: Any) -> None:
+    """Register the dataclasses in an output with PyTorch's pytree, by which FSDP2 finds what backward starts from."""
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            register_dataclass(type(leaf))
+            _let_pytree_see(output)
+            return
 
 
 def _largest_shard(parameter: PlannedParameter, size: int) -> int:

@@ -20,11 +20,10 @@ class ProcessGroup:
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def start(self, backend: str = "gloo") -> None:
+    def start(self) -> None:
         """Start torch.distributed unless the user has. Collective: every process.
 
-        Args:
-            backend: A torch.distributed backend with host tensors, such as `gloo` or `cpu:gloo,cuda:nccl`.
+        Host tensors travel over gloo, those of PyTorch's accelerator, where there is one, over its own backend.
         """
         if dist.is_initialized():
             if dist.get_world_size() != self.job.num_processes:
@@ -33,6 +32,10 @@ class ProcessGroup:
                     f"{self.job.num_processes}: leave init_process_group() to accelerate(), or start with `torchrun`"
                 )
             return
+        backend = "gloo"
+        if torch.accelerator.is_available():
+            kind = str(torch.accelerator.current_accelerator())
+            backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         with hushed_stdout():
             if self.job.launched:
                 dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
@@ -71,10 +74,11 @@ class ProcessGroup:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's. Collective: every process."""
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor, in place of a contiguous one of the same shape. Collective: every process."""
         if self.job.launched:
             dist.broadcast(tensor, src=0)
+        return tensor
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes. Collective: every process."""

@@ -1,9 +1,7 @@
 """Choose the engine: the one place where a backend or an engine is compared by name."""
 
-import atexit
 import importlib
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -60,7 +58,6 @@ def make_engine(config: Config, job: Job) -> Engine:
 @dataclass
 class _Active:
     engine: Engine | None = None
-    patches: ExitStack = field(default_factory=ExitStack)
 
 
 _active = _Active()
@@ -70,8 +67,7 @@ def activate(engine: Engine) -> None:
     """Start an engine and make it the process's own. Collective: every process."""
     engine.setup()
     if _active.engine is None:
-        _active.patches.enter_context(compat.cuda_autocast_is_optional())
-        atexit.register(_active.patches.close)
+        compat.hold_until_exit(compat.cuda_autocast_is_optional())
     _active.engine = engine
 
 

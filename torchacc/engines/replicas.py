@@ -9,6 +9,9 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
+_DIGEST_WORDS = 1 << 20
+"""Words that are looked at together, so that a large tensor needs little memory beside itself."""
+
 
 def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) -> None:
     """Let all processes start from rank 0's parameters and buffers. Collective: every process.
@@ -21,7 +24,7 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
     Raises:
         ConfigError: The processes built models of different shapes.
     """
-    state = dict(model.state_dict())
+    state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check_shapes(state, group)
     if not broadcast:
         digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
@@ -34,8 +37,9 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
             len(differing),
             min(differing),
         )
-    for tensor in state.values():
-        group.broadcast_(tensor)
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.copy_(group.broadcast(tensor.detach().contiguous()))
 
 
 def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
@@ -50,9 +54,12 @@ def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    words = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = tensor.detach().cpu().contiguous().reshape(-1).clone().view(torch.uint8)
     if words.numel() % 4 == 0:
         words = words.view(torch.int32)
-    # Odd multipliers make the sum depend on the order of the words.
-    weights = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64)
-    return int((words.to(torch.int64) * weights).sum())
+    total = 0
+    for start in range(0, words.numel(), _DIGEST_WORDS):
+        part = words[start : start + _DIGEST_WORDS].to(torch.int64)
+        # Odd multipliers make the sum depend on the order of the words.
+        total += int((part * torch.arange(1, 2 * part.numel(), 2)).sum()) * (2 * start + 1)
+    return total

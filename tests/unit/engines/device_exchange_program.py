@@ -12,7 +12,7 @@ from torch import nn
 
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block, Rows
-from torchacc.engines.xla.device import DeviceExchange
+from torchacc.engines.xla.exchange_device import DeviceExchange
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.topology import Topology
 
@@ -29,7 +29,7 @@ def shard_layer(layer, through):
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
         blocks.append(Block(shard, rows, [weight], is_flat=False))
-    unit = through.make_unit(blocks)
+    unit = through.make_unit(blocks, gathers_again=True)
     install_unit(layer, unit)
     return unit
 

@@ -1,17 +1,15 @@
 """What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import Engine, ShardedModel, wrap_forward
+from torchacc.engines.base import Engine, ShardedModel
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.gather import Weight, find_slots, replace_parameter
 from torchacc.engines.xla.optimizer import prime
@@ -49,9 +47,18 @@ class XlaEngine(Engine):
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors of a batch to the device."""
 
-    def step_boundary(self) -> None:
+    has_recorded: bool = False
+    """Whether a model ran since the last sync. A sync of nothing would wait for the devices all the same."""
+
+    def sync(self) -> None:
         """Compile and run what has been recorded."""
         runtime.sync()
+        self.has_recorded = False
+
+    def end_batch(self) -> None:
+        """Run what the last batch has left recorded, such as an evaluation's forward."""
+        if self.has_recorded:
+            self.sync()
 
     def compile_stats(self) -> tuple[int, float]:
         """Return how many programs have been compiled in this process, and in how many seconds."""
@@ -65,8 +72,8 @@ class XlaModel(ShardedModel):
 
     def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
         super().__init__(engine, model, plan)
-        self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._dropped_gradients = False
+        self._step_freed_gradients = False
+        self._warned = False
 
     def move_buffers(self) -> None:
         """Move the buffers to the device, a buffer that several modules share once."""
@@ -79,7 +86,7 @@ class XlaModel(ShardedModel):
         _move_plain_tensors(self.model, self.engine.device)
 
     def make_weights(
-        self, parameters: Iterator[PlannedParameter], shard: Callable[[torch.Tensor], torch.Tensor]
+        self, parameters: Iterable[PlannedParameter], shard: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[nn.Parameter, Weight]]:
         """Replace parameters by their shards in the model.
 
@@ -90,54 +97,33 @@ class XlaModel(ShardedModel):
         Yields:
             The original parameter, and the weight that stands for it.
         """
-        compute_dtype = getattr(torch, self.plan.compute_dtype)
         for planned in parameters:
             slots = find_slots(self.model, planned.names)
             original = self.model.get_parameter(planned.name)
             new = nn.Parameter(shard(original.detach()), requires_grad=original.requires_grad)
             replace_parameter(slots, new)
-            dtype = compute_dtype if _is_multiplied(original, slots[0][0]) else original.dtype
+            lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
+            dtype = getattr(torch, self.plan.compute_dtype) if lowered else original.dtype
             yield original, Weight(planned.name, new, slots, planned.shape, dtype)
 
-    def install_forward(self) -> None:
-        """Let the model's forward run in the compute dtype, with the patches that XLA needs."""
+    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward in the compute dtype, with the patches that XLA needs."""
+        self._check_gradients_were_cleared()
+        self.engine.has_recorded = True
+        with ExitStack() as stack:
+            stack.enter_context(quirks.patches(self.model, kwargs))
+            if self.plan.compute_dtype != "float32":
+                stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
+            return inner(*args, **kwargs)
 
-        def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                self.before_forward()
-                self._check_gradients_were_cleared()
-                with ExitStack() as stack:
-                    stack.enter_context(quirks.patches(self.model, kwargs))
-                    if self.plan.compute_dtype != "float32":
-                        stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
-                    return self.finish(inner(*args, **kwargs))
-
-            return forward
-
-        wrap_forward(self.model, around)
-        self._note_zero_grad(self.model)
-
-    def finish(self, output: Any) -> Any:
-        """Do what follows the model's forward on its output."""
-        return output
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the optimizer's state before its first step, so that the first and the second step are one program."""
-        super().prepare_optimizer(optimizer)
-        if optimizer not in self._prepared:
-            self._prepared.add(optimizer)
-            prime(optimizer, self.zeros_like)
-            self._note_zero_grad(optimizer)
+        prime(optimizer, self.zeros_like)
 
-    def _note_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        zero_grad = owner.zero_grad
-
-        @functools.wraps(zero_grad)
-        def noted(*args: Any, **kwargs: Any) -> None:
-            self._dropped_gradients = False
-            zero_grad(*args, **kwargs)
-
-        owner.zero_grad = noted  # type: ignore[method-assign]
+    def on_zero_grad(self) -> None:
+        """Note that the script clears its gradients."""
+        super().on_zero_grad()
+        self._step_freed_gradients = False
 
     @abstractmethod
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -148,12 +134,12 @@ class XlaModel(ShardedModel):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        self._dropped_gradients = True
-        self.engine.step_boundary()
+        self._step_freed_gradients = True
+        self.engine.sync()
 
     def _check_gradients_were_cleared(self) -> None:
-        if self._dropped_gradients and self.model.training and torch.is_grad_enabled():
-            self._dropped_gradients = False
+        if self._step_freed_gradients and not self._warned and self.model.training and torch.is_grad_enabled():
+            self._warned = True
             _log.warning(
                 "no optimizer.zero_grad() came after the optimizer's step. Under XLA the step frees the gradients, so "
                 "that they do not add up from one step to the next: call zero_grad() before each backward"

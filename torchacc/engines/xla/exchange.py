@@ -42,8 +42,14 @@ class Exchange(ABC):
         """Whether backward keeps whole gradients, to be reduced by a later one."""
 
     @abstractmethod
-    def make_unit(self, blocks: list[Block]) -> ShardedUnit:
+    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
         """Return the gatherer of a unit with these blocks."""
+
+    def forget_failed_backward(self) -> None:
+        """Drop what a backward that raised has left."""
+
+    def drop_gradients(self) -> None:
+        """Drop the whole gradients that have not been reduced."""
 
     @abstractmethod
     def average(self, scalars: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,42 @@
 """One process per XLA device under `torchrun`, with the parameters sharded between the processes."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from torchacc.config import Config
+from torchacc.engines import compat
 from torchacc.engines.base import average_scalars, remap_optimizer
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.blocks import Block, Rows, flatten
-from torchacc.engines.xla.device import DeviceExchange
 from torchacc.engines.xla.exchange import Exchange, ShardedUnit
+from torchacc.engines.xla.exchange_device import DeviceExchange
+from torchacc.engines.xla.exchange_host import HostExchange
 from torchacc.engines.xla.gather import Weight, install_unit
-from torchacc.engines.xla.host import HostExchange
 from torchacc.env import Job
 from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
 from torchacc.plan import Unit, WrapPlan
 
-# Each acts on whole tensors (row and column means, norms), and would silently act on one shard of them.
-_NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "LAMB", "LARS", "Shampoo", "SOAP"}
+_log = get_logger(__name__)
+
+# Optimizers whose update of an element depends on that element and its gradient alone.
+_ELEMENTWISE = {
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Lion",
+}  # fmt: skip
+# These compute with whole weights (means of rows, norms), and would silently take a shard for one.
+_NOT_ELEMENTWISE = {
+    "adafactor", "dadaptadam", "dadaptlion", "dadaptsgd", "lamb", "lars", "lbfgs", "muon", "novograd", "prodigy",
+    "shampoo", "soap",
+}  # fmt: skip
 
 
 class MultiprocessEngine(XlaEngine):
@@ -42,7 +55,7 @@ class MultiprocessEngine(XlaEngine):
 
     def setup(self) -> None:
         """Start the process group, then the runtime with this process's one device."""
-        self.group.start("gloo")
+        self.group.start()
         if runtime.runs_on_cpu():
             runtime.pin_to_share_of_cores(self.job)
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
@@ -88,36 +101,35 @@ class MultiprocessModel(XlaModel):
         self._units: list[ShardedUnit] = []
         self._exchange = self.engine.make_exchange()
         quirks.prepare(self.model, partitioned=False)
-        group_of = _optimizer_groups(optimizer)
+        self._flattened_for = optimizer
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
-            make = self._flat_blocks if self.plan.flatten else self._blocks
-            made = list(make(unit, module, group_of))
+            made = list(self._flat_blocks(unit, module) if self.plan.flatten else self._blocks(unit))
             replaced |= {original: block.shard for originals, block in made for original in originals}
-            self._units.append(self._exchange.make_unit([block for _, block in made]))
+            self._units.append(self._make_unit([block for _, block in made]))
             install_unit(module, self._units[-1])
         self.move_buffers()
-        self.install_forward()
+        self.install(self.run)
+        _models.add(self)
+        _know_total_norm()
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
-    def _blocks(
-        self, unit: Unit, module: nn.Module, group_of: dict[nn.Parameter, int]
-    ) -> Iterator[tuple[list[nn.Parameter], Block]]:
-        for original, weight in self.make_weights(iter(unit.parameters), self._place):
+    def _blocks(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], Block]]:
+        for original, weight in self.make_weights(unit.parameters, self._place):
             yield [original], Block(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
 
-    def _flat_blocks(
-        self, unit: Unit, module: nn.Module, group_of: dict[nn.Parameter, int]
-    ) -> Iterator[tuple[list[nn.Parameter], Block]]:
+    def _flat_blocks(self, unit: Unit, module: nn.Module) -> Iterator[tuple[list[nn.Parameter], Block]]:
         """Flatten what is trained alike: one block for each optimizer group, and one for what is frozen."""
+        groups = self._flattened_for.param_groups if self._flattened_for is not None else []
+        group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
 
         def alike(pair: tuple[nn.Parameter, Weight]) -> tuple[bool, int, str]:
             parameter = pair[0]
             return not parameter.requires_grad, group_of.get(parameter, 0), str(parameter.dtype)
 
-        pairs = sorted(self.make_weights(iter(unit.parameters), lambda whole: whole), key=alike)
+        pairs = sorted(self.make_weights(unit.parameters, lambda whole: whole), key=alike)
         for index, (_, members) in enumerate(groupby(pairs, key=alike)):
             originals, weights = map(list, zip(*members, strict=True))
             whole = flatten([original.detach() for original in originals])
@@ -128,6 +140,9 @@ class MultiprocessModel(XlaModel):
                 for owner, name in weight.slots:
                     del owner._parameters[name]
             yield originals, Block(shard, self._rows(whole.shape), weights, is_flat=True)
+
+    def _make_unit(self, blocks: list[Block]) -> ShardedUnit:
+        return self._exchange.make_unit(blocks, gathers_again=self.plan.gathers_again)
 
     def _rows(self, shape: Sequence[int]) -> Rows:
         return Rows(tuple(shape), self._exchange.num_shards)
@@ -140,9 +155,10 @@ class MultiprocessModel(XlaModel):
         """Return zeros in the shape of a shard."""
         return self.engine.to_device([torch.zeros(parameter.shape, dtype=parameter.dtype)])[0]
 
-    def finish(self, output: Any) -> Any:
-        """Give the scalars of the output their means over all devices."""
-        return average_scalars(output, self._exchange.average)
+    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward, and give the scalars of its output their means over all devices."""
+        self._exchange.forget_failed_backward()
+        return average_scalars(super().run(inner, args, kwargs), self._exchange.average)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -154,35 +170,25 @@ class MultiprocessModel(XlaModel):
             self._exchange.holds_gradients = False
             runtime.sync()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _drop_window(self) -> None:
+        self._exchange.drop_gradients()
+
+    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer can work on shards, and create its state."""
-        kind = type(optimizer).__name__
-        if kind in _NOT_ELEMENTWISE:
-            raise ConfigError(
-                f"{kind} computes with whole weights, and each process here holds a shard of them, which gives other "
-                "numbers: use config.dist.fsdp.use_spmd = True or config.backend = 'native', or an "
-                "element-wise optimizer such as AdamW"
-            )
-        if self.plan.flatten and not _groups_fit(optimizer, self._units):
+        _check_elementwise(optimizer)
+        alike = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        if self.plan.flatten and optimizer is not self._flattened_for and any(other != alike[0] for other in alike):
             raise ConfigError(
                 "the optimizer has groups with different settings, and flatten_parameters=True left one parameter for "
                 "each unit, so that the groups cannot mean what they say: set config.dist.fsdp.flatten_parameters = "
                 "False, or hand the optimizer to accelerate(…, optimizer=optimizer), which flattens group by group"
             )
-        super().prepare_optimizer(optimizer)
+        super().on_first_step(optimizer)
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros((), device=self.engine.device)
+    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of the whole gradients of which these are the shards. Collective: every process."""
         norms = torch.stack([torch.linalg.vector_norm(gradient.float(), norm_type) for gradient in gradients])
-        total = self._exchange.combine_norms(norms, float(norm_type))
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale)
-        return total
+        return self._exchange.combine_norms(norms, norm_type)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the unsharded parameters and buffers on the CPU, by original name."""
@@ -192,24 +198,46 @@ class MultiprocessModel(XlaModel):
             whole |= unit.state()
         for planned in self.plan.parameters:
             whole |= dict.fromkeys(planned.aliases, whole[planned.name])
-        kept = self.model.state_dict()
-        return {name: whole[name] if name in whole else kept[name].detach().cpu() for name in self._state_names}
+        kept = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        buffers = {name: value.detach().cpu() for name, value in kept.items() if name not in whole}
+        whole |= {name: buffers[name] for name in self._state_names if name in buffers}
+        return {name: whole[name] for name in self._state_names if name in whole}
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
         return sum(block.rows.shard_numel for unit in self._units for block in unit.blocks)
 
 
-def _optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, int]:
-    groups = optimizer.param_groups if optimizer is not None else []
-    return {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+_models: WeakSet[MultiprocessModel] = WeakSet()
 
 
-def _groups_fit(optimizer: torch.optim.Optimizer, units: Sequence[ShardedUnit]) -> bool:
-    """Return whether an optimizer's groups are alike, or were there when the parameters were flattened."""
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    if all(other == settings[0] for other in settings):
-        return True
-    owner = _optimizer_groups(optimizer)
-    flattened_apart = [len({owner.get(block.shard) for block in unit.blocks}) > 1 for unit in units]
-    return any(flattened_apart)
+@functools.cache
+def _know_total_norm() -> None:
+    """Let PyTorch's own clipping see whole gradients, however a script has imported it."""
+    compat.hold_until_exit(compat.total_norm_over_shards(_total_norm))
+
+
+def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    """Return the norm of gradients that are shards of a sharded model's, or None for others."""
+    wanted = {id(gradient) for gradient in gradients}
+    for model in _models:
+        own = [p.grad for p in model.model.parameters() if p.grad is not None and id(p.grad) in wanted]
+        if own:
+            return model.total_norm(own, norm_type)
+    return None
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    names = [base.__name__ for base in type(optimizer).__mro__]
+    if any(name.casefold() in _NOT_ELEMENTWISE for name in names):
+        raise ConfigError(
+            f"{names[0]} computes with whole weights, and each process here holds a shard of them, which gives other "
+            "numbers: use config.dist.fsdp.use_spmd = True or config.backend = 'native', or an element-wise optimizer "
+            "such as AdamW"
+        )
+    if not _ELEMENTWISE & set(names):
+        _log.warning(
+            "%s is not known here: its numbers are right only if it updates each element by itself, without norms or "
+            "means of whole weights, of which each process holds a shard. Otherwise use SPMD or the native engine",
+            names[0],
+        )

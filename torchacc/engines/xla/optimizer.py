@@ -30,7 +30,7 @@ def prime(optimizer: torch.optim.Optimizer, zeros_like: Zeros) -> None:
 
 
 def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callable[..., dict[str, torch.Tensor]] | None:
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):  # a subclass may keep more
         moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
         def adam(parameter: torch.Tensor, zeros_like: Zeros) -> dict[str, torch.Tensor]:
@@ -40,6 +40,6 @@ def _state_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Callab
 
         return adam
     # Without dampening momentum * 0 + grad is the buffer that the first step makes.
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+    if type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
         return lambda parameter, zeros_like: {"momentum_buffer": zeros_like(parameter)}
     return None

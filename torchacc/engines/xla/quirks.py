@@ -3,6 +3,7 @@
 A patch of another library is a context, entered for one forward of a sharded model and undone when it ends.
 """
 
+import functools
 import importlib.metadata
 import types
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,7 @@ def _use_partitionable_layer_norm(model: nn.Module) -> None:
 
 def _layer_norm(self: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     dims = tuple(range(-len(self.normalized_shape), 0))
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centered = wide - wide.mean(dims, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + self.eps)
     if self.weight is not None:
@@ -113,6 +114,7 @@ def _layer_norm(self: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     return y if torch.is_autocast_enabled("xla") else y.to(x.dtype)
 
 
+@functools.cache
 def _has(package: str, versions: SpecifierSet) -> bool:
     try:
         return importlib.metadata.version(package) in versions

@@ -95,8 +95,7 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
             "devices per process"
         )
     _start_autograd(torch_xla.device())
-    # XLA has a generator of its own; this way torch.manual_seed() decides over dropout too.
-    torch_xla.manual_seed((torch.initial_seed() + stream) % 2**63)
+    _seed((torch.initial_seed() + stream) % 2**63)
 
 
 def ordinal() -> int:
@@ -173,6 +172,14 @@ def compile_stats() -> tuple[int, float]:
 
     timing = metrics.metric_data("CompileTime")
     return (timing[0], timing[1] / 1e9) if timing else (0, 0.0)
+
+
+@functools.cache  # once: a second model must not draw the first one's random numbers again
+def _seed(seed: int) -> None:
+    """Seed XLA's own generator, so that torch.manual_seed() decides over dropout too."""
+    import torch_xla
+
+    torch_xla.manual_seed(seed)
 
 
 def _ask_for_cpu_devices(num_devices: int) -> None:

@@ -137,15 +137,15 @@ class SpmdModel(XlaModel):
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
-            pairs = list(self.make_weights(iter(unit.parameters), self._place))
+            pairs = list(self.make_weights(unit.parameters, self._place))
             replaced |= {original: weight.shard for original, weight in pairs}
             if engine.is_partitioned:
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [w for _, w in pairs if len(w.shape) > 1 and any(engine.parameter_spec(w.shape))]
-                install_unit(module, _SpmdGatherer(split, engine))
+                install_unit(module, _SpmdGatherer(split, engine, gathers_again=self.plan.gathers_again))
                 self._constrain_output(module)
         self.move_buffers()
-        self.install_forward()
+        self.install(self.run)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
         runtime.sync()
@@ -171,10 +171,6 @@ class SpmdModel(XlaModel):
 
         module.register_forward_hook(hook)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`; the program sees whole tensors."""
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
-
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         """Run each backward by itself, so that the recorded program does not grow over the window."""
@@ -184,8 +180,8 @@ class SpmdModel(XlaModel):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the unsharded parameters and buffers on the CPU, by original name."""
         runtime.sync()
-        state = self.model.state_dict()
-        return dict(zip(state, runtime.to_host(list(state.values())), strict=True))
+        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        return dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""
@@ -197,9 +193,10 @@ class SpmdModel(XlaModel):
 class _SpmdGatherer(Gatherer):
     """Whole weights by annotation: XLA turns the change of sharding into an all-gather."""
 
-    def __init__(self, weights: Sequence[Weight], engine: SpmdEngine) -> None:
+    def __init__(self, weights: Sequence[Weight], engine: SpmdEngine, *, gathers_again: bool) -> None:
         super().__init__(weights)
         self._engine = engine
+        self.keeps_weights = not gathers_again
 
     def gather(self) -> list[torch.Tensor]:
         return [_Gather.apply(weight.shard, weight.dtype, self) for weight in self.weights]

@@ -30,8 +30,8 @@ class HostExchange(Exchange):
         self._units: list[_HostUnit] = []
         self._is_queued = False
 
-    def make_unit(self, blocks: list[Block]) -> ShardedUnit:
-        """Return the gatherer of a unit with these blocks."""
+    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
+        """Return the gatherer of a unit with these blocks; its weights are the program's input, and stay for it."""
         self._units.append(_HostUnit(blocks, self))
         return self._units[-1]
 
@@ -71,6 +71,17 @@ class HostExchange(Exchange):
         if not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def forget_failed_backward(self) -> None:
+        """Drop what a backward that raised has left: autograd has dropped the reduction that it was to end with."""
+        if self._is_queued:
+            self._is_queued = False
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop the whole gradients that have not been reduced."""
+        for unit in self._units:
+            unit.gradients.clear()
 
     @torch.no_grad()
     def _after_backward(self) -> None:
@@ -113,15 +124,15 @@ class _HostUnit(ShardedUnit):
 
         A block that no process has a gradient of keeps none: each tells by one more element whether it has.
         """
+        gradients, self.gradients = self.gradients, {}
         blocks = [block for block in self.blocks if block.shard.requires_grad]
         if not blocks:
             return
-        have = [block for block in blocks if block in self.gradients]
-        host = dict(zip(have, runtime.to_host([self.gradients[block] for block in have]), strict=True))
-        self.gradients.clear()
+        have = [block for block in blocks if block in gradients]
+        host = dict(zip(have, runtime.to_host([gradients[block] for block in have]), strict=True))
         shards = self._exchange.num_shards
         columns = [
-            block.rows.pad(host[block].float()).reshape(shards, -1)
+            block.rows.pad(host[block].to(block.shard.dtype)).reshape(shards, -1)
             if block in host
             else torch.zeros(shards, block.rows.shard_numel)
             for block in blocks
@@ -130,7 +141,10 @@ class _HostUnit(ShardedUnit):
         mean = self._exchange.reduce_scatter_mean(torch.cat([*columns, present], dim=1))
         *parts, share = mean.split([*(block.rows.shard_numel for block in blocks), len(blocks)])
         kept = [index for index, part in enumerate(share.tolist()) if part > 0]
-        moved = runtime.to_device([parts[index].view(blocks[index].rows.shard_shape) for index in kept])
+        host_shards = [
+            parts[index].view(blocks[index].rows.shard_shape).to(blocks[index].shard.dtype) for index in kept
+        ]
+        moved = runtime.to_device(host_shards)
         for index, gradient in zip(kept, moved, strict=True):
             shard = blocks[index].shard
             shard.grad = gradient if shard.grad is None else shard.grad + gradient

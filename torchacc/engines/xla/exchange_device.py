@@ -20,9 +20,9 @@ class DeviceExchange(Exchange):
         self._shards = topology.groups("fsdp")
         self._replicas = topology.groups("dp")
 
-    def make_unit(self, blocks: list[Block]) -> ShardedUnit:
+    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
         """Return the gatherer of a unit with these blocks."""
-        return _DeviceUnit(blocks, self)
+        return _DeviceUnit(blocks, self, gathers_again=gathers_again)
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices."""
@@ -67,8 +67,9 @@ class DeviceExchange(Exchange):
 
 
 class _DeviceUnit(ShardedUnit):
-    def __init__(self, blocks: list[Block], exchange: DeviceExchange) -> None:
+    def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, gathers_again: bool) -> None:
         super().__init__(blocks)
+        self.keeps_weights = not gathers_again
         self._exchange = exchange
         self._places = weight_places(blocks)
 
