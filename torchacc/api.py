@@ -57,6 +57,7 @@ def accelerate(
     engine = registry.make_engine(config if config is not None else Config(), job)
     _refuse_second_time(model)
     plan = make_plan(model, engine.config, engine.topology)
+    engine.check(model)
     _refuse_stale_optimizers(model, optimizer)
     _list_options_without_effect(engine)
 

@@ -39,6 +39,13 @@ class Engine(ABC):
     def count_devices(cls, config: Config, job: Job) -> int:
         """Return the number of devices that this job has, on all machines."""
 
+    def check(self, model: nn.Module) -> None:
+        """Refuse what this engine cannot do for a model, before anything is started.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
     @abstractmethod
     def setup(self) -> None:
         """Start the runtime and the process group. Collective: every process."""

@@ -13,6 +13,7 @@ from torchacc.engines.base import Engine, ShardedModel
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.gather import Weight, find_slots, replace_parameter
 from torchacc.engines.xla.optimizer import prime
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan
 
@@ -35,6 +36,14 @@ class XlaEngine(Engine):
     def device(self) -> torch.device:
         """The XLA device; under SPMD it stands for all of them."""
         return torch.device("xla:0")
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse transformers' recompute: PyTorch's checkpoint() knows no device `xla`."""
+        if getattr(model, "is_gradient_checkpointing", False):
+            raise ConfigError(
+                "model.gradient_checkpointing_enable() is not available under XLA yet, as torch.utils.checkpoint() "
+                'knows no device `xla`: call model.gradient_checkpointing_disable(), or use config.backend = "native"'
+            )
 
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device, all of its tensors in one transfer."""
