@@ -140,3 +140,20 @@ def test_users_config_is_left_alone():
 def test_a_model_that_was_not_accelerated():
     with pytest.raises(torchacc.ConfigError, match=r"pass the model that accelerate\(\) returned"):
         torchacc.full_state_dict(make_model())
+
+
+def test_more_processes_than_accelerators(monkeypatch):
+    launched_with(monkeypatch, 4)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(torchacc.ConfigError, match=r"4 processes on this machine, which has 2 cuda devices"):
+        torchacc.accelerate(make_model(), config=make_config())
+
+
+def test_recompute_of_transformers_under_xla(monkeypatch):
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    model = make_model()
+    model.is_gradient_checkpointing = True
+    with pytest.raises(torchacc.ConfigError, match="gradient_checkpointing_disable"):
+        torchacc.accelerate(model, config=torchacc.Config(backend="xla"))

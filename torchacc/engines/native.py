@@ -15,7 +15,7 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
-from torchacc.errors import EngineError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.plan import PlannedParameter, WrapPlan
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
@@ -39,6 +39,17 @@ class NativeEngine(Engine):
     def count_devices(cls, config: Config, job: Job) -> int:
         """Return the number of processes: each has one device."""
         return job.num_processes
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse more processes than this machine has accelerators."""
+        if self.device.type == "cpu":
+            return
+        found = torch.accelerator.device_count()
+        if self.job.local_num_processes > found:
+            raise ConfigError(
+                f"the launcher started {self.job.local_num_processes} processes on this machine, which has {found} "
+                f"{self.device.type} devices: `torchrun --nproc_per_node={found} your_script.py`"
+            )
 
     def setup(self) -> None:
         """Start the process group, and choose this process's device."""
@@ -94,6 +105,8 @@ class NativeModel(ShardedModel):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model.to(self.engine.device)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.contiguous()  # fully_shard() takes no other
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         policy = MixedPrecisionPolicy()
         if self._lowered is not None:
