@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -83,6 +84,7 @@ class XlaModel(ShardedModel):
         super().__init__(engine, model, plan)
         self._step_freed_gradients = False
         self._warned = False
+        self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
     def move_buffers(self) -> None:
         """Move the buffers to the device, a buffer that several modules share once."""
@@ -118,12 +120,18 @@ class XlaModel(ShardedModel):
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
         self._check_gradients_were_cleared()
+        self._open_steps.clear()  # of steps that raised
         self.engine.has_recorded = True
         with ExitStack() as stack:
             stack.enter_context(quirks.patches(self.model, kwargs))
             if self.plan.compute_dtype != "float32":
                 stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
             return inner(*args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
+        super().prepare_optimizer(optimizer)
+        self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the optimizer's state before its first step, so that the first and the second step are one program."""
@@ -140,6 +148,10 @@ class XlaModel(ShardedModel):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
+        left = self._open_steps.pop(optimizer, 1) - 1
+        if left:  # PyTorch's hooks also run for the step that a subclass calls inside of its own
+            self._open_steps[optimizer] = left
+            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
