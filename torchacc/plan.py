@@ -12,8 +12,8 @@ from math import prod
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torchacc.config import Config, nearest
-from torchacc.config.sections import FSDPConfig
+from torchacc.config import Config
+from torchacc.config.sections import FSDPConfig, did_you_mean
 from torchacc.errors import ConfigError
 from torchacc.topology import STRATEGIES, Topology
 
@@ -219,7 +219,7 @@ def _by_class(model: nn.Module, names: set[str]) -> list[str]:
     for name in sorted(names - candidates):
         raise ConfigError(
             f"config.dist.fsdp.wrap_layer_cls names {name!r}, and no module of {type(model).__name__} is of that "
-            f"class{nearest(name, candidates)}. Its classes are {', '.join(sorted(candidates))}"
+            f"class: {did_you_mean(name, candidates) or 'none is like it.'} Its classes are {', '.join(sorted(candidates))}"
         )
     return _checked(model, [name for name, module in model.named_modules() if name and type(module).__name__ in names])
 

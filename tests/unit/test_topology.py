@@ -87,8 +87,8 @@ def test_a_strategy_is_a_mesh_shape(strategy, dp, fsdp, expected):
 
 
 def test_no_strategy_changes_the_number_of_devices():
-    for sizes in STRATEGIES.values():
-        replicate, shard = sizes(2, 3)
+    for strategy in STRATEGIES.values():
+        replicate, shard = strategy.mesh(2, 3)
         assert replicate * shard == 6
 
 

@@ -33,10 +33,11 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a hint that ends a message about a wrong name: the nearest valid name, or else all of them."""
     valid = sorted(valid)
-    return _did_you_mean(name, valid) or f"valid names: {', '.join(valid)}"
+    return did_you_mean(name, valid) or f"valid names: {', '.join(valid)}"
 
 
-def _did_you_mean(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return a question that names the nearest valid name; empty where none is near."""
     by_lower = {candidate.lower(): candidate for candidate in valid}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"did you mean {by_lower[near[0]]!r}?" if near else ""
@@ -145,7 +146,7 @@ def _expected(detail: ErrorDetails) -> str:
         return _EXPECTED[detail["type"]].format_map(detail.get("ctx", {}))
     expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-        hint = _did_you_mean(detail["input"], re.findall("'([^']*)'", expected))
+        hint = did_you_mean(detail["input"], re.findall("'([^']*)'", expected))
         return f"{expected}; {hint}" if hint else expected
     return expected
 
