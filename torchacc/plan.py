@@ -217,9 +217,10 @@ def _owner(names: Sequence[str], unit_names: set[str]) -> str:
 def _by_class(model: nn.Module, names: set[str]) -> list[str]:
     candidates = {type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
     for name in sorted(names - candidates):
+        hint = did_you_mean(name, candidates) or "none is like it."
         raise ConfigError(
             f"config.dist.fsdp.wrap_layer_cls names {name!r}, and no module of {type(model).__name__} is of that "
-            f"class: {did_you_mean(name, candidates) or 'none is like it.'} Its classes are {', '.join(sorted(candidates))}"
+            f"class: {hint} Its classes are {', '.join(sorted(candidates))}"
         )
     return _checked(model, [name for name, module in model.named_modules() if name and type(module).__name__ in names])
 

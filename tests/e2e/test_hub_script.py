@@ -1,4 +1,4 @@
-"""A script written for the hub, in a folder that holds a small `gpt2` and `wikitext`, prints the same on every engine."""
+"""A script written for the hub, beside a small local `gpt2` and `wikitext`, prints the same on every engine."""
 
 import json
 import os
