@@ -218,13 +218,20 @@ def _know_total_norm() -> None:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Return the norm of gradients that are shards of a sharded model's, or None for others."""
-    wanted = {id(gradient) for gradient in gradients}
-    for model in _models:
-        own = [p.grad for p in model.model.parameters() if p.grad is not None and id(p.grad) in wanted]
-        if own:
-            return model.total_norm(own, norm_type)
-    return None
+    """Return the norm of gradients that are shards of sharded models', all or some of them, or None for others."""
+    owners = {id(p.grad): model for model in _models for p in model.model.parameters() if p.grad is not None}
+    # By the order of the gradients, which is the same on every rank; that of the models is not.
+    of_model: dict[MultiprocessModel, list[torch.Tensor]] = {}
+    others: list[torch.Tensor] = []
+    for gradient in gradients:
+        owner = owners.get(id(gradient))
+        (others if owner is None else of_model.setdefault(owner, [])).append(gradient)
+    if not of_model:
+        return None
+    norms = [model.total_norm(shards, norm_type) for model, shards in of_model.items()]
+    norms += [torch.linalg.vector_norm(gradient.float(), norm_type).to(norms[0].device) for gradient in others]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
