@@ -1,0 +1,95 @@
+"""What scripts do beside training: each engine, on two devices, does it as plain PyTorch does, or refuses it.
+
+One launch of `behaviour_worker.py` runs all cases of an engine, tiny models against their plain copies; its docstrings
+and tolerances say how closely. A test here looks at how its case ended, on every rank.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+WORKER = Path(__file__).with_name("behaviour_worker.py")
+ROOT = Path(__file__).parents[2]
+SECONDS_TO_RUN = 500  # many times what an engine's cases take on two cores that do nothing else
+NUM_RANKS = {"native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
+
+CASES = runpy.run_path(str(WORKER))["CASES"]
+RANDOM = "second_model_draws_other_numbers_than_the_first"
+
+Outcomes = dict[str, list[dict[str, Any]]]
+"""How each case ended, by name and rank."""
+
+
+def launch(engine: str, out: Path, *names: str) -> tuple[Outcomes, str]:
+    """Run cases of an engine, all without names; return how they ended and what was printed."""
+    out.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS[engine]}"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, *(launcher if NUM_RANKS[engine] > 1 else []), str(WORKER), engine, str(out), *names],
+        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        printed = process.communicate(timeout=SECONDS_TO_RUN)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        printed = process.communicate()[0] + f"\n(ended after {SECONDS_TO_RUN} s)"
+    finally:  # of an interrupted session, too; the launcher ends its processes
+        process.terminate()
+    outcomes: Outcomes = {}
+    for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
+        outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))
+    return outcomes, printed
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcomes, str]]:
+    """Launches an engine when the first of its tests asks, and keeps what came of it."""
+    folder = tmp_path_factory.mktemp("behaviour")
+    found: dict[str, tuple[Outcomes, str]] = {}
+
+    def of(engine: str) -> tuple[Outcomes, str]:
+        if engine not in found:
+            found[engine] = launch(engine, folder / engine)
+        return found[engine]
+
+    return of
+
+
+def behaviours() -> list[Any]:
+    marks = {engine: [pytest.mark.xla, pytest.mark.slow] if engine.startswith("xla") else [] for engine in NUM_RANKS}
+    return [
+        pytest.param(engine, name, id=f"{engine}-2-{name}", marks=marks[engine])
+        for engine in NUM_RANKS
+        for name, each in CASES.items()
+        if engine in each.engines
+    ]
+
+
+@pytest.mark.parametrize(("engine", "name"), behaviours())
+def test_behaviour(launched, engine, name):
+    outcomes, printed = launched(engine)
+    ended = outcomes.get(name, [])
+    failures = [f"rank {rank}: {each['failed']}" for rank, each in enumerate(ended) if each["failed"]]
+    assert not failures, "\n".join(failures)
+    assert len(ended) == NUM_RANKS[engine], f"{engine} did not come as far as {name}; it printed:\n{printed[-6000:]}"
+
+
+@pytest.mark.xla
+@pytest.mark.slow
+def test_seed_decides_over_random_numbers(launched, tmp_path):
+    outcomes, printed = launch("xla-spmd", tmp_path / "again", RANDOM)
+    assert RANDOM in outcomes, printed[-6000:]
+    assert outcomes[RANDOM] == launched("xla-spmd")[0][RANDOM]
