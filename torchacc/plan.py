@@ -228,7 +228,13 @@ def _by_class(model: nn.Module, names: set[str]) -> list[str]:
 def _by_name(model: nn.Module, rule: set[str] | Callable[[str, nn.Module], bool]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     if callable(rule):
-        return _checked(model, [name for name, module in model.named_modules() if name and rule(name, module)])
+        asked = [name for name, module in model.named_modules() if name and rule(name, module)]
+        if not asked:
+            raise ConfigError(
+                "config.dist.fsdp.wrap_modules is a function that chose no module: it is called with the name and the "
+                "module of each, and returns True for those that become units"
+            )
+        return _checked(model, asked)
     for pattern in sorted(rule):
         if not any(_fits(name, pattern) for name in names):
             raise ConfigError(

@@ -319,3 +319,8 @@ def test_gpt2s_tied_weight_is_hoisted_out_of_the_embedding():
     assert "transformer.wte.weight" in root(model, **fsdp)
     assert plan(model, **fsdp).tied == (("transformer.wte.weight", "lm_head.weight"),)
     assert [*units(model)] == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_a_function_that_chooses_nothing_is_refused():
+    with pytest.raises(ConfigError, match="chose no module"):
+        plan(Net(), wrap_modules=lambda name, module: False)
