@@ -35,8 +35,8 @@ def accelerate(
     """Shard a model, and the data, over the devices of the job. Collective: every process.
 
     The model is changed in place and stays what it was: an instance of its class, with its attributes, its `config` and
-    the names of its parameters. It gains `clip_grad_norm_(max_norm)`. A scalar that it returns, such as its loss, is the
-    mean over all devices.
+    the names of its parameters. It gains `clip_grad_norm_(max_norm)`. A scalar that it returns, such as its loss, is
+    the mean over all devices.
 
     Args:
         model: The model, on the CPU. Processes whose models differ all take rank 0's.
