@@ -154,6 +154,6 @@ def test_more_processes_than_accelerators(monkeypatch):
 def test_recompute_of_transformers_under_xla(monkeypatch):
     monkeypatch.setattr(runtime, "check_versions", lambda: None)
     model = make_model()
-    model.is_gradient_checkpointing = True
+    model[0].gradient_checkpointing = True  # as transformers notes it on its layers
     with pytest.raises(torchacc.ConfigError, match="gradient_checkpointing_disable"):
         torchacc.accelerate(model, config=torchacc.Config(backend="xla"))

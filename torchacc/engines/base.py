@@ -182,9 +182,9 @@ class ShardedModel(ABC):
                 "the devices yet. Leave the last micro-batch of each window outside of the context"
             )
         if optimizer not in self._watched:
-            self._watched.add(optimizer)
-            self.watch_zero_grad(optimizer)
             self.on_first_step(optimizer)
+            self.watch_zero_grad(optimizer)
+            self._watched.add(optimizer)
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what an optimizer needs before its first step."""

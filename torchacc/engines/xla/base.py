@@ -40,7 +40,7 @@ class XlaEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse transformers' recompute: PyTorch's checkpoint() knows no device `xla`."""
-        if getattr(model, "is_gradient_checkpointing", False):
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise ConfigError(
                 "model.gradient_checkpointing_enable() is not available under XLA yet, as torch.utils.checkpoint() "
                 'knows no device `xla`: call model.gradient_checkpointing_disable(), or use config.backend = "native"'
