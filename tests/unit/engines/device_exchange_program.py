@@ -29,7 +29,7 @@ def shard_layer(layer, through):
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
         blocks.append(Block(shard, rows, [weight], is_flat=False))
-    unit = through.make_unit(blocks, gathers_again=True)
+    unit = through.make_gatherer(blocks, gathers_again=True)
     install_unit(layer, unit)
     return unit
 

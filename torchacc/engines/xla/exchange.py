@@ -10,7 +10,7 @@ from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.topology import Topology
 
 
-class ShardedUnit(Gatherer):
+class BlockGatherer(Gatherer):
     """A unit whose weights lie in blocks of which this process holds shards."""
 
     shards_stand_alone = False
@@ -42,7 +42,7 @@ class Exchange(ABC):
         """Whether backward keeps whole gradients, to be reduced by a later one."""
 
     @abstractmethod
-    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
+    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
 
     def forget_failed_backward(self) -> None:

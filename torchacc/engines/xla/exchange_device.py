@@ -7,7 +7,7 @@ import torch
 
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block
-from torchacc.engines.xla.exchange import Exchange, ShardedUnit, weight_places
+from torchacc.engines.xla.exchange import BlockGatherer, Exchange, weight_places
 from torchacc.engines.xla.gather import Weight
 from torchacc.topology import Topology
 
@@ -20,9 +20,9 @@ class DeviceExchange(Exchange):
         self._shards = topology.groups("fsdp")
         self._replicas = topology.groups("dp")
 
-    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
+    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
-        return _DeviceUnit(blocks, self, gathers_again=gathers_again)
+        return _DeviceGatherer(blocks, self, gathers_again=gathers_again)
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices."""
@@ -66,7 +66,7 @@ class DeviceExchange(Exchange):
         return shard
 
 
-class _DeviceUnit(ShardedUnit):
+class _DeviceGatherer(BlockGatherer):
     def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, gathers_again: bool) -> None:
         super().__init__(blocks)
         self.keeps_weights = not gathers_again

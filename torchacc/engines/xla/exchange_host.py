@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block, flatten
-from torchacc.engines.xla.exchange import Exchange, ShardedUnit
+from torchacc.engines.xla.exchange import BlockGatherer, Exchange
 from torchacc.topology import Topology
 
 
@@ -27,13 +27,13 @@ class HostExchange(Exchange):
         self._group = group
         self._shards = group.own_subgroup(topology.groups("fsdp"))
         self._replicas = group.own_subgroup(topology.groups("dp"))
-        self._units: list[_HostUnit] = []
+        self._gatherers: list[_HostGatherer] = []
         self._is_queued = False
 
-    def make_unit(self, blocks: list[Block], *, gathers_again: bool) -> ShardedUnit:
+    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks; its weights are the program's input, and stay for it."""
-        self._units.append(_HostUnit(blocks, self))
-        return self._units[-1]
+        self._gatherers.append(_HostGatherer(blocks, self))
+        return self._gatherers[-1]
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices. What has been recorded runs here: the mean is known on the host only."""
@@ -80,19 +80,19 @@ class HostExchange(Exchange):
 
     def drop_gradients(self) -> None:
         """Drop the whole gradients that have not been reduced."""
-        for unit in self._units:
-            unit.gradients.clear()
+        for gatherer in self._gatherers:
+            gatherer.gradients.clear()
 
     @torch.no_grad()
     def _after_backward(self) -> None:
         self._is_queued = False
         runtime.sync()
         if not self.holds_gradients:
-            for unit in self._units:
-                unit.reduce()
+            for gatherer in self._gatherers:
+                gatherer.reduce()
 
 
-class _HostUnit(ShardedUnit):
+class _HostGatherer(BlockGatherer):
     keeps_weights = True
 
     def __init__(self, blocks: list[Block], exchange: HostExchange) -> None:
@@ -165,11 +165,11 @@ class _HostGather(torch.autograd.Function):
     """Stands between a shard and its whole block; keeps the block's gradient for the reduction after backward."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, whole: torch.Tensor, block: Block, unit: _HostUnit) -> torch.Tensor:
-        ctx.block, ctx.unit = block, unit
+    def forward(ctx: Any, shard: torch.Tensor, whole: torch.Tensor, block: Block, owner: _HostGatherer) -> Any:
+        ctx.block, ctx.owner = block, owner
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.unit.add_gradient(ctx.block, grad)
+        ctx.owner.add_gradient(ctx.block, grad)
         return None, None, None, None

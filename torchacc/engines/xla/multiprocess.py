@@ -17,7 +17,7 @@ from torchacc.engines.base import average_scalars, remap_optimizer
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.blocks import Block, Rows, flatten
-from torchacc.engines.xla.exchange import Exchange, ShardedUnit
+from torchacc.engines.xla.exchange import BlockGatherer, Exchange
 from torchacc.engines.xla.exchange_device import DeviceExchange
 from torchacc.engines.xla.exchange_host import HostExchange
 from torchacc.engines.xla.gather import Weight, install_unit
@@ -98,7 +98,7 @@ class MultiprocessModel(XlaModel):
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into shards and install the hooks that gather them."""
         self._state_names = list(self.model.state_dict())
-        self._units: list[ShardedUnit] = []
+        self._gatherers: list[BlockGatherer] = []
         self._exchange = self.engine.make_exchange()
         quirks.prepare(self.model, partitioned=False)
         self._flattened_for = optimizer
@@ -107,8 +107,9 @@ class MultiprocessModel(XlaModel):
             module = self.model.get_submodule(unit.name)
             made = list(self._flat_blocks(unit, module) if self.plan.flatten else self._blocks(unit))
             replaced |= {original: block.shard for originals, block in made for original in originals}
-            self._units.append(self._make_unit([block for _, block in made]))
-            install_unit(module, self._units[-1])
+            blocks = [block for _, block in made]
+            self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again))
+            install_unit(module, self._gatherers[-1])
         self.move_buffers()
         self.install(self.run)
         _models.add(self)
@@ -140,9 +141,6 @@ class MultiprocessModel(XlaModel):
                 for owner, name in weight.slots:
                     del owner._parameters[name]
             yield originals, Block(shard, self._rows(whole.shape), weights, is_flat=True)
-
-    def _make_unit(self, blocks: list[Block]) -> ShardedUnit:
-        return self._exchange.make_unit(blocks, gathers_again=self.plan.gathers_again)
 
     def _rows(self, shape: Sequence[int]) -> Rows:
         return Rows(tuple(shape), self._exchange.num_shards)
@@ -194,8 +192,8 @@ class MultiprocessModel(XlaModel):
         """Return the unsharded parameters and buffers on the CPU, by original name."""
         runtime.sync()
         whole: dict[str, torch.Tensor] = {}
-        for unit in self._units:
-            whole |= unit.state()
+        for gatherer in self._gatherers:
+            whole |= gatherer.state()
         for planned in self.plan.parameters:
             whole |= dict.fromkeys(planned.aliases, whole[planned.name])
         kept = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -205,7 +203,7 @@ class MultiprocessModel(XlaModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
-        return sum(block.rows.shard_numel for unit in self._units for block in unit.blocks)
+        return sum(block.rows.shard_numel for gatherer in self._gatherers for block in gatherer.blocks)
 
 
 _models: WeakSet[MultiprocessModel] = WeakSet()
