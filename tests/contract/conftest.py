@@ -209,7 +209,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    cases = [item.callspec.params["case"] for item in request.session.items if "launcher" in item.fixturenames]
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    cases = [spec.params["case"] for spec in parameters if spec and isinstance(spec.params.get("case"), Case)]
     return Launcher(list(dict.fromkeys(cases)), tmp_path_factory.mktemp("contract"))
 
 
