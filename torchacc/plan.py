@@ -66,9 +66,13 @@ class WrapPlan:
     compute_dtype: str
     """Dtype of matrix products: `float32` or `bfloat16`. Master weights and reductions stay in float32."""
     gathers_again: bool
-    """Whether a unit's weights are freed after its forward, and gathered again for its backward."""
+    """Whether units free their weights after their forward, and gather them again for their backward."""
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
+
+    def gathers_again_in(self, unit: Unit) -> bool:
+        """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
+        return self.gathers_again and bool(unit.name)
 
     @property
     def parameters(self) -> Iterator[PlannedParameter]:

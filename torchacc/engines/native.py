@@ -74,12 +74,17 @@ class NativeEngine(Engine):
 
     @cached_property
     def mesh(self) -> Any:
-        """The DeviceMesh (dp, fsdp), with the processes where the topology has them."""
+        """The DeviceMesh (dp, fsdp), with the processes where the topology has them; (fsdp,) without replicas.
+
+        On a mesh with a dp axis of one, FSDP2 would still reduce each gradient over it.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
         size, device = self.topology.size, self.topology.device
         ranks = [[device(dp=replica, fsdp=shard) for shard in range(size("fsdp"))] for replica in range(size("dp"))]
         with hushed_stdout():
+            if size("dp") == 1:
+                return DeviceMesh(self.device.type, ranks[0], mesh_dim_names=("fsdp",))
             return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "fsdp"))
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
@@ -119,7 +124,7 @@ class NativeModel(ShardedModel):
             module = self.model.get_submodule(unit.name)
             own = {id(originals[parameter.name]) for parameter in unit.parameters}
             left = {parameter for parameter in module.parameters() if id(parameter) not in own}
-            again = self.plan.gathers_again and bool(unit.name)  # the model's own weights are what backward starts with
+            again = self.plan.gathers_again_in(unit)
             fully_shard(
                 module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left, reshard_after_forward=again
             )

@@ -108,7 +108,7 @@ class MultiprocessModel(XlaModel):
             made = list(self._flat_blocks(unit, module) if self.plan.flatten else self._blocks(unit))
             replaced |= {original: block.shard for originals, block in made for original in originals}
             blocks = [block for _, block in made]
-            self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again))
+            self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again_in(unit)))
             install_unit(module, self._gatherers[-1])
         self.move_buffers()
         self.install(self.run)

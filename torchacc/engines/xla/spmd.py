@@ -142,7 +142,7 @@ class SpmdModel(XlaModel):
             if engine.is_partitioned:
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [w for _, w in pairs if len(w.shape) > 1 and any(engine.parameter_spec(w.shape))]
-                install_unit(module, _SpmdGatherer(split, engine, gathers_again=self.plan.gathers_again))
+                install_unit(module, _SpmdGatherer(split, engine, gathers_again=self.plan.gathers_again_in(unit)))
                 self._constrain_output(module)
         self.move_buffers()
         self.install(self.run)
