@@ -19,8 +19,8 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 # XLA:CPU's default scheduler runs as much at once as it can. With several virtual devices that costs time (a step of
-# benchmarks/step_time.py with four takes 1.02 times eager's without it, 1.11 with), and it keeps more in memory. With one
-# device per process it is the faster one (0.93 against 1.09 of raw FSDP2 with two processes).
+# benchmarks/step_time.py with four takes 1.02 times eager's without it, 1.11 with), and it keeps more in memory. With
+# one device per process it is the faster one (0.93 against 1.09 of raw FSDP2 with two processes).
 _CPU_SPMD_FLAGS = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
