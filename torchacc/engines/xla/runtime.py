@@ -21,7 +21,7 @@ _log = get_logger(__name__)
 # XLA:CPU's default scheduler runs as much at once as it can. With several virtual devices that costs time (a step of
 # benchmarks/step_time.py with four takes 1.02 times eager's without it, 1.11 with), and it keeps more in memory. With
 # one device per process it is the faster one (0.93 against 1.09 of raw FSDP2 with two processes).
-_CPU_SPMD_FLAGS = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+_PLAIN_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
 _AUTOGRAD_STARTED_TOO_EARLY = (
@@ -52,6 +52,12 @@ def check_versions() -> None:
         )
 
 
+def use_plain_scheduler() -> None:
+    """Choose the scheduler that suits one process on the CPU, before the runtime starts; not over a user's XLA_FLAGS."""
+    if runs_on_cpu() and env.set_default("XLA_FLAGS", _PLAIN_SCHEDULER):
+        _log.debug("XLA_FLAGS=%s", _PLAIN_SCHEDULER)
+
+
 def is_installed() -> bool:
     """Return whether torch_xla is installed, in whatever version."""
     return importlib.util.find_spec("torch_xla") is not None
@@ -77,8 +83,6 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
     check_versions()
     if runs_on_cpu():
         env.set_default("PJRT_DEVICE", "CPU")
-        if spmd and env.set_default("XLA_FLAGS", _CPU_SPMD_FLAGS):
-            _log.debug("XLA_FLAGS=%s", _CPU_SPMD_FLAGS)
         _ask_for_cpu_devices(num_devices)
     # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it.
     env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")

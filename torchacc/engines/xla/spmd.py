@@ -51,6 +51,7 @@ class SpmdEngine(XlaEngine):
 
     def setup(self) -> None:
         """Start the runtime with the mesh's devices."""
+        runtime.use_plain_scheduler()
         runtime.start(num_devices=self.topology.num_devices, spmd=self.is_partitioned)
 
     @property
