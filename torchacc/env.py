@@ -67,6 +67,19 @@ def set_default(name: str, value: str) -> bool:
     return True
 
 
+def add_flag(name: str, flag: str) -> bool:
+    """Add a flag `--key=value` to a variable that holds several, unless its key is there already.
+
+    Returns:
+        Whether it was added.
+    """
+    flags = os.environ.get(name, "").split()
+    if any(other.partition("=")[0] == flag.partition("=")[0] for other in flags):
+        return False
+    os.environ[name] = " ".join([*flags, flag])
+    return True
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:

@@ -57,3 +57,11 @@ def test_a_default_is_set_where_there_is_no_value(monkeypatch):
     assert env.get("TORCHACC_TEST") is None
     assert env.set_default("TORCHACC_TEST", "ours")
     assert env.get("TORCHACC_TEST") == "ours"
+
+
+def test_a_flag_is_added_beside_others_and_never_over_the_users(monkeypatch):
+    monkeypatch.setenv("SOME_FLAGS", "--theirs=1")
+    assert env.add_flag("SOME_FLAGS", "--ours=false")
+    assert env.get("SOME_FLAGS") == "--theirs=1 --ours=false"
+    assert not env.add_flag("SOME_FLAGS", "--ours=true")
+    assert env.get("SOME_FLAGS") == "--theirs=1 --ours=false"

@@ -53,8 +53,8 @@ def check_versions() -> None:
 
 
 def use_plain_scheduler() -> None:
-    """Choose the scheduler that suits one process on the CPU, before the runtime starts; not over a user's XLA_FLAGS."""
-    if runs_on_cpu() and env.set_default("XLA_FLAGS", _PLAIN_SCHEDULER):
+    """Choose the scheduler that suits one process on the CPU, before the runtime starts, unless the user has chosen."""
+    if runs_on_cpu() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
         _log.debug("XLA_FLAGS=%s", _PLAIN_SCHEDULER)
 
 
