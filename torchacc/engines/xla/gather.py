@@ -133,10 +133,10 @@ def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.auto
 
     # A view shares its base's storage: a linear layer saves `weight.t()`. How the two differ is in none of its shape,
     # strides and values: on XLA strides are always those of a contiguous tensor, and a weight may be square.
-    known = {_storage(tensor): (weight, tensor) for weight, tensor in zip(gatherer.weights, whole, strict=True)}
+    known = {_storage(tensor): weight for weight, tensor in zip(gatherer.weights, whole, strict=True)}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, list[Any]]:
-        weight, _ = known.get(_storage(tensor), (None, None))
+        weight = known.get(_storage(tensor))
         return tensor if weight is None else (weight, get_view_meta_sequence(tensor))
 
     def unpack(saved: torch.Tensor | tuple[Weight, list[Any]]) -> torch.Tensor:
