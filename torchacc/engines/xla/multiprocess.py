@@ -196,9 +196,9 @@ class MultiprocessModel(XlaModel):
             whole |= gatherer.state()
         for planned in self.plan.parameters:
             whole |= dict.fromkeys(planned.aliases, whole[planned.name])
-        kept = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        buffers = {name: value.detach().cpu() for name, value in kept.items() if name not in whole}
-        whole |= {name: buffers[name] for name in self._state_names if name in buffers}
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, torch.Tensor) and name not in whole:
+                whole[name] = value.detach().cpu()
         return {name: whole[name] for name in self._state_names if name in whole}
 
     def local_numel(self) -> int:
