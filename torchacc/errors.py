@@ -11,3 +11,7 @@ class DataError(ValueError):
 
 class EngineError(RuntimeError):
     """An engine that cannot start or go on on this machine."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file, and the tensor where there is one."""

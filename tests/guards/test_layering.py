@@ -12,11 +12,13 @@ PACKAGE = ROOT / "torchacc"
 # Lowest first; a module may import from its own layer and from those below.
 LAYERS = (
     {"errors", "env", "logging"},
-    {"config", "topology"},
+    {"config", "layout", "topology"},
     {"plan"},
     {"data"},
     {"engines"},
-    {"api", "dist"},
+    {"checkpoint"},
+    {"api"},
+    {"dist", "cli"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}

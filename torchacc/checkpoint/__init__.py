@@ -1,0 +1,1 @@
+"""Checkpoints that load at any number of devices and in any engine."""

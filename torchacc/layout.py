@@ -1,0 +1,72 @@
+"""Where the elements of a whole tensor lie: runs of consecutive ones, in row-major order. Plain integers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of consecutive elements of a whole tensor, and where a holder has it."""
+
+    name: str
+    """The whole tensor's original name."""
+    shape: tuple[int, ...]
+    """The whole tensor's shape."""
+    start: int
+    """The first element of the run, counted in the flattened whole tensor."""
+    stop: int
+    """The first element after it; equal to `start` where the run is empty."""
+    offset: int = 0
+    """Where the run begins in the holder's flattened tensor."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the run."""
+        return self.stop - self.start
+
+    def part(self, index: int, count: int) -> "Piece":
+        """Return the run that one of `count` equal sharers has of this one, the last ones possibly less."""
+        each = -(-self.numel // count)
+        first, last = (min(each * i, self.numel) for i in (index, index + 1))
+        return replace(self, start=self.start + first, stop=self.start + last, offset=self.offset + first)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process holds of one parameter, as an optimizer sees it."""
+
+    key: str
+    """The parameter's name in the process's own `state_dict()`; a flat one has a name of its own."""
+    pieces: tuple[Piece, ...]
+    """One piece, or several where parameters are flattened together."""
+    numel: int
+    """Elements that the process keeps, padding included."""
+
+
+def whole(name: str, shape: Iterable[int]) -> Piece:
+    """Return the run that is all of a tensor."""
+    shape = tuple(shape)
+    return Piece(name, shape, 0, prod(shape))
+
+
+def rows(name: str, shape: Iterable[int], index: int, count: int) -> Piece:
+    """Return the run of one of `count` shards, of equally many rows each, the last ones possibly less or none."""
+    shape = tuple(shape)
+    per_row = prod(shape[1:])
+    each = -(-shape[0] // count)
+    start, stop = (min(each * i, shape[0]) * per_row for i in (index, index + 1))
+    return Piece(name, shape, start, stop)
+
+
+def flat_run(names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int) -> tuple[Piece, ...]:
+    """Return the pieces that a run of several tensors, flattened one after another, has of each; empty ones left out."""
+    pieces: list[Piece] = []
+    begin = 0
+    for name, shape in zip(names, map(tuple, shapes), strict=True):
+        end = begin + prod(shape)
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            pieces.append(Piece(name, shape, first - begin, last - begin, offset=first - start))
+        begin = end
+    return tuple(pieces)
