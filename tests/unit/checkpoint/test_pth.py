@@ -1,0 +1,140 @@
+"""`.pth` files are read without running code or reading tensors, and made so that nobody can tell them from torch's."""
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from torchacc.checkpoint.crc import Crc
+from torchacc.checkpoint.pth import Blank, Written, create_pth, damaged_record, read_pth, seal_pth
+from torchacc.checkpoint.tensor_files import Slot
+from torchacc.errors import CheckpointError
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
+DTYPES += [torch.complex64, torch.uint16, torch.float8_e4m3fn]
+
+
+def load_bytes(slot: Slot) -> bytes:
+    return slot.path.read_bytes()[slot.offset : slot.offset + slot.nbytes]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (os.system, ("true",))
+
+
+def test_slots_are_where_the_tensors_are(tmp_path):
+    path = tmp_path / "file.pth"
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES}
+    tensors["view"] = tensors["torch.float32"].view(-1)[1:4]
+    tensors["scalar"] = torch.tensor(7.0)
+    tensors["parameter"] = torch.nn.Parameter(torch.ones(3))
+    torch.save(tensors, path)
+    for name, slot in read_pth(path).items():
+        assert slot.dtype == tensors[name].dtype
+        assert load_bytes(slot) == tensor_bytes(tensors[name])
+
+
+def test_everything_else_comes_as_it_was(tmp_path):
+    path = tmp_path / "file.pth"
+    plain = {"step": 3, "sizes": torch.Size([1, 2]), "dtype": torch.bfloat16, "pairs": [(1, None), ("a", b"\xff\x00")]}
+    ordered = OrderedDict(lr=0.1)
+    ordered._metadata = {"": {"version": 1}}  # as a module's state_dict() has it
+    torch.save({"plain": plain, "ordered": ordered, "set": {1, 2}}, path)
+    assert read_pth(path) == {"plain": plain, "ordered": ordered, "set": {1, 2}}
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save({"model": RunsCode()}, path)
+    with pytest.raises(CheckpointError, match=r"file.pth holds a (posix|nt).system.*could run code"):
+        read_pth(path)
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, -200, -1])
+def test_a_truncated_file_is_refused(tmp_path, size):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.arange(1000)}, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="file.pth cannot be read"):
+        read_pth(path)
+
+
+def test_what_is_not_a_pth_file_is_refused(tmp_path):
+    path = tmp_path / "file.pth"
+    with pytest.raises(CheckpointError, match="file.pth cannot be read: No such file"):
+        read_pth(path)
+    path.write_bytes(pickle.dumps({}))
+    with pytest.raises(CheckpointError, match="not a file that"):
+        read_pth(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b", "c")
+    with pytest.raises(CheckpointError, match="zip file, but not one that"):
+        read_pth(path)
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.ones(2, 3).T}, path)
+    with pytest.raises(CheckpointError, match=r"shape \(3, 2\) that is not contiguous"):
+        read_pth(path)
+
+
+def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
+    path = tmp_path / "file.pth"
+    large, small, unwritten = Blank(torch.float32, (1000, 3)), Blank(torch.int64, ()), Blank(torch.bool, (5,))
+    contents = {"a": large, "alias": large, "rest": [small, {"n": 1}, (unwritten, Blank(torch.float32, (0,)))]}
+    slots = create_pth(path, contents)
+    whole = torch.randn(1000, 3)
+    pieces = [(slots[large], whole, 4000, 12000), (slots[large], whole, 0, 3000), (slots[small], torch.tensor(9), 0, 8)]
+    written = []
+    with path.open("r+b") as file:
+        for slot, tensor, start, stop in pieces:  # bytes 3000 to 4000 are left out
+            data = tensor_bytes(tensor)[start:stop]
+            file.seek(slot.offset + start)
+            file.write(data)
+            written.append(Written(slot.offset + start, Crc.of(data)))
+    seal_pth(path, written)
+
+    assert damaged_record(path) is None
+    loaded = torch.load(path, weights_only=True)
+    expected = whole.clone().view(-1)
+    expected[750:1000] = 0
+    assert torch.equal(loaded["a"].view(-1), expected)
+    assert loaded["a"].data_ptr() == loaded["alias"].data_ptr()
+    assert loaded["rest"][0] == 9
+    assert loaded["rest"][1] == {"n": 1}
+    assert not loaded["rest"][2][0].any()
+
+
+def test_a_file_beyond_four_gigabytes(tmp_path):
+    path = tmp_path / "file.pth"
+    huge, after = Blank(torch.uint8, (5_000_000_000,)), Blank(torch.float32, (3,))
+    slots = create_pth(path, {"huge": huge, "after": after})
+    assert path.stat().st_blocks * 512 < 1_000_000  # sparse
+    assert slots[after].offset > 5_000_000_000
+    assert read_pth(path) == {"huge": slots[huge], "after": slots[after]}
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.zeros(100), "b": torch.zeros(100)}, path)
+    offset = read_pth(path)["b"].offset
+    data = bytearray(path.read_bytes())
+    data[offset + 17] ^= 4
+    path.write_bytes(data)
+    assert damaged_record(path) == "file/data/1"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 700, 5000])
+def test_checksums_are_joined(cut):
+    data = os.urandom(5000) + bytes(100_000)
+    assert Crc.of(data[:cut]).then(Crc.of(data[cut:])) == Crc.of(data)
+    assert Crc.of(data[:5000]).zeros(100_000) == Crc.of(data)

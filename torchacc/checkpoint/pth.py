@@ -1,0 +1,272 @@
+"""`.pth` files, as `torch.save` writes them: a zip file with a pickle and one uncompressed record for each storage."""
+
+import codecs
+import pickle
+import struct
+import zipfile
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from torchacc.checkpoint.crc import Crc
+from torchacc.checkpoint.tensor_files import Slot
+from torchacc.errors import CheckpointError
+
+
+@dataclass(frozen=True, eq=False)
+class Blank:
+    """A tensor that a file to be made has room for; where it stands twice, both share that room."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Written(NamedTuple):
+    """A run of bytes that has been written to a file."""
+
+    offset: int
+    crc: Crc
+
+
+def read_pth(path: Path) -> Any:
+    """Read what `torch.save` wrote, with a `Slot` in the place of each tensor.
+
+    No tensor is read and no code is run: the pickle may name tensors, plain containers and dtypes, and nothing else
+    (less than `torch.load(weights_only=True)` takes).
+
+    Raises:
+        CheckpointError: The file is truncated, altered where that shows, not a `.pth` file, or names anything else.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            records = {_record(info): info for info in archive.infolist()}
+            if "data.pkl" not in records:
+                raise CheckpointError(f"{path} is a zip file, but not one that `torch.save` wrote")
+            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+                raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
+            with archive.open(records["data.pkl"]) as pickled:
+                return _Unpickler(pickled, path, lambda key: _span(file, path, records[f"data/{key}"])).load()
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): it is truncated, damaged, or not a file that `torch.save` wrote"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way
+        raise CheckpointError(f"{path} is damaged: its pickle ends with {type(error).__name__}: {error}") from None
+
+
+def create_pth(path: Path, contents: Any) -> dict[Blank, Slot]:
+    """Make a file as `torch.save` does, with room for tensors that are yet to be written; it is sparse.
+
+    Args:
+        path: The file to make.
+        contents: What to save: dicts, lists and tuples, with a `Blank` in the place of each tensor.
+
+    Returns:
+        Where to write each of them. What is not written is zeros.
+    """
+    # Memory that is never touched takes none; the same blank becomes the same tensor, which is saved once.
+    tensors = {blank: torch.empty(blank.shape, dtype=blank.dtype) for blank in _leaves(contents, Blank)}
+    # Into a file object: given a path, torch.save writes its name into the file.
+    with path.open("wb") as file, torch.serialization.skip_data():
+        torch.save(_replace(contents, tensors), file)
+    return dict(zip(_leaves(contents, Blank), _leaves(read_pth(path), Slot), strict=True))
+
+
+def seal_pth(path: Path, written: Iterable[Written]) -> None:
+    """Enter the checksums of the tensors' bytes into a file that `create_pth` made.
+
+    Args:
+        path: The file.
+        written: The runs of bytes that were written to it, in any order and without overlap; the rest is zeros.
+    """
+    runs = sorted(written, key=lambda run: run.offset)
+    with path.open("r+b") as file:
+        with zipfile.ZipFile(file) as archive:
+            infos, entry = archive.infolist(), archive.start_dir
+        for info in infos:
+            start, size = _span(file, path, info)
+            if _record(info).startswith("data/"):
+                packed = struct.pack("<I", _checksum(runs, start, start + size))
+                _patch(file, start + size + 4, packed)  # the data descriptor: PK\x07\x08, checksum, sizes
+                _patch(file, entry + 16, packed)
+            file.seek(entry + 28)
+            entry += 46 + sum(struct.unpack("<HHH", file.read(6)))  # name, extra field, comment
+
+
+def damaged_record(path: Path) -> str | None:
+    """Read a `.pth` file completely and return the name of the first record whose checksum is wrong, if any is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+class _Span(NamedTuple):
+    """A run of bytes of a file."""
+
+    start: int
+    size: int
+
+
+class _Storage(NamedTuple):
+    """What the pickle calls a storage."""
+
+    path: Path
+    dtype: torch.dtype
+    span: _Span
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle of `torch.save`, and refuses to look up anything that could be code."""
+
+    def __init__(self, pickled: IO[bytes], path: Path, span_of: Callable[[str], _Span]) -> None:
+        super().__init__(pickled, encoding="utf-8")
+        self._path, self._span_of = path, span_of
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        found = _KNOWN.get(f"{module}.{name}")
+        if found is None and module == "torch":
+            dtype = getattr(torch, name, None)
+            found = dtype if isinstance(dtype, torch.dtype) else None
+        if found is None:
+            raise CheckpointError(
+                f"{self._path} holds a {module}.{name}, neither a tensor nor a plain value: reading it could run code. "
+                "Save state_dict()s, numbers and strings only"
+            )
+        return found
+
+    @override
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, _, _ = pid
+        return _Storage(self._path, dtype, self._span_of(key))
+
+
+def _tensor(storage: _Storage, offset: int, size: Iterable[int], stride: Iterable[int], *_: Any) -> Slot:
+    return _slot(storage, storage.dtype, offset, tuple(size), tuple(stride))
+
+
+def _tensor_of_new_dtype(
+    storage: _Storage,
+    offset: int,
+    size: Iterable[int],
+    stride: Iterable[int],
+    _grad: bool,
+    _hooks: Any,
+    dtype: torch.dtype,
+    *_: Any,
+) -> Slot:
+    return _slot(storage, dtype, offset, tuple(size), tuple(stride))
+
+
+def _parameter(data: Slot, *_: Any) -> Slot:
+    return data
+
+
+def _slot(storage: _Storage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Slot:
+    start, capacity = storage.span
+    slot = Slot(storage.path, dtype, size, start + offset * dtype.itemsize)
+    if slot.numel and not _row_major(size, stride):
+        raise CheckpointError(
+            f"{storage.path} holds a tensor of shape {size} that is not contiguous: save its .contiguous()"
+        )
+    if slot.offset < start or slot.offset + slot.nbytes > start + capacity:
+        raise CheckpointError(f"{storage.path} is damaged: a tensor of shape {size} is larger than its record")
+    return slot
+
+
+_STORAGE_DTYPES = {
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+}
+_KNOWN: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "__builtin__.set": set,  # as it is called in the protocol that torch.save uses
+    "_codecs.encode": codecs.encode,  # bytes, in that protocol
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_new_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGE_DTYPES.items()},
+}
+
+
+def _row_major(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _record(info: zipfile.ZipInfo) -> str:
+    return info.filename.partition("/")[2]  # below the folder that everything in the file is in
+
+
+def _span(file: IO[bytes], path: Path, info: zipfile.ZipInfo) -> _Span:
+    """Return where the bytes of a record lie; the length of its header is known only from the header."""
+    file.seek(info.header_offset)
+    header = file.read(30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(f"{path} is damaged at byte {info.header_offset}: no record of `torch.save` begins there")
+    return _Span(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size)
+
+
+def _checksum(runs: Sequence[Written], start: int, stop: int) -> int:
+    """Return the checksum of a part of a file, zeros but for these runs, which are in order."""
+    first, last = (bisect_left(runs, bound, key=lambda run: run.offset) for bound in (start, stop))
+    crc = Crc()
+    for run in runs[first:last]:
+        crc = crc.zeros(run.offset - start - crc.size).then(run.crc)
+    return crc.zeros(stop - start - crc.size).value
+
+
+def _patch(file: IO[bytes], offset: int, packed: bytes) -> None:
+    file.seek(offset)
+    file.write(packed)
+
+
+def _leaves(tree: Any, kind: type) -> Iterator[Any]:
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value, kind)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value, kind)
+
+
+def _replace(tree: Any, tensors: Mapping[Blank, torch.Tensor]) -> Any:
+    if isinstance(tree, Blank):
+        return tensors[tree]
+    if isinstance(tree, Mapping):
+        return {key: _replace(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return type(tree)(_replace(value, tensors) for value in tree)
+    return tree

@@ -1,0 +1,244 @@
+"""Where tensors lie in files: plain data, so that anyone may read and write any part of them in any order.
+
+`.safetensors` files are read and laid out here, `.pth` files in `pth`. Nothing here reads a tensor.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchacc.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor's place in a file: its elements in row-major order, little-endian."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """The first byte of the tensor, counted in the file."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes."""
+        return self.numel * self.dtype.itemsize
+
+    def within(self, folder: Path) -> "Slot":
+        """Return the same slot in the file of that name in a folder."""
+        return replace(self, path=folder / self.path)
+
+
+class Layout(NamedTuple):
+    """A safetensors file that is yet to be made."""
+
+    header: bytes
+    """What it begins with."""
+    slots: dict[str, Slot]
+    """The tensors by name; the paths are bare file names."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + sum(slot.nbytes for slot in self.slots.values())
+
+
+def plan_safetensors(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, max_shard_size: int | None = None
+) -> dict[str, Layout]:
+    """Lay tensors out in safetensors files, without touching a disk: every process comes to the same.
+
+    Args:
+        tensors: Name to dtype and shape.
+        stem: The file is `<stem>.safetensors`, or they are `<stem>-0000i-of-0000n.safetensors`.
+        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger; None for one file.
+
+    Returns:
+        File name to layout.
+
+    Raises:
+        CheckpointError: A dtype that safetensors does not have.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = prod(shape) * dtype.itemsize
+        if max_shard_size is not None and groups[-1] and filled + nbytes > max_shard_size:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    if len(groups) == 1:
+        file_names = [f"{stem}.safetensors"]
+    else:
+        file_names = [f"{stem}-{index:05}-of-{len(groups):05}.safetensors" for index in range(1, len(groups) + 1)]
+    return {
+        file_name: _lay_out(file_name, {name: tensors[name] for name in group})
+        for file_name, group in zip(file_names, groups, strict=True)
+    }
+
+
+def safetensors_index(layouts: Mapping[str, Layout]) -> str:
+    """Return what `<stem>.safetensors.index.json` says about files that belong together."""
+    slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
+    index = {
+        "metadata": {"total_size": sum(slot.nbytes for slot in slots.values())},
+        "weight_map": {name: slot.path.name for name, slot in sorted(slots.items())},
+    }
+    return json.dumps(index, indent=2) + "\n"
+
+
+def preallocate(path: Path, header: bytes, nbytes: int) -> None:
+    """Make a file of a size that begins with a header; the rest is zeros until it is written, and takes no room."""
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(nbytes)
+
+
+def read_slots(path: Path) -> dict[str, Slot]:
+    """Read where the tensors of a safetensors file lie, or of those that a `.index.json` names beside it.
+
+    Raises:
+        CheckpointError: A file is missing, truncated, or not a safetensors file; or the index names a file elsewhere,
+            or a tensor that is not in its file.
+    """
+    if path.suffix != ".json":
+        return _read_file(path)
+    files: dict[str, dict[str, Slot]] = {}
+    slots = {}
+    for name, file_name in _weight_map(path).items():
+        if file_name not in files:
+            files[file_name] = _read_file(path.parent / file_name)
+        if name not in files[file_name]:
+            raise CheckpointError(
+                f"{path} says that {name} is in {file_name}, where it is not: copy both from one save"
+            )
+        slots[name] = files[file_name][name]
+    return slots
+
+
+def read_exactly(file: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill a buffer with a file's bytes from an offset on.
+
+    Args:
+        file: Descriptor to read from.
+        buffer: What to fill, as bytes.
+        offset: The first byte to read.
+        path: Named in the error.
+
+    Raises:
+        CheckpointError: The file ends before the buffer is full.
+    """
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(file, [buffer[done:]], offset + done)
+        if not count:
+            raise CheckpointError(f"{path} ends within a tensor, at byte {offset + done}: it is truncated")
+        done += count
+
+
+def write_exactly(file: int, buffer: memoryview, offset: int) -> None:
+    """Write all of a buffer, as bytes, into a file from an offset on."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(file, buffer[done:], offset + done)
+
+
+def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
+    # Large elements first: the format allows no gaps, and so every tensor is aligned to its own elements.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins = {}
+    position = 0
+    for name, (dtype, shape) in ordered:
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which a safetensors file cannot hold: write a .pth file")
+        begins[name] = position
+        position += prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begins[name], position]}
+    packed = json.dumps(header, separators=(",", ":")).encode()
+    packed += b" " * (-len(packed) % 8)
+    start = 8 + len(packed)
+    slots = {name: Slot(Path(file_name), *tensors[name], start + begins[name]) for name in tensors}
+    return Layout(len(packed).to_bytes(8, "little") + packed, slots)
+
+
+def _read_file(path: Path) -> dict[str, Slot]:
+    try:
+        with path.open("rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            header_size = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, file_size - 8):
+                raise CheckpointError(f"{path} is truncated, or not a safetensors file")
+            header = file.read(header_size)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        slots = {name: _slot(path, entry, 8 + header_size) for name, entry in entries.items()}
+        stops = [8 + header_size + entry["data_offsets"][1] for entry in entries.values()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is damaged, or not a safetensors file: its header makes no sense") from None
+    for (name, slot), stop in zip(slots.items(), stops, strict=True):
+        if slot.offset < 8 + header_size or slot.offset + slot.nbytes != stop:
+            raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
+        if stop > file_size:
+            raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
+    return slots
+
+
+def _slot(path: Path, entry: Mapping[str, Any], start: int) -> Slot:
+    shape = tuple(map(int, entry["shape"]))
+    if any(length < 0 for length in shape):
+        raise ValueError(shape)
+    return Slot(path, _DTYPES[entry["dtype"]], shape, start + int(entry["data_offsets"][0]))
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        named = dict(weight_map.items())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is damaged, or not an index of safetensors files") from None
+    for name, file_name in named.items():
+        if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".", ".."):
+            raise CheckpointError(f"{path} says that {name} is in {file_name!r}: only files in its own folder are read")
+    return named
