@@ -34,14 +34,33 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one process holds of one parameter, as an optimizer sees it."""
+    """What one process holds of one parameter, as an optimizer sees it: a shard of one tensor, or of several flattened."""
 
     key: str
     """The parameter's name in the process's own `state_dict()`; a flat one has a name of its own."""
-    pieces: tuple[Piece, ...]
-    """One piece, or several where parameters are flattened together."""
-    numel: int
-    """Elements that the process keeps, padding included."""
+    members: tuple[tuple[str, tuple[int, ...]], ...]
+    """Original names and shapes of the whole tensors, which lie one after another."""
+    shard_numel: int
+    """Elements of each shard, padding included; those of the last ones may be left out."""
+    index: int
+    """Which of the shards it is."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensors."""
+        return sum(prod(shape) for _, shape in self.members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Original names of the whole tensors."""
+        return tuple(name for name, _ in self.members)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the shard has of each whole tensor; of some it may have nothing."""
+        names, shapes = zip(*self.members, strict=True)
+        start = self.index * self.shard_numel
+        return flat_run(names, shapes, start, start + self.shard_numel)
 
 
 def whole(name: str, shape: Iterable[int]) -> Piece:

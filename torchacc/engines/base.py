@@ -2,8 +2,9 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,6 +17,7 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
+from torchacc.layout import Holding
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
 
@@ -92,13 +94,72 @@ class ShardedModel(ABC):
         self.engine = engine
         self.model = model
         self.plan = plan
+        self.parameter_names = tuple(name for name, _ in model.named_parameters())
+        """Original names in the order of `named_parameters()`, a tied parameter under its first."""
+        self.unusable: str | None = None
+        """Why the model cannot run: its weights have not been loaded yet, or not as a whole."""
         self._accumulating = False
         self._window_is_open = False
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
 
+    @cached_property
+    def holdings(self) -> dict[nn.Parameter, Holding]:
+        """What this process holds of each parameter that an optimizer sees."""
+        return dict(self._holdings())
+
     @abstractmethod
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters and buffers on the CPU, by original name. Collective: every process."""
+    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]: ...
+
+    @abstractmethod
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this process holds of tensors that lie like parameters, on the host.
+
+        Returns:
+            For each a tensor of one dimension, padding included or left out; it may share memory with the model.
+        """
+
+    @abstractmethod
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that lies like a parameter.
+
+        Args:
+            parameter: One of `holdings`.
+            local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements as
+                its pieces have.
+        """
+
+    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Give a parameter new values; the arguments are those of `place()`."""
+        parameter.copy_(self.place(parameter, local))
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which copy of the shards this process holds, and how many copies there are."""
+        return 0, 1
+
+    @property
+    def num_shards(self) -> int:
+        """How many processes hold the parameters together."""
+        return 1
+
+    def gather(self, holding: Holding, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return the whole of what processes hold of a parameter, flat, on the host. Collective: every process.
+
+        Args:
+            holding: The parameter's.
+            local: What `fetch()` gave.
+            rank0_only: Whether other processes than rank 0 get None, and need no memory for the whole.
+        """
+        if self.num_shards == 1:
+            return None if rank0_only and self.engine.job.rank else local[: holding.numel]
+        padded = local if len(local) == holding.shard_numel else local.new_zeros(holding.shard_numel)
+        padded[: len(local)] = local
+        found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
+        return found if found is None else found[: holding.numel]
+
+    @cached_property
+    def _shard_group(self) -> Any:
+        return self.engine.group.own_subgroup(self.engine.topology.groups("fsdp"))
 
     @abstractmethod
     def local_numel(self) -> int:
@@ -140,6 +201,8 @@ class ShardedModel(ABC):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.unusable is not None:
+                raise EngineError(f"the model cannot run: {self.unusable}")
             output = run(inner, args, kwargs)
             if torch.is_grad_enabled():
                 map_tensors(self._watch_backward, output)

@@ -1,6 +1,6 @@
 """PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_o
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
+from torchacc.layout import Holding
 from torchacc.plan import PlannedParameter, WrapPlan
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
@@ -167,13 +168,43 @@ class NativeModel(ShardedModel):
         finally:
             self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters and buffers on the CPU, by original name."""
-        whole = {}
-        for name, tensor in self.model.state_dict().items():
-            if isinstance(tensor, torch.Tensor):
-                whole[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
-        return whole
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This process's place on the axis of replicas."""
+        return self._coordinates["dp"], self.engine.topology.size("dp")
+
+    @property
+    def num_shards(self) -> int:
+        """The processes on the axis of shards."""
+        return self.engine.topology.size("fsdp")
+
+    @cached_property
+    def _coordinates(self) -> dict[str, int]:
+        return self.engine.topology.coordinates(self.engine.job.rank)
+
+    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+        for planned in self.plan.parameters:
+            members = ((planned.name, planned.shape),)
+            size = _largest_shard(planned, self.num_shards)
+            yield self.model.get_parameter(planned.name), Holding(planned.name, members, size, self._coordinates["fsdp"])
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the local tensors of DTensors, flat, on the host."""
+        return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor that lies like a parameter."""
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(parameter, DTensor)
+        return DTensor.from_local(
+            local.view(_local(parameter).shape).to(self.engine.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
@@ -193,6 +224,10 @@ def _let_pytree_see(output: Any) -> None:
 def _largest_shard(parameter: PlannedParameter, size: int) -> int:
     rows = parameter.shape[0]
     return -(-rows // size) * (parameter.numel // rows) if rows else 0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _like(shard: Any, whole: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,26 @@ class ProcessGroup:
             dist.broadcast(tensor, src=0)
         return tensor
 
+    def gather(self, shard: torch.Tensor, group: dist.ProcessGroup, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return the shards of a subgroup, one after another. Collective: every process of the subgroup.
+
+        Args:
+            shard: A host tensor of one dimension, of the same size on every process.
+            group: Of `own_subgroup()`.
+            rank0_only: Whether only the job's rank 0 gets them; the others, and all of other subgroups, get None.
+        """
+        if not rank0_only:
+            whole = shard.new_empty(dist.get_world_size(group) * shard.numel())
+            dist.all_gather_into_tensor(whole, shard, group=group)
+            return whole
+        if dist.get_global_rank(group, 0) != 0:
+            return None
+        parts = None
+        if self.job.rank == 0:
+            parts = list(shard.new_empty(dist.get_world_size(group), shard.numel()))
+        dist.gather(shard, parts, dst=0, group=group)
+        return None if parts is None else torch.cat(parts)
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes. Collective: every process."""
         if not self.job.launched:

@@ -1,7 +1,7 @@
 """What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -116,6 +116,15 @@ class XlaModel(ShardedModel):
             lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
             dtype = getattr(torch, self.plan.compute_dtype) if lowered else original.dtype
             yield original, Weight(planned.name, new, slots, planned.shape, dtype)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the data of device tensors, flat, on the host, in one transfer."""
+        runtime.sync()
+        return [tensor.reshape(-1) for tensor in runtime.to_host([tensor.detach() for tensor in tensors])]
+
+    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Give a parameter new values as data, which needs no program."""
+        parameter.data = self.place(parameter, local)
 
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""

@@ -73,10 +73,7 @@ class Block:
         """The dtype that the block travels in."""
         return self.shard.dtype if self.is_flat else self.weights[0].dtype
 
-    def stored_parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the weights in the whole block, in the block's dtype."""
-        return unflatten(whole, [weight.shape for weight in self.weights]) if self.is_flat else [whole]
-
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the weights in the whole block, in the dtypes that they are computed with."""
-        return [part.to(weight.dtype) for part, weight in zip(self.stored_parts(whole), self.weights, strict=True)]
+        parts = unflatten(whole, [weight.shape for weight in self.weights]) if self.is_flat else [whole]
+        return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]

@@ -19,17 +19,6 @@ class BlockGatherer(Gatherer):
         super().__init__([weight for block in blocks for weight in block.weights])
         self.blocks = blocks
 
-    @abstractmethod
-    def whole_on_host(self) -> list[torch.Tensor]:
-        """Return the whole blocks on the host, in the dtype that they are stored in. Collective: every process."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights on the host by name. Collective: every process."""
-        found: dict[str, torch.Tensor] = {}
-        for block, whole in zip(self.blocks, self.whole_on_host(), strict=True):
-            found |= {w.name: part.clone() for w, part in zip(block.weights, block.stored_parts(whole), strict=True)}
-        return found
-
 
 class Exchange(ABC):
     """The collectives of one model, by one means of communication."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange, weight_places
 from torchacc.engines.xla.gather import Weight
@@ -85,9 +84,6 @@ class _DeviceGatherer(BlockGatherer):
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
         return block.parts(self._exchange.all_gather(block, shard.to(block.dtype)))[index]
-
-    def whole_on_host(self) -> list[torch.Tensor]:
-        return runtime.to_host([self._exchange.all_gather(block, block.shard.detach()) for block in self.blocks])
 
 
 class _DeviceGather(torch.autograd.Function):

@@ -110,9 +110,6 @@ class _HostGatherer(BlockGatherer):
             parts += block.parts(tensor)
         return parts
 
-    def whole_on_host(self) -> list[torch.Tensor]:
-        return self._gather([block.shard.dtype for block in self.blocks])
-
     def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
         """Keep a whole gradient for the reduction."""
         held = self.gradients.get(block)

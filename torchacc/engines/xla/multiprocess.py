@@ -23,6 +23,7 @@ from torchacc.engines.xla.exchange_host import HostExchange
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.env import Job
 from torchacc.errors import ConfigError
+from torchacc.layout import Holding
 from torchacc.logging import get_logger
 from torchacc.plan import Unit, WrapPlan
 
@@ -97,7 +98,6 @@ class MultiprocessModel(XlaModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into shards and install the hooks that gather them."""
-        self._state_names = list(self.model.state_dict())
         self._gatherers: list[BlockGatherer] = []
         self._exchange = self.engine.make_exchange()
         quirks.prepare(self.model, partitioned=False)
@@ -188,18 +188,32 @@ class MultiprocessModel(XlaModel):
         norms = torch.stack([torch.linalg.vector_norm(gradient.float(), norm_type) for gradient in gradients])
         return self._exchange.combine_norms(norms, norm_type)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters and buffers on the CPU, by original name."""
-        runtime.sync()
-        whole: dict[str, torch.Tensor] = {}
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This process's place on the axis of replicas."""
+        topology = self.engine.topology
+        return topology.coordinates(self.engine.ordinal)["dp"], topology.size("dp")
+
+    @property
+    def num_shards(self) -> int:
+        """The processes on the axis of shards."""
+        return self._exchange.num_shards
+
+    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
         for gatherer in self._gatherers:
-            whole |= gatherer.state()
-        for planned in self.plan.parameters:
-            whole |= dict.fromkeys(planned.aliases, whole[planned.name])
-        for name, value in self.model.state_dict().items():
-            if isinstance(value, torch.Tensor) and name not in whole:
-                whole[name] = value.detach().cpu()
-        return {name: whole[name] for name in self._state_names if name in whole}
+            for block in gatherer.blocks:
+                members = tuple((weight.name, weight.shape) for weight in block.weights)
+                holding = Holding(names[block.shard], members, block.rows.shard_numel, self._exchange.shard_index)
+                yield block.shard, holding
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that lies like a parameter's shard, the padding zeros."""
+        padded = local
+        if len(local) < parameter.numel():
+            padded = local.new_zeros(parameter.numel())
+            padded[: len(local)] = local
+        return self.engine.to_device([padded.view(parameter.shape)])[0]
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""

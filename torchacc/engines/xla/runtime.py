@@ -177,6 +177,25 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copied
 
 
+def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors that lie split over the devices to the host, from their shards.
+
+    `to_host()` would compile a program that gathers them, for each anew.
+    """
+    from torch_xla import _XLAC
+
+    shards = _XLAC._get_local_shards(list(tensors))
+    places = _XLAC._get_local_shard_replica_and_indices(list(tensors))
+    joined = []
+    for tensor, found, where in zip(tensors, shards, places, strict=True):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for (shard, _), (replica, indices) in zip(found, where, strict=True):
+            if replica == 0:
+                whole[indices] = shard
+        joined.append(whole)
+    return joined
+
+
 def compile_stats() -> tuple[int, float]:
     """Return how many programs this process has compiled, and in how many seconds."""
     import torch_xla.debug.metrics as metrics

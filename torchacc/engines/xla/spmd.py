@@ -18,6 +18,7 @@ from torchacc.engines.xla.gather import Gatherer, Weight, install_unit
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.env import Job
 from torchacc.errors import ConfigError
+from torchacc.layout import Holding
 from torchacc.plan import WrapPlan
 
 _ONE_PROGRAM = "one program holds the whole model: there is one copy of each parameter, by its own name"
@@ -178,11 +179,21 @@ class SpmdModel(XlaModel):
         yield
         runtime.sync()
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the unsharded parameters and buffers on the CPU, by original name."""
+    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+        for planned in self.plan.parameters:
+            members = ((planned.name, planned.shape),)
+            yield self.model.get_parameter(planned.name), Holding(planned.name, members, planned.numel, index=0)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole tensors, flat, on the host."""
+        if not self.engine.is_partitioned:
+            return super().fetch(tensors)
         runtime.sync()
-        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        return dict(zip(tensors, runtime.to_host(list(tensors.values())), strict=True))
+        return [tensor.reshape(-1) for tensor in runtime.join_shards([tensor.detach() for tensor in tensors])]
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is split like a parameter."""
+        return self._place(local.view(parameter.shape))
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""

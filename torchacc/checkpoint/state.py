@@ -1,0 +1,453 @@
+"""The state of a sharded model and of its optimizer in memory: whole, by pieces, or as this process keeps it.
+
+Everything goes one tensor at a time, so that a full state costs one copy on the processes that asked for it.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.engines.base import ShardedModel
+from torchacc.errors import CheckpointError
+from torchacc.layout import Holding, Piece
+
+
+class StateDictType(Enum):
+    """In which form a state is given; the names are those of PyTorch's FSDP."""
+
+    FULL_STATE_DICT = "full"
+    """Whole tensors by original name."""
+    SHARDED_STATE_DICT = "sharded"
+    """What this process holds of each whole tensor, as a `TensorShard`, by original name."""
+    LOCAL_STATE_DICT = "local"
+    """What this process keeps, by its own names, flattened and padded as it is."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """What one process holds of a whole tensor."""
+
+    piece: Piece
+    """Which run of the whole tensor's elements it is."""
+    data: torch.Tensor
+    """The run, on the host, of shape (piece.numel,)."""
+
+
+def full_state_dict(
+    sharded: ShardedModel, *, rank0_only: bool = False, cpu_offload: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the unsharded parameters and buffers by original name, tied names included. Collective: every process.
+
+    Args:
+        sharded: The model.
+        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for it.
+        cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    for parameter, holding in sharded.holdings.items():
+        whole |= _gathered(sharded, holding, parameter, rank0_only=rank0_only)
+    if rank0_only and sharded.engine.job.rank:
+        return {}
+    for planned in sharded.plan.parameters:
+        whole |= dict.fromkeys(planned.aliases, whole[planned.name])
+    whole |= buffers(sharded)
+    return {name: _moved(sharded, whole[name], cpu_offload) for name in state_names(sharded)}
+
+
+def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
+    """Return what this process holds of each parameter, as a `TensorShard`, and the buffers, by original name."""
+    found: dict[str, Any] = {}
+    for parameter, holding in sharded.holdings.items():
+        found |= _shards(sharded, holding, parameter)
+    return {**found, **buffers(sharded)}
+
+
+def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
+    state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: to_host(sharded, value) for name, value in state.items()}
+
+
+def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of what this process keeps of a tensor, in the shape that it has here."""
+    if tensor.device.type == "cpu" and not hasattr(tensor, "to_local"):
+        return tensor.detach().clone()
+    local = sharded.fetch([tensor])[0].clone()
+    shape = tensor.to_local().shape if hasattr(tensor, "to_local") else tensor.shape
+    return local.view(shape)
+
+
+def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers on the host by name."""
+    held = {key for holding in sharded.holdings.values() for key in (holding.key, *holding.names)}
+    held |= {alias for planned in sharded.plan.parameters for alias in planned.aliases}
+    state = sharded.model.state_dict()
+    return {
+        name: to_host(sharded, value)
+        for name, value in state.items()
+        if name not in held and isinstance(value, torch.Tensor)
+    }
+
+
+def state_names(sharded: ShardedModel) -> list[str]:
+    """Return the names of a full state: parameters with their aliases, then the persistent buffers."""
+    aliases = {planned.name: planned.names for planned in sharded.plan.parameters}
+    return [name for first in sharded.parameter_names for name in aliases[first]] + list(buffers(sharded))
+
+
+def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load a full state, or this process's own, into a sharded model, in place.
+
+    Args:
+        sharded: The model.
+        state: Whole tensors by original name (of a tied parameter one name is enough), or what `state_dict()`,
+            `local_state_dict()` or `sharded_state_dict()` gave at this number of devices.
+        strict: Whether every name must be there, and none beside them.
+
+    Returns:
+        `(missing_keys, unexpected_keys)`, as `torch.nn.Module.load_state_dict()` does.
+
+    Raises:
+        CheckpointError: A name is missing or unknown, a shape is another, or two names of one parameter have different
+            values. The model is left as it was.
+    """
+    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
+    left = dict(state)
+    loads: list[tuple[nn.Parameter, Holding, dict[str, Any]]] = []
+    missing: list[str] = []
+    for parameter, holding in sharded.holdings.items():
+        found = {holding.key: left.pop(holding.key)} if holding.key in left else {}
+        for name in holding.names:
+            given = {other: left.pop(other) for other in names_of[name] if other in left}
+            if given and name not in found:
+                found[name] = next(iter(given.values()))
+            _refuse_untied(name, {**given, **({name: found[name]} if name in found else {})})
+        wanted = [] if holding.key in found else [name for name in holding.names if name not in found]
+        missing += wanted
+        if not wanted:
+            loads.append((parameter, holding, found))
+    own = {name: value for name, value in _buffer_slots(sharded.model)}
+    missing += [name for name in own if name not in left]
+    given_buffers = {name: left.pop(name) for name in own if name in left}
+    unexpected = list(left)
+    if strict and (missing or unexpected):
+        raise CheckpointError(_misfit(sharded, missing, unexpected))
+    for name, value in given_buffers.items():
+        if tuple(value.shape) != tuple(own[name].shape):
+            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}")
+    locals_ = [(parameter, _cut(sharded, holding, found)) for parameter, holding, found in loads]
+    with torch.no_grad():
+        for parameter, local in locals_:
+            sharded.assign(parameter, local.to(parameter.dtype))
+        for name, value in given_buffers.items():
+            own[name].copy_(value)
+    sharded.engine.sync()
+    if not missing:
+        sharded.unusable = None
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
+    """Return what is needed to put the rank files of a model together again: see `docs/design/checkpoints.md`."""
+    shard_info: dict[str, Any] = {}
+    flatten_info: dict[str, Any] = {}
+    for holding in sharded.holdings.values():
+        prefix, _, suffix = holding.key.rpartition(".")
+        is_flat = holding.names != (holding.key,)
+        size = [holding.numel] if is_flat else list(holding.members[0][1])
+        shard_info.setdefault(prefix, {})[suffix] = {"_orig_size": size, "_orig_name": suffix}
+        if is_flat:
+            names = [name.removeprefix(f"{prefix}.") if prefix else name for name in holding.names]
+            shapes = [list(shape) for _, shape in holding.members]
+            flatten_info[holding.key] = [names, shapes, [prod(shape) for shape in shapes]]
+    return {
+        "shard_info": shard_info,
+        "flatten_info": flatten_info,
+        "buffer_info": {},
+        "world_size": sharded.num_shards,
+        "rank": next(iter(sharded.holdings.values())).index,
+        "replica": sharded.replica[0],
+        "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
+        "parameters": list(sharded.parameter_names),
+    }
+
+
+def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the original names of the parameters of each of an optimizer's groups, in the order of their ids.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the model's.
+    """
+    order = {name: index for index, name in enumerate(sharded.parameter_names)}
+    groups = []
+    for group in optimizer.param_groups:
+        holdings = [_holding(sharded, parameter) for parameter in group["params"]]
+        names = [name for holding in holdings for name in holding.names]
+        is_flat = any(holding.names != (holding.key,) for holding in holdings)
+        groups.append(sorted(names, key=order.__getitem__) if is_flat else names)
+    return groups
+
+
+def full_optim_state_dict(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """Return an optimizer's unsharded state. Collective: every process.
+
+    Args:
+        sharded: The model whose parameters the optimizer holds.
+        optimizer: The optimizer.
+        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for it.
+        cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
+
+    Returns:
+        What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
+        as `param_names` in each group.
+    """
+    names = optimizer_names(sharded, optimizer)
+    ids = {name: index for index, name in enumerate(name for group in names for name in group)}
+    state: dict[int, dict[str, Any]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        holding = _holding(sharded, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if is_laid_out_like(parameter, value):
+                parts: dict[str, Any] = _gathered(sharded, holding, value, rank0_only=rank0_only)
+                parts = {name: _moved(sharded, part, cpu_offload) for name, part in parts.items()}
+            else:
+                parts = {name: _own_copy(sharded, value) for name in holding.names}
+            for name, part in parts.items():
+                state.setdefault(ids[name], {})[key] = part
+    if rank0_only and sharded.engine.job.rank:
+        return {}
+    groups = [
+        {**_settings(group), "params": [ids[name] for name in own], "param_names": own}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
+    state: dict[str, dict[str, Any]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        holding = _holding(sharded, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            parts: dict[str, Any] = (
+                _shards(sharded, holding, value)
+                if is_laid_out_like(parameter, value)
+                else {name: _own_copy(sharded, value) for name in holding.names}
+            )
+            for name, part in parts.items():
+                state.setdefault(name, {})[key] = part
+    names = optimizer_names(sharded, optimizer)
+    groups = [{**_settings(group), "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def optim_state_dict_to_load(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what PyTorch's own `load_state_dict()` of an optimizer on shards takes, from a full state or a local one.
+
+    Args:
+        sharded: The model whose parameters the optimizer holds.
+        optimizer: The optimizer that is to load it.
+        saved: What `full_optim_state_dict()` gave in any engine, an optimizer of the unsharded model, or this optimizer's
+            own `state_dict()` at this number of devices.
+
+    Raises:
+        CheckpointError: Groups, names or shapes do not fit.
+    """
+    by_key = _saved_by_key(sharded, optimizer, saved)
+    own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, given in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        ids = []
+        for parameter in group["params"]:
+            ids.append(next(own_ids))
+            entries = _entries_of(sharded, _holding(sharded, parameter), by_key)
+            if entries:
+                state[ids[-1]] = {key: _laid_out(sharded, parameter, key, parts) for key, parts in entries.items()}
+        kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
+        groups.append({**kept, "params": ids})
+    return {"state": state, "param_groups": groups}
+
+
+def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
+    """Return whether a value of an optimizer's state is sharded as its parameter is."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _gathered(
+    sharded: ShardedModel, holding: Holding, tensor: torch.Tensor, *, rank0_only: bool
+) -> dict[str, torch.Tensor]:
+    """Return whole tensors of their own memory; on processes that get none an empty dict."""
+    local = sharded.fetch([tensor])[0]
+    flat = sharded.gather(holding, local, rank0_only=rank0_only)
+    if flat is None:
+        return {}
+    parts = flat.split([prod(shape) for _, shape in holding.members])
+    return {name: part.clone().view(shape) for (name, shape), part in zip(holding.members, parts, strict=True)}
+
+
+def _shards(sharded: ShardedModel, holding: Holding, tensor: torch.Tensor) -> dict[str, TensorShard]:
+    local = sharded.fetch([tensor])[0]
+    nothing = {name: TensorShard(Piece(name, shape, 0, 0), local[:0].clone()) for name, shape in holding.members}
+    held = {p.name: TensorShard(p, local[p.offset : p.offset + p.numel].clone()) for p in holding.pieces}
+    return {**nothing, **held}
+
+
+def _moved(sharded: ShardedModel, tensor: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
+    return tensor if cpu_offload else tensor.to(sharded.engine.device)
+
+
+def _own_copy(sharded: ShardedModel, value: Any) -> Any:
+    return to_host(sharded, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+def _holding(sharded: ShardedModel, parameter: nn.Parameter) -> Holding:
+    if parameter not in sharded.holdings:
+        raise CheckpointError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's: make it "
+            "from the parameters of the model that accelerate() returned"
+        )
+    return sharded.holdings[parameter]
+
+
+def _buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _refuse_untied(name: str, given: Mapping[str, Any]) -> None:
+    values = [value for value in given.values() if isinstance(value, torch.Tensor) and not hasattr(value, "to_local")]
+    for other in values[1:]:
+        if other.data_ptr() != values[0].data_ptr() and not torch.equal(other.cpu(), values[0].cpu()):
+            raise CheckpointError(
+                f"{' and '.join(map(repr, given))} are one parameter in this model, and have different values here: the "
+                "checkpoint was written by a model in which they were not tied. Leave all but one of them out"
+            )
+
+
+def _misfit(sharded: ShardedModel, missing: list[str], unexpected: list[str]) -> str:
+    parts = [f"{type(sharded.model).__name__} cannot load this state:"]
+    for what, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            parts.append(f"{len(names)} {what}: {', '.join(names[:8])}{', …' if len(names) > 8 else ''};")
+    return " ".join(parts) + " pass strict=False to load what fits"
+
+
+def _cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any]) -> torch.Tensor:
+    """Return what this process is to hold, from whole tensors, from shards, or from its own local tensor."""
+    local_numel = sum(piece.numel for piece in holding.pieces)
+    shapes = dict(holding.members)
+    if holding.key in found and (local := _as_local(sharded, holding, found[holding.key])) is not None:
+        return local[:local_numel]
+    parts = []
+    for piece in holding.pieces:
+        value = found[piece.name]
+        if isinstance(value, TensorShard):
+            if value.piece != piece:
+                raise CheckpointError(f"{piece.name!r}: a shard of another layout, {value.piece}; this process has {piece}")
+            parts.append(value.data)
+            continue
+        if tuple(value.shape) != shapes[piece.name]:
+            raise CheckpointError(
+                f"{piece.name!r} has the shape {tuple(value.shape)}, the model's is {shapes[piece.name]}, of which each "
+                f"of {sharded.num_shards} processes keeps {holding.shard_numel} elements"
+            )
+        parts.append(value.detach().cpu().reshape(-1)[piece.start : piece.stop])
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _as_local(sharded: ShardedModel, holding: Holding, value: Any) -> torch.Tensor | None:
+    """Return the process's own tensor flat, or None where a value is a whole one or a shard by original name."""
+    if isinstance(value, TensorShard):
+        return None
+    if hasattr(value, "to_local"):
+        return sharded.fetch([value])[0]
+    if holding.names == (holding.key,) and tuple(value.shape) == holding.members[0][1]:
+        return None
+    held = (holding.shard_numel, sum(piece.numel for piece in holding.pieces))
+    return value.detach().cpu().reshape(-1) if value.numel() in held else None
+
+
+def _saved_by_key(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the saved state of each parameter by its key, or by its original names."""
+    own_names = optimizer_names(sharded, optimizer)
+    own_keys = [[_holding(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
+    groups = saved["param_groups"]
+    if len(groups) != len(own_names):
+        raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
+    by_key: dict[str, dict[str, Any]] = {}
+    for index, (group, names, keys) in enumerate(zip(groups, own_names, own_keys, strict=True)):
+        given = group.get("param_names") or next((own for own in (names, keys) if len(own) == len(group["params"])), None)
+        if given is None or sorted(given) not in (sorted(names), sorted(keys)):
+            strange = sorted(set(given or ()) ^ set(names))[:8]
+            raise CheckpointError(
+                f"group {index} of the saved optimizer has {len(group['params'])} parameters, this one's has "
+                f"{len(names)}: they differ in {', '.join(strange) or 'number'}. Make the same groups as when it was saved"
+            )
+        by_key |= {key: saved["state"].get(id_, {}) for key, id_ in zip(given, group["params"], strict=True)}
+    return by_key
+
+
+def _entries_of(
+    sharded: ShardedModel, holding: Holding, by_key: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return each state of a parameter, as its values by key or by original name."""
+    if holding.key in by_key:
+        return {key: {holding.key: value} for key, value in by_key[holding.key].items()}
+    members = {name: by_key[name] for name in holding.names}
+    keys = [set(entry) for entry in members.values()]
+    if any(other != keys[0] for other in keys):
+        raise CheckpointError(
+            f"{', '.join(holding.names)} are flattened into one parameter here, and their saved states differ in kind: set "
+            "config.dist.fsdp.flatten_parameters = False"
+        )
+    first = next(iter(members.values()))
+    return {key: {name: entry[key] for name, entry in members.items()} for key in first}
+
+
+def _laid_out(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any]) -> Any:
+    """Return one state of a parameter as it lies here."""
+    holding = sharded.holdings[parameter]
+    first = next(iter(parts.values()))
+    if isinstance(first, TensorShard) or (isinstance(first, torch.Tensor) and _is_of_elements(holding, parts)):
+        return sharded.place(parameter, _cut(sharded, holding, parts))
+    if any(_differ(first, other) for other in parts.values()):
+        raise CheckpointError(
+            f"{', '.join(parts)} are flattened into one parameter here, and have different values of {key!r}: set "
+            "config.dist.fsdp.flatten_parameters = False"
+        )
+    return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
+
+
+def _is_of_elements(holding: Holding, parts: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state has one value for each element of its parameter."""
+    if holding.key in parts and holding.names != (holding.key,):
+        return parts[holding.key].dim() > 0
+    shapes = dict(holding.members)
+    held = (holding.shard_numel, sum(piece.numel for piece in holding.pieces))
+    return all(v.dim() > 0 and (tuple(v.shape) == shapes[name] or v.numel() in held) for name, v in parts.items())
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return not torch.equal(one, other)
+    return bool(one != other)
