@@ -1,0 +1,77 @@
+"""States as JSON and tensors: what a scheduler, a data loader or a user keeps, without pickle."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchacc.errors import CheckpointError
+
+_TAG = "$"
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    """Return a value as JSON has it; `decode` gives it back, with tuples, other keys than strings, bytes and tensors.
+
+    Args:
+        value: Nested dicts, lists, tuples and sets of numbers, strings, bytes, tensors, arrays, dtypes and None.
+        tensors: Gains the tensors, by their path.
+        path: Where the value stands, for names of tensors and for the error.
+
+    Raises:
+        CheckpointError: The value holds anything else.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+        tensors[path] = torch.as_tensor(value).detach().cpu().clone()
+        return {_TAG: kind, "value": path}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)).__name__
+        return items if kind == "list" else {_TAG: kind, "value": items}
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which a checkpoint does not hold, as reading it could run code: save its "
+        "numbers, strings, tensors, lists and dicts"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, inner = value.get(_TAG), value.get("value")
+    if kind is None:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if kind == "bytes":
+        return base64.b64decode(inner)
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind in ("tensor", "array"):
+        return tensors[inner].clone() if kind == "tensor" else tensors[inner].numpy().copy()
+    items = [decode(item, tensors) for item in inner]
+    if kind == "dict":
+        return {key: item for key, item in items}
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
+    if all(isinstance(key, str) for key in value) and _TAG not in value:
+        return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
+    return {_TAG: "dict", "value": pairs}
