@@ -2,11 +2,12 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from torchacc.errors import ConfigError
+from torchacc.data.sharding import ShardedLoader
+from torchacc.errors import ConfigError, DataError
 
 # How long to wait for a thread that is in the middle of loading a batch when its loop is left. It is a daemon: one that
 # never comes back (a stalled stream) must hold up neither the training script nor the end of the interpreter.
@@ -51,13 +52,15 @@ class AsyncLoader:
         self.prefetch = prefetch
         self._steps = [step for step in (transform, put) if step is not None]
         self._on_batch = on_batch or (lambda: None)
+        self._progress = _Progress()
 
     def __iter__(self) -> Iterator[Any]:
-        """Start an epoch; collective where the loader's own `__iter__` is."""
+        """Start an epoch, or go on with one that was loaded; collective where the loader's own `__iter__` is."""
         batches = iter(self.loader)
+        self._progress = _Progress()
         if self.prefetch:
-            return _Prefetched(batches, self._prepare, self._on_batch, self.prefetch)
-        return self._in_line(batches)
+            return _Prefetched(batches, self._prepare, self._on_batch, self.prefetch, self._progress)
+        return self._in_line(batches, self._progress)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -67,16 +70,73 @@ class AsyncLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _in_line(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data: plain data, fit for JSON, and the same on every process.
+
+        It counts the batches that the loop has had, not those that are merely ready. It belongs to the loop that was
+        started last; one that was left early counts as going on until the next one starts.
+        """
+        return self._sharded.position(self._progress.delivered, over=self._progress.over).to_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on after the batches that another loop has had, in this or another process.
+
+        Every process loads the same state before the loop, for a loader of the same data and batch size; the number of
+        devices may differ. From then on global batches are made of what is left of the epoch, the last one completed
+        with the epoch's first samples (or dropped) as ever. An epoch of which nothing is left ends at once, as it would
+        have done for the loop that was interrupted, so `range(loader.epochs_done, num_epochs)` counts the epochs right.
+
+        * The order of the epoch is found again: what it was drawn from is put back for these draws, and the global
+          generator is then as before. So restore the random state of the model at any time before or after; with it,
+          the epochs to come have the orders that they would have had.
+        * Of a map-style dataset, the samples that were seen are not loaded again. A stream is read again up to the
+          position, and so has to give the same batches again.
+        * What else a sampler draws from (Python's or numpy's generators) is not known here; an order that is not the
+          interrupted one's is refused when the loop starts. `set_epoch()` of another epoch leaves the loaded one.
+
+        Args:
+            state: What `state_dict()` returned.
+
+        Raises:
+            DataError: The state is that of a loader of other data, batch size or `drop_last`; it says which.
+        """
+        self._sharded.resume(state)
+        self._progress = _Progress()
+
+    @property
+    def epochs_done(self) -> int:
+        """How many epochs are over, those before the position that was loaded included."""
+        return self._sharded.position(self._progress.delivered, over=self._progress.over).epochs
+
+    @property
+    def _sharded(self) -> ShardedLoader:
+        if not isinstance(self.loader, ShardedLoader):
+            raise DataError(
+                f"this AsyncLoader reads a {type(self.loader).__name__}, whose position it does not know: use the "
+                "loader that accelerate() or shard_loader() returns"
+            )
+        return self.loader
+
+    def _in_line(self, batches: Iterator[Any], progress: "_Progress") -> Iterator[Any]:
         self._on_batch()
         for batch in batches:
-            yield self._prepare(batch)
+            ready = self._prepare(batch)
+            progress.delivered += 1
+            yield ready
             self._on_batch()
+        progress.over = True
 
     def _prepare(self, batch: Any) -> Any:
         for step in self._steps:
             batch = step(batch)
         return batch
+
+
+class _Progress:
+    """What a loop has had of its epoch."""
+
+    delivered = 0
+    over = False
 
 
 class _Failure:
@@ -129,8 +189,10 @@ class _Prefetched(Iterator[Any]):
         prepare: Callable[[Any], Any],
         on_batch: Callable[[], object],
         prefetch: int,
+        progress: _Progress,
     ) -> None:
         self._on_batch = on_batch
+        self._progress = progress
         self._feed = _Feed(prefetch)
         thread = threading.Thread(
             target=self._feed.fill, args=(batches, prepare), name="torchacc-async-loader", daemon=True
@@ -145,9 +207,11 @@ class _Prefetched(Iterator[Any]):
         item = self._feed.ready.get()
         if item is not _END and not isinstance(item, _Failure):
             self._feed.slots.release()
+            self._progress.delivered += 1
             return item
         self._close()
         if item is _END:
+            self._progress.over = True
             raise StopIteration
         if isinstance(item.error, StopIteration):  # would end the loop as if the data had ended
             raise RuntimeError("the transform of a batch raised StopIteration") from item.error

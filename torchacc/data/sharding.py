@@ -11,6 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +25,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torchacc.data.position import Position, pack, replayed, unpack
 from torchacc.data.tree import concat, map_tensors, num_rows, take
 from torchacc.errors import DataError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 Agree = Callable[[bytes], bytes]
 
@@ -72,7 +77,7 @@ def shard_loader(
     _check(loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return _IndexLoader(loader, num_shards, shards, agree)
-    return _StreamLoader(loader, num_shards, shards)
+    return _StreamLoader(loader, num_shards, shards, agree)
 
 
 def _check(loader: Any) -> None:
@@ -108,11 +113,16 @@ class ShardedLoader(ABC):
         drop_last: Whether an incomplete round is dropped, instead of completed.
     """
 
-    def __init__(self, loader: Any, num_shards: int, shards: range) -> None:
+    def __init__(self, loader: Any, num_shards: int, shards: range, agree: Agree | None) -> None:
         self.loader = loader
         self.num_shards = num_shards
         self.shards = shards
         self.drop_last = any(getattr(source, "drop_last", False) for source in (loader, *_samplers(loader)))
+        self._agree = agree or (lambda payload: payload)
+        self._epoch: int | None = None
+        self._at = Position()
+        """Where the latest epoch began in this process, or where the next call of `iter()` is to go on."""
+        self._resuming = False
 
     @property
     def dataset(self) -> Any:
@@ -130,6 +140,9 @@ class ShardedLoader(ABC):
         From then on the order of torch's own samplers depends on the seed and the epoch only, and no longer on what was
         drawn before, so that a resumed run finds it again.
         """
+        if self._resuming and epoch != self._at.epoch:
+            self._leave_resumed_epoch(epoch)
+        self._epoch = epoch
         for target in (self.loader, *_samplers(self.loader), getattr(self.loader, "dataset", None)):
             if callable(set_epoch := getattr(target, "set_epoch", None)):
                 set_epoch(epoch)
@@ -137,9 +150,89 @@ class ShardedLoader(ABC):
     def __len__(self) -> int:
         return _num_rounds(len(self.loader), self.num_shards, self.drop_last)
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """Start an epoch; collective where there are several processes."""
+        """Start an epoch, or go on with one that was loaded; collective where there are several processes."""
+        if self._resuming:
+            with replayed(self._generators(), self._at.random):
+                batches = self._begin()
+            self._resuming = False
+            return batches
+        states = json.dumps([pack(generator) for generator in self._generators()])
+        self._at = Position(
+            epochs=self._at.epochs + self._at.begun,
+            begun=True,
+            epoch=self._epoch,
+            seed=self._at.seed,
+            random=tuple(json.loads(self._agree(states.encode()))),
+        )
+        return self._begin()
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Any]:
+        """Return the batches that are left of the epoch at `_at`, having made all its draws; collective."""
+
+    def position(self, delivered: int, *, over: bool) -> Position:
+        """Return where a loop is that has had some of the latest epoch.
+
+        Args:
+            delivered: How many of this process's batches it has had since the latest `iter()`.
+            over: Whether it has heard that there are no more.
+        """
+        if over:
+            own = tuple(pack(generator) for generator in self._generators()[1:])
+            at = Position(epochs=self._at.epochs + 1, epoch=self._epoch, seed=self._at.seed, random=(None, *own))
+        else:
+            at = replace(self._at, batches=self._at.batches + delivered * self.num_shards)
+        return replace(at, loader=self._traits())
+
+    def resume(self, state: Any) -> None:
+        """Let the next `iter()` go on from a position.
+
+        Args:
+            state: `Position.to_json()`, the same on every process.
+
+        Raises:
+            DataError: It is another loader's.
+        """
+        at = Position.from_json(state, self._traits())
+        self._resuming = False
+        if at.epoch is not None:
+            self.set_epoch(at.epoch)
+        self._epoch, self._at, self._resuming = at.epoch, at, at.begun
+        if not at.begun:
+            for generator, text in zip(self._generators(), at.random, strict=False):
+                unpack(generator, text)
+
+    def _leave_resumed_epoch(self, epoch: int) -> None:
+        total = self._num_batches()
+        if total is None or self._at.batches < total:
+            _log.warning(
+                "set_epoch(%d) leaves the epoch that was loaded, %s, after %d of its %s batches: the rest is not seen",
+                epoch,
+                self._at.epoch,
+                self._at.batches,
+                "unknown number of" if total is None else total,
+            )
+        self._at = Position(epochs=self._at.epochs + 1, seed=self._at.seed)
+        self._resuming = False
+
+    def _generators(self) -> list[torch.Generator]:
+        """List what the order may be drawn from: the global generator, then those of the loader's own."""
+        sources = [self.loader, *_samplers(self.loader)]
+        found = [torch.default_generator, *(getattr(source, "generator", None) for source in sources)]
+        return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
+
+    def _num_batches(self) -> int | None:
+        return _length(self.loader)
+
+    def _traits(self) -> dict[str, Any]:
+        """Return what a loader must have in common with this one to go on where this one is."""
+        return {
+            "dataset length": _length(self.dataset),
+            "number of batches": self._num_batches(),
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+        }
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: while being copied or unpickled
@@ -150,13 +243,15 @@ class ShardedLoader(ABC):
 class _StreamLoader(ShardedLoader):
     """Reads every batch and keeps those of this process."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
-        return self._batches(iter(self.loader))
+        stream = self._filled(iter(self.loader))
+        rounds = _rounds(stream, self.num_shards, drop_last=self.drop_last, skip=self._at.batches)
+        return (_join([found[shard] for shard in self.shards]) for found in rounds)
 
-    def _batches(self, stream: Iterator[Any]) -> Iterator[Any]:
-        for found in _rounds(self._filled(stream), self.num_shards, drop_last=self.drop_last):
-            yield _join([found[shard] for shard in self.shards])
+    def _traits(self) -> dict[str, Any]:
+        # Each worker reads a part of the stream, so that their number decides on the order.
+        return super()._traits() | {"num_workers": getattr(self.loader, "num_workers", None)}
 
     def _filled(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Fill the batches that end the stream up to the size of the first.
@@ -177,21 +272,21 @@ class _IndexLoader(ShardedLoader):
     """Has the user's DataLoader load by our indices: those of this process, in the order of the user's own samplers."""
 
     def __init__(self, loader: "DataLoader[Any]", num_shards: int, shards: range, agree: Agree | None) -> None:
-        super().__init__(loader, num_shards, shards)
+        super().__init__(loader, num_shards, shards, agree)
         self._sampler = _ShardSampler(loader, num_shards, shards, drop_last=self.drop_last, agree=agree)
         self._inner = _with_sampler(loader, self._sampler)
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self._sampler.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         # The draws come in the order of the user's own loader: the workers' base seed, then the sampler's. They are all
         # made in this thread, as a background thread would race the model for the global generator.
-        indices = self._sampler.begin()
+        indices = self._sampler.begin(self._at)
         batches = iter(self._inner)
         indices.start()
+        self._at = indices.at
         return batches if self._sampler.collates or len(self.shards) == 1 else self._joined(batches)
+
+    def _num_batches(self) -> int | None:
+        return self._sampler.num_batches
 
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
         while found := list(itertools.islice(batches, len(self.shards))):
@@ -204,14 +299,12 @@ class _ShardSampler:
     Attributes:
         collates: Whether the DataLoader makes batches of samples. If not (batch_size=None), the dataset itself makes
             them, of whatever its sampler gives.
-        epoch: The epoch that decides on the order; None while the random state does.
     """
 
     def __init__(
         self, loader: "DataLoader[Any]", num_shards: int, shards: range, *, drop_last: bool, agree: Agree | None
     ) -> None:
         self.collates = loader.batch_sampler is not None
-        self.epoch: int | None = None
         self._order: Any = loader.batch_sampler if self.collates else loader.sampler
         self._batch_size = self._order.batch_size if type(self._order) is BatchSampler else None
         self._steerable = next(filter(_is_steerable, reversed(_samplers(loader))), None)
@@ -220,12 +313,16 @@ class _ShardSampler:
         self._drop_last = drop_last
         self._agree: Agree = agree or (lambda payload: payload)
         self._alone = agree is None
-        self._seed: int | None = None
-        self._indices = _Indices(self)
+        self._indices = _Indices(self, Position())
 
-    def begin(self) -> "_Indices":
-        """Start an epoch: what `iter()` returns from here on."""
-        self._indices = _Indices(self)
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in the user's own order; None where it has no length."""
+        return _length(self._order)
+
+    def begin(self, at: Position) -> "_Indices":
+        """Start an epoch, or the rest of one: what `iter()` returns from here on."""
+        self._indices = _Indices(self, at)
         return self._indices
 
     def __iter__(self) -> Iterator[Any]:
@@ -235,17 +332,34 @@ class _ShardSampler:
         rounds = _num_rounds(len(self._order), self._num_shards, self._drop_last)
         return rounds if self.collates else rounds * len(self._shards)
 
-    def draw(self) -> Iterator[Any]:
-        """Agree on the order of the epoch, and return this process's indices; collective, draws random numbers."""
-        with self._agreed_draws():
+    def draw(self, at: Position) -> tuple[Iterator[Any], Position]:
+        """Agree on the order of an epoch; collective, draws random numbers.
+
+        Returns:
+            This process's indices from the position on; and the position with what has been found out of the order.
+        """
+        if at.epoch is not None and at.seed is None:
+            at = replace(at, seed=self._agree_on_seed())
+        with self._agreed_draws(at):
             batches = iter(self._order)
             opening = list(itertools.islice(batches, max(self._num_shards, _COMPARED_BATCHES)))
-        self._compare(opening)
+        digest = self._compare(opening[:_COMPARED_BATCHES])
+        if at.order not in (None, digest):
+            raise DataError(
+                f"the order of the interrupted epoch is not found again: {type(self._order).__name__} now gives "
+                f"batches that begin with {repr(opening)[:80]}. What decides on it is neither torch's generator nor "
+                "set_epoch(): give the sampler a `generator`, or a set_epoch() on which alone its order depends"
+            )
         rounds = _rounds(
-            itertools.chain(opening, batches), self._num_shards, drop_last=self._drop_last, batch_size=self._batch_size
+            itertools.chain(opening, batches),
+            self._num_shards,
+            drop_last=self._drop_last,
+            batch_size=self._batch_size,
+            skip=at.batches,
         )
         # An empty epoch is reported here, not in a background thread.
-        return self._share(itertools.chain([next(rounds)], rounds))
+        rounds = itertools.chain(list(itertools.islice(rounds, 1)), rounds)
+        return self._share(rounds), replace(at, order=digest)
 
     def _share(self, rounds: Iterator[list[Any]]) -> Iterator[Any]:
         for found in rounds:
@@ -257,17 +371,17 @@ class _ShardSampler:
                 yield from own
 
     @contextmanager
-    def _agreed_draws(self) -> Iterator[None]:
+    def _agreed_draws(self, at: Position) -> Iterator[None]:
         """Let the user's sampler draw what rank 0's draws, or, once an epoch is set, what the epoch decides.
 
         A rank whose global generator was in another state gets that state back.
         """
-        if self._steerable is None or (self._alone and self.epoch is None):
+        if self._steerable is None or (self._alone and at.epoch is None):
             yield
             return
-        generator: torch.Generator = self._steerable.generator or torch.default_generator
+        generator = self._generator
         own = generator.get_state()
-        agreed = self._rank0_state(own) if self.epoch is None else self._epoch_state(generator, self.epoch)
+        agreed = self._rank0_state(own) if at.epoch is None else _epoch_state(at)
         generator.set_state(agreed)
         try:
             yield
@@ -275,19 +389,22 @@ class _ShardSampler:
             if generator is torch.default_generator and not torch.equal(own, agreed):
                 generator.set_state(own)
 
+    @property
+    def _generator(self) -> torch.Generator:
+        return getattr(self._steerable, "generator", None) or torch.default_generator
+
     def _rank0_state(self, own: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(bytearray(self._agree(own.numpy().tobytes())), dtype=torch.uint8)
 
-    def _epoch_state(self, generator: torch.Generator, epoch: int) -> torch.Tensor:
-        if self._seed is None:  # asked once: setting a generator's state changes its seed, too
-            self._seed = int(self._agree(str(generator.initial_seed()).encode()))
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}".encode(), digest_size=7).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "big")).get_state()
+    def _agree_on_seed(self) -> int:
+        # Asked once: setting a generator's state changes its seed, too.
+        return int(self._agree(str(self._generator.initial_seed()).encode()))
 
-    def _compare(self, opening: list[Any]) -> None:
-        """Refuse an order that is not rank 0's; collective."""
+    def _compare(self, opening: list[Any]) -> str:
+        """Refuse an order that is not rank 0's, and return its digest; collective."""
         order = repr(opening)
-        own = [_length(self._order), order[:80], hashlib.blake2b(order.encode()).hexdigest()]
+        digest = hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
+        own = [self.num_batches, order[:80], digest]
         theirs = json.loads(self._agree(json.dumps(own).encode()))
         if own != theirs:
             raise DataError(
@@ -295,22 +412,33 @@ class _ShardSampler:
                 f"{theirs[0]} batches that begin with {theirs[1]} on rank 0, but {own[0]} that begin with {own[1]} "
                 f"here. Seed the sampler alike in every process, not by rank, and give every process the whole dataset."
             )
+        return digest
 
 
 class _Indices(Iterator[Any]):
-    """One epoch's indices, drawn at the first call of `start` or of `next`."""
+    """One epoch's indices, drawn at the first call of `start` or of `next`.
 
-    def __init__(self, sampler: _ShardSampler) -> None:
+    Attributes:
+        at: The position that they begin at; once drawn, with what has been found out of the order.
+    """
+
+    def __init__(self, sampler: _ShardSampler, at: Position) -> None:
+        self.at = at
         self._sampler = sampler
         self._drawn: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
         if self._drawn is None:
-            self._drawn = self._sampler.draw()
+            self._drawn, self.at = self._sampler.draw(self.at)
         return self._drawn
 
     def __next__(self) -> Any:
         return next(self.start())
+
+
+def _epoch_state(at: Position) -> torch.Tensor:
+    digest = hashlib.blake2b(f"{at.seed}/{at.epoch}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big")).get_state()
 
 
 def _rounds(
@@ -319,6 +447,7 @@ def _rounds(
     *,
     drop_last: bool,
     batch_size: int | None = None,
+    skip: int = 0,
 ) -> Iterator[list[Any]]:
     """Group an epoch's batches into rounds of one per device, the last one completed or dropped.
 
@@ -327,9 +456,19 @@ def _rounds(
         num_shards: How many make a round.
         drop_last: Whether to drop an incomplete round.
         batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
+        skip: How many batches to leave out. They are read at once, the rest as the rounds are asked for.
     """
-    count = 0
-    first: list[Any] = []
+    first = list(itertools.islice(batches, num_shards)) if skip else []
+    left = itertools.chain(first, batches)
+    next(itertools.islice(left, skip, skip), None)
+    return _grouped(left, first, num_shards, drop_last, batch_size)
+
+
+def _grouped(
+    batches: Iterator[Any], first: list[Any], num_shards: int, drop_last: bool, batch_size: int | None
+) -> Iterator[list[Any]]:
+    """Group batches into rounds, and complete the last one with the first batches of the epoch, where known."""
+    count = len(first)
     while found := list(itertools.islice(batches, num_shards)):
         count += len(found)
         if len(found) < num_shards and drop_last:

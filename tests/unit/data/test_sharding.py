@@ -288,7 +288,7 @@ def test_agreement_happens_in_the_thread_that_starts_the_epoch():
 
     ranks.run(epoch)
     assert ranks.threads == {threading.main_thread()}
-    assert len(ranks.payloads) == 2
+    assert len(ranks.payloads) == 3
 
 
 def test_agreement_with_ranks_that_run_at_once():
