@@ -1,5 +1,6 @@
 """Train PyTorch models fully sharded on XLA devices and natively, with a few lines added to a script."""
 
+from torchacc import checkpoint as checkpoint
 from torchacc import dist as dist
 from torchacc.api import Description as Description
 from torchacc.api import accelerate as accelerate
@@ -11,6 +12,7 @@ from torchacc.api import shard_loader as shard_loader
 from torchacc.api import sync as sync
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
+from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
 from torchacc.errors import DataError as DataError
 from torchacc.errors import EngineError as EngineError
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncLoader",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "DataError",
@@ -26,6 +29,7 @@ __all__ = [
     "EngineError",
     "accelerate",
     "accumulate",
+    "checkpoint",
     "describe",
     "dist",
     "full_state_dict",

@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchacc import data
+from torchacc.checkpoint import state
 from torchacc.config import Config
-from torchacc.engines import failure, registry
-from torchacc.engines.base import Engine, ShardedModel
+from torchacc.engines import compat, failure, registry
+from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -22,8 +23,6 @@ from torchacc.logging import get_logger, start_logging
 from torchacc.plan import make_plan
 
 _log = get_logger(__name__)
-
-_ATTRIBUTE = "_torchacc"
 
 
 def accelerate(
@@ -88,7 +87,7 @@ def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoade
     Raises:
         DataError: The dataloader cannot be sharded.
     """
-    return _make_loader(dataloader, _sharded(model).engine)
+    return _make_loader(dataloader, sharded_model(model).engine)
 
 
 def accumulate(model: nn.Module) -> AbstractContextManager[None]:
@@ -108,19 +107,21 @@ def accumulate(model: nn.Module) -> AbstractContextManager[None]:
         ...     with contextlib.nullcontext() if last else torchacc.accumulate(model):
         ...         (model(**batch).loss / len(micro_batches)).backward()
     """
-    return _sharded(model).accumulate()
+    return sharded_model(model).accumulate()
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, torch.Tensor]:
     """Return the unsharded parameters and buffers. Collective: every process.
 
     Args:
         model: The model that accelerate() returned.
+        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for the whole.
+        cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
 
     Returns:
-        Original name -> CPU tensor, tied names included, on every process.
+        Original name -> tensor, tied names included; one copy of the model.
     """
-    return _sharded(model).full_state_dict()
+    return state.full_state_dict(sharded_model(model), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def describe(model: nn.Module) -> Description:
     Args:
         model: The model that accelerate() returned.
     """
-    sharded = _sharded(model)
+    sharded = sharded_model(model)
     engine, plan = sharded.engine, sharded.plan
     num_compiles, compile_secs = engine.compile_stats()
     return Description(
@@ -195,20 +196,22 @@ mark_step = sync
 """TorchAcc's and torch_xla's older name of `sync`."""
 
 
-def _sharded(model: nn.Module) -> ShardedModel:
-    sharded = vars(model).get(_ATTRIBUTE)
-    if sharded is None:
-        raise ConfigError(f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned")
-    return sharded  # type: ignore[no-any-return]
-
-
 def _attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
-    vars(model)[_ATTRIBUTE] = sharded
+    vars(model)[HANDLE] = sharded
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
+    methods: dict[str, Callable[..., Any]] = {
+        "load_state_dict": state.load_state_dict,
+        "get_shard_metadata": state.shard_metadata,
+        "sharded_optim_state_dict": state.sharded_optim_state_dict,
+        "full_optim_state_dict": state.full_optim_state_dict,
+        "optim_state_dict_to_load": state.optim_state_dict_to_load,
+    }
+    for name, function in methods.items():
+        setattr(model, name, functools.partial(function, sharded))
     for parameter in model.parameters():
-        vars(parameter)[_ATTRIBUTE] = sharded
+        vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
 
 
@@ -224,12 +227,21 @@ def _watch_optimizers() -> None:
         for sharded in _models_of(optimizer):
             sharded.after_step(optimizer)
 
+    def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+        models = _models_of(optimizer)
+        return state.with_metadata(models[0], optimizer, own) if len(models) == 1 else own
+
+    def to_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        models = _models_of(optimizer)
+        return state.optim_state_dict_to_load(models[0], optimizer, given) if len(models) == 1 else given
+
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+    compat.hold_until_exit(compat.optimizer_states(saved, to_load))
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    owners = [vars(p).get(_ATTRIBUTE) for group in optimizer.param_groups for p in group["params"]]
+    owners = [vars(p).get(HANDLE) for group in optimizer.param_groups for p in group["params"]]
     return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
@@ -265,7 +277,7 @@ def _bucketing(engine: Engine) -> data.Bucketing | None:
 
 def _refuse_second_time(model: nn.Module) -> None:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(_ATTRIBUTE in vars(module) for module in modules):
+    if any(HANDLE in vars(module) for module in modules):
         raise ConfigError(
             "accelerate() has already sharded this model or a part of it: pass the outermost module, once; for "
             "a further loader use shard_loader()"

@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one process holds of one parameter, as an optimizer sees it: a shard of one tensor, or of several flattened."""
+    """What one process holds of a parameter that an optimizer sees: a shard of one tensor, or of several flattened."""
 
     key: str
     """The parameter's name in the process's own `state_dict()`; a flat one has a name of its own."""
@@ -79,7 +79,7 @@ def rows(name: str, shape: Iterable[int], index: int, count: int) -> Piece:
 
 
 def flat_run(names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int) -> tuple[Piece, ...]:
-    """Return the pieces that a run of several tensors, flattened one after another, has of each; empty ones left out."""
+    """Return what a run of several tensors, flattened one after another, has of each; empty pieces are left out."""
     pieces: list[Piece] = []
     begin = 0
     for name, shape in zip(names, map(tuple, shapes), strict=True):

@@ -1,1 +1,8 @@
 """Checkpoints that load at any number of devices and in any engine."""
+
+from torchacc.checkpoint.live import load as load
+from torchacc.checkpoint.live import save as save
+from torchacc.checkpoint.live import snapshot as snapshot
+from torchacc.checkpoint.live import verify as verify
+
+__all__ = ["load", "save", "snapshot", "verify"]

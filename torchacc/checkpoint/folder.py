@@ -82,15 +82,15 @@ class FolderWriter:
                 raise CheckpointError(f"{self.final} is a file: name a folder to save a checkpoint in")
             if self.final.is_dir() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
                 raise CheckpointError(
-                    f"{self.final} holds files that are no torchacc checkpoint, and saving would replace them: name another "
-                    "folder, or empty it"
+                    f"{self.final} holds files that are no torchacc checkpoint, and saving would replace them: name "
+                    "another folder, or empty it"
                 )
             settle(self.final)
             needed, free = sum(size for _, size in files.values()), shutil.disk_usage(self.final.parent).free
             if needed > free:
                 raise CheckpointError(
-                    f"a checkpoint of {needed:,} bytes does not fit in {self.final.parent}, which has {free:,} left: nothing "
-                    "was written"
+                    f"a checkpoint of {needed:,} bytes does not fit in {self.final.parent}, which has {free:,} left: "
+                    "nothing was written"
                 )
             self.folder.mkdir()
             for name, (header, size) in files.items():
@@ -109,8 +109,8 @@ class FolderWriter:
             self._mark("writing").touch()
         except OSError as error:
             raise CheckpointError(
-                f"rank {self._rank} cannot write in {self.folder}, which rank 0 has made: {error.strerror}. Save to a file "
-                "system that all machines share"
+                f"rank {self._rank} cannot write in {self.folder}, which rank 0 has made: {error.strerror}. Save to a "
+                "file system that all machines share"
             ) from None
 
     def write(self, slot: Slot, start: int, data: torch.Tensor) -> None:
@@ -205,7 +205,8 @@ class FolderWriter:
                 files.setdefault(name, []).extend(Segment(*segment) for segment in segments)
         entries = {}
         for name, found in sorted(files.items()):
-            size, segments = (self.folder / name).stat().st_size, sorted(found)
+            size = (self.folder / name).stat().st_size
+            segments = sorted(found)
             _check_cover(self.folder / name, segments, size)
             entries[name] = {"size": size, "segments": [[segment.size, segment.digest] for segment in segments]}
         write_synced(self.folder / MANIFEST, render_manifest({"token": self.token, "files": entries}))
@@ -339,7 +340,9 @@ class Folder:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: the checkpoint is not complete")
             if path.stat().st_size != entry["size"] or starts[-1] != entry["size"]:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and was written with {entry['size']:,}")
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size:,} bytes, and was written with {entry['size']:,}"
+                )
 
     def _slots(self, stem: str) -> dict[str, Slot]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
@@ -409,7 +412,7 @@ def digest(data: Any) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor that is not empty."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def render_manifest(content: Mapping[str, Any]) -> str:
@@ -428,7 +431,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes().decode()
         content = json.loads(text)["content"]
-        intact = text == json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":")) + "\n"
+        intact = (
+            text
+            == json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":"))
+            + "\n"
+        )
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -437,7 +444,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not as it was written: the checkpoint is altered or torn")
     if content["format"] != _FORMAT or content["version"] != _VERSION:
         raise CheckpointError(
-            f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads {_FORMAT} {_VERSION}"
+            f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads "
+            f"{_FORMAT} {_VERSION}"
         )
     for name in content["files"]:
         if Path(name).name != name or name in ("", ".", ".."):

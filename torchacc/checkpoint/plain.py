@@ -35,6 +35,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor | np.ndarray):
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
+        while path in tensors:  # of the keys 1 and "1"
+            path += "'"
         tensors[path] = torch.as_tensor(value).detach().cpu().clone()
         return {_TAG: kind, "value": path}
     if isinstance(value, Mapping):
@@ -55,7 +57,8 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
-    kind, inner = value.get(_TAG), value.get("value")
+    kind = value.get(_TAG)
+    inner: Any = value.get("value")
     if kind is None:
         return {key: decode(item, tensors) for key, item in value.items()}
     if kind == "bytes":
@@ -66,7 +69,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensors[inner].clone() if kind == "tensor" else tensors[inner].numpy().copy()
     items = [decode(item, tensors) for item in inner]
     if kind == "dict":
-        return {key: item for key, item in items}
+        return dict(items)
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 

@@ -4,7 +4,7 @@ Everything goes one tensor at a time, so that a full state costs one copy on the
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -16,6 +16,10 @@ from torch import nn
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding, Piece
+
+
+class LocalState(dict[str, Any]):
+    """An optimizer's state that lies as its parameters do here, and is loaded as it is."""
 
 
 class StateDictType(Enum):
@@ -101,14 +105,17 @@ def state_names(sharded: ShardedModel) -> list[str]:
     return [name for first in sharded.parameter_names for name in aliases[first]] + list(buffers(sharded))
 
 
-def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any], strict: bool = True) -> Any:
+def load_state_dict(
+    sharded: ShardedModel, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
     """Load a full state, or this process's own, into a sharded model, in place.
 
     Args:
         sharded: The model.
-        state: Whole tensors by original name (of a tied parameter one name is enough), or what `state_dict()`,
+        state_dict: Whole tensors by original name (of a tied parameter one name is enough), or what `state_dict()`,
             `local_state_dict()` or `sharded_state_dict()` gave at this number of devices.
         strict: Whether every name must be there, and none beside them.
+        assign: Not available: the shards stay where they are.
 
     Returns:
         `(missing_keys, unexpected_keys)`, as `torch.nn.Module.load_state_dict()` does.
@@ -117,8 +124,10 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any], strict: boo
         CheckpointError: A name is missing or unknown, a shape is another, or two names of one parameter have different
             values. The model is left as it was.
     """
+    if assign:
+        raise CheckpointError("load_state_dict(assign=True) would replace the model's shards: leave out assign=True")
     names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
-    left = dict(state)
+    left = dict(state_dict)
     loads: list[tuple[nn.Parameter, Holding, dict[str, Any]]] = []
     missing: list[str] = []
     for parameter, holding in sharded.holdings.items():
@@ -132,7 +141,7 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any], strict: boo
         missing += wanted
         if not wanted:
             loads.append((parameter, holding, found))
-    own = {name: value for name, value in _buffer_slots(sharded.model)}
+    own = dict(buffer_slots(sharded.model))
     missing += [name for name in own if name not in left]
     given_buffers = {name: left.pop(name) for name in own if name in left}
     unexpected = list(left)
@@ -140,7 +149,9 @@ def load_state_dict(sharded: ShardedModel, state: Mapping[str, Any], strict: boo
         raise CheckpointError(_misfit(sharded, missing, unexpected))
     for name, value in given_buffers.items():
         if tuple(value.shape) != tuple(own[name].shape):
-            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}")
+            raise CheckpointError(
+                f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
+            )
     locals_ = [(parameter, _cut(sharded, holding, found)) for parameter, holding, found in loads]
     with torch.no_grad():
         for parameter, local in locals_:
@@ -187,7 +198,7 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     order = {name: index for index, name in enumerate(sharded.parameter_names)}
     groups = []
     for group in optimizer.param_groups:
-        holdings = [_holding(sharded, parameter) for parameter in group["params"]]
+        holdings = [holding_of(sharded, parameter) for parameter in group["params"]]
         names = [name for holding in holdings for name in holding.names]
         is_flat = any(holding.names != (holding.key,) for holding in holdings)
         groups.append(sorted(names, key=order.__getitem__) if is_flat else names)
@@ -213,7 +224,7 @@ def full_optim_state_dict(
     ids = {name: index for index, name in enumerate(name for group in names for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        holding = _holding(sharded, parameter)
+        holding = holding_of(sharded, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if is_laid_out_like(parameter, value):
                 parts: dict[str, Any] = _gathered(sharded, holding, value, rank0_only=rank0_only)
@@ -235,7 +246,7 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
     """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
     state: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        holding = _holding(sharded, parameter)
+        holding = holding_of(sharded, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             parts: dict[str, Any] = (
                 _shards(sharded, holding, value)
@@ -251,18 +262,20 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
 
 def optim_state_dict_to_load(
     sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what PyTorch's own `load_state_dict()` of an optimizer on shards takes, from a full state or a local one.
+) -> "LocalState":
+    """Return an optimizer's state as it lies here, from a full state or a local one; `load_state_dict()` takes it.
 
     Args:
         sharded: The model whose parameters the optimizer holds.
         optimizer: The optimizer that is to load it.
-        saved: What `full_optim_state_dict()` gave in any engine, an optimizer of the unsharded model, or this optimizer's
-            own `state_dict()` at this number of devices.
+        saved: What `full_optim_state_dict()` gave in any engine, an optimizer of the unsharded model, or this
+            optimizer's own `state_dict()` at this number of devices.
 
     Raises:
         CheckpointError: Groups, names or shapes do not fit.
     """
+    if isinstance(saved, LocalState):
+        return saved
     by_key = _saved_by_key(sharded, optimizer, saved)
     own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
     state: dict[int, dict[str, Any]] = {}
@@ -271,12 +284,54 @@ def optim_state_dict_to_load(
         ids = []
         for parameter in group["params"]:
             ids.append(next(own_ids))
-            entries = _entries_of(sharded, _holding(sharded, parameter), by_key)
+            entries = _entries_of(sharded, holding_of(sharded, parameter), by_key)
             if entries:
                 state[ids[-1]] = {key: _laid_out(sharded, parameter, key, parts) for key, parts in entries.items()}
         kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
         groups.append({**kept, "params": ids})
-    return {"state": state, "param_groups": groups}
+    return LocalState({"state": state, "param_groups": groups})
+
+
+def with_metadata(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer's own `state_dict()` gave, with what makes it understood without the model.
+
+    That is `param_names` in each group, the parameters' names in the model's own `state_dict()`, and `shard_metadata`.
+    """
+    groups = [
+        {**given, "param_names": [holding_of(sharded, parameter).key for parameter in group["params"]]}
+        for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**own, "param_groups": groups, "shard_metadata": shard_metadata(sharded)}
+
+
+def match_groups(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Sequence[Sequence[str]]
+) -> list[list[nn.Parameter]]:
+    """Return the parameters of each of an optimizer's groups, which must be the groups that were saved.
+
+    Args:
+        sharded: The model.
+        optimizer: The optimizer.
+        saved: Original names of each saved group's parameters.
+
+    Raises:
+        CheckpointError: The groups are others.
+    """
+    own = optimizer_names(sharded, optimizer)
+    if len(own) != len(saved):
+        raise CheckpointError(f"the saved optimizer has {len(saved)} groups, this one has {len(own)}")
+    for index, (names, given) in enumerate(zip(own, saved, strict=True)):
+        if set(names) != set(given):
+            raise CheckpointError(_other_group(index, given, names))
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def flattened_apart(holding: Holding, what: str) -> str:
+    """Return why the states of parameters that are flattened together cannot be loaded."""
+    return (
+        f"{', '.join(holding.names)} are flattened into one parameter here, and have different {what}: set "
+        "config.dist.fsdp.flatten_parameters = False"
+    )
 
 
 def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
@@ -316,16 +371,22 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 
 
-def _holding(sharded: ShardedModel, parameter: nn.Parameter) -> Holding:
+def holding_of(sharded: ShardedModel, parameter: nn.Parameter) -> Holding:
+    """Return what this process holds of an optimizer's parameter.
+
+    Raises:
+        CheckpointError: It is not the model's.
+    """
     if parameter not in sharded.holdings:
         raise CheckpointError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's: make it "
-            "from the parameters of the model that accelerate() returned"
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's: make "
+            "it from the parameters of the model that accelerate() returned"
         )
     return sharded.holdings[parameter]
 
 
-def _buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and the tensors of the persistent buffers, in place."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -337,8 +398,8 @@ def _refuse_untied(name: str, given: Mapping[str, Any]) -> None:
     for other in values[1:]:
         if other.data_ptr() != values[0].data_ptr() and not torch.equal(other.cpu(), values[0].cpu()):
             raise CheckpointError(
-                f"{' and '.join(map(repr, given))} are one parameter in this model, and have different values here: the "
-                "checkpoint was written by a model in which they were not tied. Leave all but one of them out"
+                f"{' and '.join(map(repr, given))} are one parameter in this model, and have different values here: "
+                "the checkpoint was written by a model in which they were not tied. Leave all but one of them out"
             )
 
 
@@ -361,13 +422,15 @@ def _cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any]) -> t
         value = found[piece.name]
         if isinstance(value, TensorShard):
             if value.piece != piece:
-                raise CheckpointError(f"{piece.name!r}: a shard of another layout, {value.piece}; this process has {piece}")
+                raise CheckpointError(
+                    f"{piece.name!r}: a shard of another layout, {value.piece}; this process has {piece}"
+                )
             parts.append(value.data)
             continue
         if tuple(value.shape) != shapes[piece.name]:
             raise CheckpointError(
-                f"{piece.name!r} has the shape {tuple(value.shape)}, the model's is {shapes[piece.name]}, of which each "
-                f"of {sharded.num_shards} processes keeps {holding.shard_numel} elements"
+                f"{piece.name!r} has the shape {tuple(value.shape)}, the model's is {shapes[piece.name]}, of which "
+                f"each of {sharded.num_shards} processes keeps {holding.shard_numel} elements"
             )
         parts.append(value.detach().cpu().reshape(-1)[piece.start : piece.stop])
     return torch.cat(parts) if parts else torch.empty(0)
@@ -390,21 +453,27 @@ def _saved_by_key(
 ) -> dict[str, dict[str, Any]]:
     """Return the saved state of each parameter by its key, or by its original names."""
     own_names = optimizer_names(sharded, optimizer)
-    own_keys = [[_holding(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
+    own_keys = [[holding_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
     groups = saved["param_groups"]
     if len(groups) != len(own_names):
         raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
     by_key: dict[str, dict[str, Any]] = {}
     for index, (group, names, keys) in enumerate(zip(groups, own_names, own_keys, strict=True)):
-        given = group.get("param_names") or next((own for own in (names, keys) if len(own) == len(group["params"])), None)
+        given = group.get("param_names") or next(
+            (own for own in (names, keys) if len(own) == len(group["params"])), None
+        )
         if given is None or sorted(given) not in (sorted(names), sorted(keys)):
-            strange = sorted(set(given or ()) ^ set(names))[:8]
-            raise CheckpointError(
-                f"group {index} of the saved optimizer has {len(group['params'])} parameters, this one's has "
-                f"{len(names)}: they differ in {', '.join(strange) or 'number'}. Make the same groups as when it was saved"
-            )
+            raise CheckpointError(_other_group(index, given or group["params"], names))
         by_key |= {key: saved["state"].get(id_, {}) for key, id_ in zip(given, group["params"], strict=True)}
     return by_key
+
+
+def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
+    strange = sorted(str(name) for name in set(given) ^ set(names))
+    return (
+        f"group {index} of the saved optimizer has {len(given)} parameters, this one's has {len(names)}: they differ "
+        f"in {', '.join(strange[:8])}{', …' if len(strange) > 8 else ''}. Make the same groups as when it was saved"
+    )
 
 
 def _entries_of(
@@ -416,10 +485,7 @@ def _entries_of(
     members = {name: by_key[name] for name in holding.names}
     keys = [set(entry) for entry in members.values()]
     if any(other != keys[0] for other in keys):
-        raise CheckpointError(
-            f"{', '.join(holding.names)} are flattened into one parameter here, and their saved states differ in kind: set "
-            "config.dist.fsdp.flatten_parameters = False"
-        )
+        raise CheckpointError(flattened_apart(holding, "kinds of state"))
     first = next(iter(members.values()))
     return {key: {name: entry[key] for name, entry in members.items()} for key in first}
 
@@ -430,11 +496,8 @@ def _laid_out(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: M
     first = next(iter(parts.values()))
     if isinstance(first, TensorShard) or (isinstance(first, torch.Tensor) and _is_of_elements(holding, parts)):
         return sharded.place(parameter, _cut(sharded, holding, parts))
-    if any(_differ(first, other) for other in parts.values()):
-        raise CheckpointError(
-            f"{', '.join(parts)} are flattened into one parameter here, and have different values of {key!r}: set "
-            "config.dist.fsdp.flatten_parameters = False"
-        )
+    if any(differ(first, other) for other in parts.values()):
+        raise CheckpointError(flattened_apart(holding, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
 
 
@@ -447,7 +510,8 @@ def _is_of_elements(holding: Holding, parts: Mapping[str, torch.Tensor]) -> bool
     return all(v.dim() > 0 and (tuple(v.shape) == shapes[name] or v.numel() in held) for name, v in parts.items())
 
 
-def _differ(one: Any, other: Any) -> bool:
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two values of an optimizer's state are not the same."""
     if isinstance(one, torch.Tensor):
         return not torch.equal(one, other)
     return bool(one != other)

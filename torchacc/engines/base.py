@@ -21,6 +21,9 @@ from torchacc.layout import Holding
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
 
+HANDLE = "_torchacc"
+"""The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
+
 
 class Engine(ABC):
     """One way to carry out sharding; the process's runtime belongs to it once `setup()` has run."""
@@ -82,6 +85,14 @@ class Engine(ABC):
     def end_batch(self) -> None:
         """Run what the last batch has left recorded; the loader calls it between batches."""
 
+    def random_state(self) -> dict[str, Any]:
+        """Return the state of this process's generators of random numbers, PyTorch's and the device's."""
+        return {"torch": torch.get_rng_state()}
+
+    def set_random_state(self, state: Mapping[str, Any]) -> None:
+        """Put PyTorch's and the device's generators where they were; takes what `random_state()` returned."""
+        torch.set_rng_state(state["torch"])
+
     def compile_stats(self) -> tuple[int, float]:
         """Return how many programs have been compiled in this process, and in how many seconds."""
         return 0, 0.0
@@ -124,8 +135,8 @@ class ShardedModel(ABC):
 
         Args:
             parameter: One of `holdings`.
-            local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements as
-                its pieces have.
+            local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements
+                as its pieces have.
         """
 
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
@@ -279,6 +290,18 @@ class ShardedModel(ABC):
                 "the like. config.compute.bf16 chooses the precision, torchacc.full_state_dict(model) gives CPU weights"
             )
         return self.model
+
+
+def sharded_model(model: nn.Module) -> ShardedModel:
+    """Return what the engine knows of a model that it has sharded.
+
+    Raises:
+        ConfigError: The model was not sharded.
+    """
+    sharded = vars(model).get(HANDLE)
+    if sharded is None:
+        raise ConfigError(f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned")
+    return sharded  # type: ignore[no-any-return]
 
 
 def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:

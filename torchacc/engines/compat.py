@@ -1,6 +1,7 @@
 """Patches of PyTorch itself that hold while an engine runs, each with the versions it is for."""
 
 import atexit
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -81,3 +82,34 @@ def total_norm_over_shards(
     finally:
         clip_grad._get_total_norm = original
         utils.clip_grad_norm_ = replaced
+
+
+@contextmanager
+def optimizer_states(
+    saved: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
+    to_load: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
+) -> Iterator[None]:
+    """Let each optimizer's `state_dict()` and `load_state_dict()` know of shards, also of one that is made later.
+
+    Args:
+        saved: Turns what an optimizer's own `state_dict()` gave into what the caller gets.
+        to_load: Turns what the caller gives into what its own `load_state_dict()` takes.
+    """
+    optimizer_class = torch.optim.Optimizer
+    own_state_dict, own_load_state_dict = optimizer_class.state_dict, optimizer_class.load_state_dict
+
+    @functools.wraps(own_state_dict)
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        return saved(self, own_state_dict(self))
+
+    @functools.wraps(own_load_state_dict)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        own_load_state_dict(self, to_load(self, state_dict))
+
+    optimizer_class.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer_class.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        optimizer_class.state_dict = own_state_dict  # type: ignore[method-assign]
+        optimizer_class.load_state_dict = own_load_state_dict  # type: ignore[method-assign]

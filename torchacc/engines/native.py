@@ -1,6 +1,6 @@
 """PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -87,6 +87,19 @@ class NativeEngine(Engine):
             if size("dp") == 1:
                 return DeviceMesh(self.device.type, ranks[0], mesh_dim_names=("fsdp",))
             return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "fsdp"))
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the state of the CPU's and of the accelerator's generator."""
+        state = super().random_state()
+        if self.device.type != "cpu":
+            state["device"] = torch.get_device_module(self.device).get_rng_state()
+        return state
+
+    def set_random_state(self, state: Mapping[str, Any]) -> None:
+        """Put the CPU's generator where it was, and the accelerator's, where it was one then, too."""
+        super().set_random_state(state)
+        if self.device.type != "cpu" and "device" in state:
+            torch.get_device_module(self.device).set_rng_state(state["device"])
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`."""
@@ -186,7 +199,10 @@ class NativeModel(ShardedModel):
         for planned in self.plan.parameters:
             members = ((planned.name, planned.shape),)
             size = _largest_shard(planned, self.num_shards)
-            yield self.model.get_parameter(planned.name), Holding(planned.name, members, size, self._coordinates["fsdp"])
+            yield (
+                self.model.get_parameter(planned.name),
+                Holding(planned.name, members, size, self._coordinates["fsdp"]),
+            )
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the local tensors of DTensors, flat, on the host."""

@@ -1,10 +1,14 @@
 """The processes of the job on the host: started once, used for everything that is not a gradient on a device."""
 
 import atexit
+import functools
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,12 @@ import torch.distributed as dist
 
 from torchacc.env import Job
 from torchacc.errors import EngineError
+
+_DRAIN_SECS = 2.0
+"""How long the end of a process waits for threads that do not come to rest."""
+_LOOKS = 3
+"""How often in a row all threads must be seen asleep: one may have slept because another was at work."""
+_TASKS = Path("/proc/self/task")
 
 
 class ProcessGroup:
@@ -31,6 +41,7 @@ class ProcessGroup:
                     f"torch.distributed runs with {dist.get_world_size()} processes, but the launcher's WORLD_SIZE is "
                     f"{self.job.num_processes}: leave init_process_group() to accelerate(), or start with `torchrun`"
                 )
+            _drain_at_exit()
             return
         backend = "gloo"
         if torch.accelerator.is_available():
@@ -42,6 +53,7 @@ class ProcessGroup:
             else:
                 dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
         atexit.register(_stop)
+        _drain_at_exit()
 
     def own_subgroup(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Make the groups of one mesh axis, and return this process's; None where it is alone in it.
@@ -144,3 +156,37 @@ def hushed_stdout() -> Iterator[None]:
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@functools.cache
+def _drain_at_exit() -> None:
+    atexit.register(_drain)
+
+
+def _drain() -> None:
+    """Let gloo's threads let go of their last tensors as long as Python can be entered.
+
+    A collective is over for its caller before gloo's thread has dropped the tensors, for which it may need the
+    interpreter's lock. Python ends a thread that waits for the lock while the interpreter ends, and as this one waits
+    in a destructor, that aborts the process: `terminate called without an active exception`
+    (https://github.com/pytorch/pytorch/pull/179291). Destroying the group joins its threads only where nobody, such as
+    FSDP2 in a model, holds the group any more.
+    """
+    deadline = time.monotonic() + _DRAIN_SECS
+    looks = 0
+    while looks < _LOOKS and time.monotonic() < deadline:
+        time.sleep(0.005)  # the lock is free meanwhile
+        looks = looks + 1 if _others_sleep() else 0
+
+
+def _others_sleep() -> bool:
+    """Return whether every thread that Python has not started waits for something; True where that is not known."""
+    own = {thread.native_id for thread in threading.enumerate()}
+    return all(_sleeps(task) for task in _TASKS.glob("*") if int(task.name) not in own)
+
+
+def _sleeps(task: Path) -> bool:
+    try:
+        return "State:\tS" in (task / "status").read_text()
+    except OSError:  # it has ended
+        return True

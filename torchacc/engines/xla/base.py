@@ -1,7 +1,7 @@
 """What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -45,6 +45,16 @@ class XlaEngine(Engine):
                 "model.gradient_checkpointing_enable() is not available under XLA yet, as torch.utils.checkpoint() "
                 'knows no device `xla`: call model.gradient_checkpointing_disable(), or use config.backend = "native"'
             )
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the state of the host's generator, and XLA's seed."""
+        return {**super().random_state(), "xla": runtime.random_seed()}
+
+    def set_random_state(self, state: Mapping[str, Any]) -> None:
+        """Put the host's generator where it was, and XLA's, if it was XLA then, too."""
+        super().set_random_state(state)
+        if "xla" in state:
+            runtime.set_random_seed(state["xla"])
 
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device, all of its tensors in one transfer."""

@@ -204,6 +204,21 @@ def compile_stats() -> tuple[int, float]:
     return (timing[0], timing[1] / 1e9) if timing else (0, 0.0)
 
 
+def random_seed() -> int:
+    """Return what XLA's next random numbers are drawn from."""
+    import torch_xla.core.xla_model as xm
+
+    sync()
+    return int(xm.get_rng_state())
+
+
+def set_random_seed(seed: int) -> None:
+    """Set what XLA's next random numbers are drawn from."""
+    import torch_xla.core.xla_model as xm
+
+    xm.set_rng_state(seed)
+
+
 @functools.cache  # once: a second model must not draw the first one's random numbers again
 def _seed(seed: int) -> None:
     """Seed XLA's own generator, so that torch.manual_seed() decides over dropout too."""

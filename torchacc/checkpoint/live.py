@@ -1,0 +1,564 @@
+"""Save a model that is being trained to a checkpoint, and load one into it, at any number of devices, in any engine."""
+
+import json
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchacc.checkpoint import plain, state
+from torchacc.checkpoint.folder import Folder, FolderWriter
+from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
+from torchacc.engines.base import ShardedModel, sharded_model
+from torchacc.errors import CheckpointError
+from torchacc.layout import Holding
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_BATCH_BYTES = 64 << 20
+"""About how much is on the host at once while a checkpoint is written from devices."""
+MAX_SHARD_SIZE = 5_000_000_000
+"""Bytes of tensors in one file, unless told otherwise."""
+
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def save(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    tokenizer: Any = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Save a checkpoint. Collective: every process.
+
+    The folder is a Hugging Face checkpoint that `from_pretrained` opens, with what is needed to go on training beside
+    it. All processes write at once, a part each. It appears under its name when it is complete, and replaces what was
+    there only then.
+
+    Args:
+        path: The folder to make, on a file system that all machines share.
+        model: The model that accelerate() returned.
+        optimizer: Its optimizer.
+        scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
+        loader: The loader that accelerate() returned: its position is saved.
+        extra: What else is to come back from `load()`, rank 0's: numbers, strings, tensors, lists and dicts.
+        tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
+        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger.
+
+    Raises:
+        CheckpointError: It could not be written, or holds something that is neither numbers nor text; on every process.
+            What was there before is as it was.
+    """
+    began = time.monotonic()
+    pending = snapshot(
+        path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        extra=extra,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        copied=False,
+    )
+    pending.write()
+    _log.info("saved %s in %.1f s (%s bytes)", path, time.monotonic() - began, f"{pending.nbytes:,}")
+
+
+def snapshot(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    tokenizer: Any = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    copied: bool = True,
+) -> "Pending":
+    """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
+
+    Args:
+        path: As all others: see `save()`.
+        model: ″
+        optimizer: ″
+        scheduler: ″
+        loader: ″
+        extra: ″
+        tokenizer: ″
+        max_shard_size: ″
+        copied: Whether the tensors are copied now, and may change before `write()` is called.
+
+    Raises:
+        CheckpointError: It cannot be written there; on every process.
+    """
+    sharded = sharded_model(model)
+    group, job = sharded.engine.group, sharded.engine.job
+    sharded.engine.sync()
+    contents = _Contents(sharded, optimizer)
+    other = _other_state(sharded, optimizer, scheduler, loader, extra)
+    layouts = {
+        **plan_safetensors(contents.model, "model", max_shard_size),
+        **(plan_safetensors(contents.optimizer, "optimizer", max_shard_size) if optimizer is not None else {}),
+        **(
+            plan_safetensors({k: (t.dtype, tuple(t.shape)) for k, t in other.tensors.items()}, "state")
+            if other.tensors
+            else {}
+        ),
+    }
+    writer = FolderWriter(
+        Path(path).absolute(), group.broadcast_object(secrets.token_hex(4)), job.rank, job.num_processes
+    )
+
+    def prepare() -> dict[str, bytes]:
+        if job.rank:
+            return {}
+        files = {**_indices(layouts), **other.files, **_pretrained_files(sharded, tokenizer)}
+        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
+        return files
+
+    files = _agreed(sharded, prepare)
+    _agreed(sharded, writer.join)
+    slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
+    tensors = contents.runs(slots)
+    if job.rank == 0:
+        tensors = _chain(tensors, ((slots[name], 0, tensor) for name, tensor in other.tensors.items()))
+    if copied:
+        tensors = iter([(slot, start, data.clone()) for slot, start, data in tensors])
+    return Pending(writer, tensors, files, nbytes=sum(layout.nbytes for layout in layouts.values()))
+
+
+@dataclass
+class Pending:
+    """A process's part of a checkpoint that is yet to be written."""
+
+    _writer: FolderWriter
+    _tensors: Iterator[tuple[Slot, int, torch.Tensor]]
+    _files: dict[str, bytes]
+    nbytes: int
+    """Bytes of the whole checkpoint's tensors."""
+
+    def write(self) -> None:
+        """Write this process's part, and return when the checkpoint is complete.
+
+        Every process calls it, from any thread, and once: they meet through the file system.
+
+        Raises:
+            CheckpointError: Any process has failed to write its part.
+        """
+        try:
+            for slot, start, data in self._tensors:
+                self._writer.write(slot, start, data)
+            for name, content in self._files.items():
+                self._writer.write_file(name, content)
+            self._writer.finish()
+        except OSError as error:
+            self._writer.fail(error)
+            raise CheckpointError(f"{self._writer.final} was not saved: {error.strerror or error}") from error
+        except BaseException as error:
+            self._writer.fail(error)
+            raise
+        finally:
+            self._tensors = iter(())
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+) -> Any:
+    """Load a checkpoint, whatever engine and number of devices wrote it. Collective: every process.
+
+    Each process reads what it holds, and verifies it. A Hugging Face checkpoint with safetensors loads as well, without
+    an optimizer.
+
+    Args:
+        path: The folder.
+        model: The model that accelerate() returned; one that was built on the meta device gets its weights here.
+        optimizer: Its optimizer, with the groups that were saved; it may have made steps.
+        scheduler: What was saved as the scheduler.
+        loader: The loader that accelerate() returned: it goes on at the batch after the last one that was used.
+
+    Returns:
+        What was saved as `extra`.
+
+    Raises:
+        CheckpointError: The checkpoint is torn or altered, or does not fit; on every process. A model that was partly
+            loaded refuses to run until another load succeeds.
+    """
+    sharded = sharded_model(model)
+    sharded.engine.sync()
+    with _agreed(sharded, lambda: _open(sharded, path, optimizer, scheduler, loader)) as reader:
+        sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"
+
+        def read() -> Any:
+            if sharded.engine.job.rank == 0:
+                reader.folder.verify_headers()
+            reader.load_model()
+            if optimizer is not None:
+                reader.load_optimizer(optimizer)
+            return reader.load_other(scheduler, loader)
+
+        extra = _agreed(sharded, read)
+        sharded.engine.sync()
+        sharded.unusable = None
+    return extra
+
+
+def verify(path: str | PathLike[str]) -> None:
+    """Read all of a torchacc checkpoint and compare it with its checksums. Any process, by itself.
+
+    Raises:
+        CheckpointError: It is torn or altered; the message names the file and the tensor.
+    """
+    with Folder(path) as folder:
+        folder.verify()
+
+
+class _Contents:
+    """The tensors of a checkpoint, and who writes what of them."""
+
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
+        self._sharded = sharded
+        self._sources: list[tuple[torch.Tensor, Holding, str]] = []
+        """Tensors that lie like a parameter: the parameter's holding, and what is added to the names."""
+        self._whole: dict[str, torch.Tensor] = state.buffers(sharded)
+        """What every process has."""
+        self.model: Tensors = {}
+        self.optimizer: Tensors = {}
+        for parameter, holding in sharded.holdings.items():
+            self._add(self.model, parameter, holding, "")
+        self.model = {name: self.model[name] for name in sharded.parameter_names}
+        self.model |= {name: (value.dtype, tuple(value.shape)) for name, value in self._whole.items()}
+        for group in optimizer.param_groups if optimizer is not None else ():
+            for parameter in group["params"]:
+                self._add_states(parameter, optimizer.state.get(parameter, {}) if optimizer is not None else {})
+
+    def _add(self, tensors: Tensors, source: torch.Tensor, holding: Holding, suffix: str) -> None:
+        self._sources.append((source, holding, suffix))
+        tensors.update({name + suffix: (source.dtype, shape) for name, shape in holding.members})
+
+    def _add_states(self, parameter: nn.Parameter, entries: Mapping[str, Any]) -> None:
+        holding = state.holding_of(self._sharded, parameter)
+        for key, value in entries.items():
+            if state.is_laid_out_like(parameter, value):
+                self._add(self.optimizer, value, holding, f"/{key}")
+            elif isinstance(value, torch.Tensor):
+                if value.dim() and self._sharded.num_shards > 1:
+                    raise CheckpointError(
+                        f"the optimizer's {key!r} of {holding.key!r} has the shape {tuple(value.shape)}, which is not "
+                        "the parameter's, and lies sharded in a way of its own: use config.dist.fsdp.use_spmd = True"
+                    )
+                for name in holding.names:
+                    self._whole[f"{name}/{key}"] = state.to_host(self._sharded, value)
+                    self.optimizer[f"{name}/{key}"] = (value.dtype, tuple(value.shape))
+
+    def runs(self, slots: Mapping[str, Slot]) -> Iterator[tuple[Slot, int, torch.Tensor]]:
+        """Yield what this process writes: where, from which element on, and the elements."""
+        for batch in self._batches():
+            local = self._sharded.fetch([source for source, _, _ in batch])
+            for (_, holding, suffix), data in zip(batch, local, strict=True):
+                for piece in holding.pieces:
+                    own = piece.part(*self._sharded.replica)
+                    yield slots[own.name + suffix], own.start, data[own.offset : own.offset + own.numel]
+        if self._sharded.engine.job.rank == 0:
+            for name, value in self._whole.items():
+                yield slots[name], 0, value
+
+    def _batches(self) -> Iterator[list[tuple[torch.Tensor, Holding, str]]]:
+        batch: list[tuple[torch.Tensor, Holding, str]] = []
+        filled = 0
+        for source in self._sources:
+            batch.append(source)
+            filled += source[1].shard_numel * source[0].element_size()
+            if filled >= _BATCH_BYTES:
+                yield batch
+                batch, filled = [], 0
+        if batch:
+            yield batch
+
+
+@dataclass
+class _Other:
+    """What is neither the model's nor an optimizer's tensor."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _other_state(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer | None, scheduler: Any, loader: Any, extra: Any
+) -> _Other:
+    """Collect the states that are small. Collective: every process."""
+    engine = sharded.engine
+    draws = engine.group.all_gather_objects(_random_state(sharded))
+    other = _Other()
+
+    def collect() -> None:
+        described = {
+            "model": sharded.plan.units[-1].module_class,
+            "engine": engine.kind,
+            "mesh": sharded.plan.topology.describe(),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "loader": loader.state_dict() if loader is not None else None,
+            "random": draws,
+            "extra": extra,
+        }
+        files = {"state.json": plain.encode(described, other.tensors, "state")}
+        if optimizer is not None:
+            files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
+        other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
+
+    _agreed(sharded, collect)
+    return other
+
+
+def _described(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has beside tensors: its groups, and values of its parameters."""
+    values: dict[str, dict[str, Any]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        plain_values = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
+        if plain_values:
+            values |= dict.fromkeys(state.holding_of(sharded, parameter).names, plain_values)
+    groups = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
+        for group, names in zip(optimizer.param_groups, state.optimizer_names(sharded, optimizer), strict=True)
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def _random_state(sharded: ShardedModel) -> dict[str, Any]:
+    return {**sharded.engine.random_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def _indices(layouts: Mapping[str, Layout]) -> dict[str, bytes]:
+    found = {}
+    for stem in ("model", "optimizer"):
+        of_stem = {name: layout for name, layout in layouts.items() if name.startswith(f"{stem}-")}
+        if of_stem:
+            found[f"{stem}.safetensors.index.json"] = safetensors_index(of_stem).encode()
+    return found
+
+
+def _pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
+    """Return what `save_pretrained()` of a model's config, and of a tokenizer, writes."""
+    model = sharded.model
+    config: Any = getattr(model, "config", None)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (config, getattr(model, "generation_config", None), tokenizer):
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    if "config.json" in files:
+        described = json.loads(files["config.json"])
+        described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": "float32"}
+        files["config.json"] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
+    return files
+
+
+def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
+    folder = Folder(path)
+    needed = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
+    absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
+    if absent:
+        raise CheckpointError(f"{folder.path} holds no state of the {' and the '.join(absent)}: load the model alone")
+    return _Reader(sharded, folder)
+
+
+class _Reader:
+    """Loads from one folder what one process holds."""
+
+    def __init__(self, sharded: ShardedModel, folder: Folder) -> None:
+        self.folder = folder
+        self._sharded = sharded
+        self._names = _stored_names(sharded, folder)
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.folder.__exit__(*error)
+
+    def load_model(self) -> None:
+        """Load parameters and persistent buffers."""
+        slots = self.folder.model
+        with torch.no_grad():
+            for parameter, holding in self._sharded.holdings.items():
+                local = self._read(holding, {name: slots[self._names[name]] for name in holding.names})
+                self._sharded.assign(parameter, local.to(parameter.dtype))
+            for name, buffer in state.buffer_slots(self._sharded.model):
+                stored = self._names[name]
+                value = self.folder.read(stored, slots[stored]).view(slots[stored].shape)
+                buffer.copy_(value.to(buffer.dtype))
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load an optimizer's groups and state."""
+        described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors())
+        if described["class"] != type(optimizer).__name__:
+            raise CheckpointError(
+                f"{self.folder.path} was saved with {described['class']}, and this optimizer is "
+                f"{type(optimizer).__name__}: load the model alone, or make the optimizer that it was saved with"
+            )
+        groups = state.match_groups(self._sharded, optimizer, [group["parameters"] for group in described["groups"]])
+        keys: dict[str, list[str]] = {}
+        for stored in self.folder.optimizer:
+            name, _, key = stored.rpartition("/")
+            keys.setdefault(name, []).append(key)
+        entries: dict[int, dict[str, Any]] = {}
+        saved_groups, next_id = [], 0
+        for group, saved in zip(groups, described["groups"], strict=True):
+            ids = []
+            for parameter in group:
+                holding = self._sharded.holdings[parameter]
+                found = self._entries(parameter, holding, keys, described["values"])
+                if found:
+                    entries[next_id] = found
+                ids.append(next_id)
+                next_id += 1
+            saved_groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": ids})
+        optimizer.load_state_dict(state.LocalState({"state": entries, "param_groups": saved_groups}))
+
+    def load_other(self, scheduler: Any, loader: Any) -> Any:
+        """Load the scheduler, the loader's position and the random states; return `extra`."""
+        if not self.folder.has("state.json"):
+            return None
+        described = plain.decode(self.folder.read_json("state.json"), self._state_tensors())
+        for part, name in ((scheduler, "scheduler"), (loader, "loader")):
+            if part is not None:
+                if described[name] is None:
+                    raise CheckpointError(f"{self.folder.path} was saved without a {name}: load it without one")
+                part.load_state_dict(described[name])
+        self._set_random_state(described["random"])
+        return described["extra"]
+
+    def _read(self, holding: Holding, slots: Mapping[str, Slot]) -> torch.Tensor:
+        """Return what this process holds of tensors, flat."""
+        for name, shape in holding.members:
+            if slots[name].shape != shape:
+                raise CheckpointError(
+                    f"{slots[name].path}: {name} has the shape {slots[name].shape}, and the model's has {shape}"
+                )
+        parts = [self.folder.read(p.name, slots[p.name], p.start, p.stop) for p in holding.pieces]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=next(iter(slots.values())).dtype)
+
+    def _entries(
+        self,
+        parameter: nn.Parameter,
+        holding: Holding,
+        keys: Mapping[str, list[str]],
+        values: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        by_member = [{*keys.get(name, ()), *values.get(name, ())} for name in holding.names]
+        if any(other != by_member[0] for other in by_member):
+            raise CheckpointError(state.flattened_apart(holding, "kinds of state"))
+        for key in sorted(by_member[0]):
+            slots = {name: self.folder.optimizer.get(f"{name}/{key}") for name in holding.names}
+            present = {name: slot for name, slot in slots.items() if slot is not None}
+            if present and all(
+                present[name].shape == shape and shape for name, shape in holding.members if name in present
+            ):
+                found[key] = self._sharded.place(parameter, self._read(holding, present))
+                continue
+            alike = [self._whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
+            if any(state.differ(alike[0], other) for other in alike):
+                raise CheckpointError(state.flattened_apart(holding, f"values of {key!r}"))
+            found[key] = alike[0]
+        return found
+
+    def _whole(self, name: str, slot: Slot) -> torch.Tensor:
+        return self.folder.read(name, slot).view(slot.shape)
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self._whole(name, slot) for name, slot in self.folder.state.items()}
+
+    def _set_random_state(self, saved: list[dict[str, Any]]) -> None:
+        job = self._sharded.engine.job
+        if len(saved) != job.num_processes:
+            _log.info(
+                "saved by %d processes and loaded by %d: random numbers, such as dropout's, go on from this run's seed",
+                len(saved),
+                job.num_processes,
+            )
+            return
+        own = saved[job.rank]
+        self._sharded.engine.set_random_state(own)
+        random.setstate(own["python"])
+        np.random.set_state(own["numpy"])
+
+
+def _stored_names(sharded: ShardedModel, folder: Folder) -> dict[str, str]:
+    """Find each parameter and buffer of a model in a checkpoint: its own name -> the name there.
+
+    A checkpoint of the model without its head leaves out the base model's prefix, or has it where this model has none.
+    """
+    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
+    names_of |= {name: (name,) for name, _ in state.buffer_slots(sharded.model)}
+    prefix = getattr(sharded.model, "base_model_prefix", "") or "-"
+    found, missing = {}, []
+    for name, names in names_of.items():
+        other = [n.removeprefix(f"{prefix}.") for n in names] + [f"{prefix}.{n}" for n in names]
+        stored = next((n for n in (*names, *other) if n in folder.model), None)
+        if stored is None:
+            missing.append(name)
+        else:
+            found[name] = stored
+    if missing:
+        raise CheckpointError(
+            f"{folder.path} lacks {len(missing)} of the {len(names_of)} tensors of "
+            f"{sharded.plan.units[-1].module_class}: {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. Is it a checkpoint of another model?"
+        )
+    known = {alias for names in names_of.values() for alias in names} | set(found.values())
+    left = [name for name in folder.model if name not in known and name.removeprefix(f"{prefix}.") not in known]
+    if left:
+        raise CheckpointError(
+            f"{folder.path} holds {len(left)} tensors that {sharded.plan.units[-1].module_class} does not have: "
+            f"{', '.join(left[:8])}{', …' if len(left) > 8 else ''}. Is it a checkpoint of another model?"
+        )
+    return found
+
+
+def _agreed(sharded: ShardedModel, act: Any) -> Any:
+    """Do something, and raise on every process what any of them has raised. Collective: every process."""
+    result, failure = None, None
+    try:
+        result = act()
+    except (CheckpointError, OSError, ValueError) as error:
+        failure = error
+    job = sharded.engine.job
+    texts = sharded.engine.group.all_gather_objects(None if failure is None else f"{failure}")
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    if not failed:
+        return result
+    with suppress(AttributeError):
+        result.__exit__(None, None, None)  # type: ignore[union-attr]
+    where = f"rank {failed[0]}: " if job.launched and failed[0] != job.rank else ""
+    raise CheckpointError(f"{where}{texts[failed[0]]}") from failure
+
+
+def _chain(*runs: Iterator[Any]) -> Iterator[Any]:
+    for each in runs:
+        yield from each
