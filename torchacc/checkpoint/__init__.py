@@ -4,5 +4,7 @@ from torchacc.checkpoint.live import load as load
 from torchacc.checkpoint.live import save as save
 from torchacc.checkpoint.live import snapshot as snapshot
 from torchacc.checkpoint.live import verify as verify
+from torchacc.checkpoint.manager import CheckpointManager as CheckpointManager
+from torchacc.checkpoint.manager import Restored as Restored
 
-__all__ = ["load", "save", "snapshot", "verify"]
+__all__ = ["CheckpointManager", "Restored", "load", "save", "snapshot", "verify"]

@@ -1,0 +1,420 @@
+"""The manager with real files, in one process of the native engine."""
+
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchacc
+from torchacc.checkpoint import CheckpointManager, live
+from torchacc.checkpoint import manager as manager_module
+from torchacc.env import Job
+from torchacc.errors import CheckpointError, ConfigError
+
+NUM_SAMPLES = 12
+
+
+class Run:
+    """A small training run, and its manager."""
+
+    def __init__(self, folder, seed=0, width=4, **options):
+        torch.manual_seed(seed)
+        config = torchacc.Config()
+        config.backend = "native"
+        data = TensorDataset(torch.linspace(-1, 1, NUM_SAMPLES).unsqueeze(1), torch.linspace(0, 1, NUM_SAMPLES))
+        model = nn.Sequential(nn.Linear(1, width), nn.Dropout(0.3), nn.Linear(width, 1))
+        self.model, self.loader = torchacc.accelerate(model, DataLoader(data, 2, shuffle=True), config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.step = 0
+        self.losses: dict[int, float] = {}
+        self.manager = CheckpointManager(
+            folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, loader=self.loader, **options
+        )
+
+    def restore(self):
+        restored = self.manager.restore()
+        self.step = restored.step if restored else 0
+        return restored
+
+    def train(self, until: int, num_epochs: int = 3):
+        for _ in range(self.loader.epochs_done, num_epochs):
+            for x, y in self.loader:
+                loss = (self.model(x).squeeze(1) - y).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.step += 1
+                self.losses[self.step] = loss.item()
+                self.manager.save_if_due(self.step, {"losses": self.losses})
+                if self.step == until:
+                    return
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path, position=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def listening():
+    """Put back what listened to SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+pytestmark = pytest.mark.usefixtures("listening")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("at", [4, 6, 9])
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path, at, async_save):
+    """Six steps make an epoch: in the middle of one, at its end, and in the second."""
+    whole = Run(tmp_path / "whole")
+    whole.train(until=16)
+    whole.manager.close()
+
+    with (first := Run(tmp_path / "run", every_steps=1, async_save=async_save)).manager:
+        first.train(until=at)
+    resumed = Run(tmp_path / "run", seed=5)
+    restored = resumed.restore()
+    assert restored.step == at
+    assert restored.path == tmp_path / "run" / f"step-{at:08d}"
+    assert restored.extra == {"losses": first.losses}
+    resumed.train(until=16)
+    resumed.manager.close()
+    assert {**first.losses, **resumed.losses} == whole.losses
+
+
+def test_nothing_to_restore(tmp_path):
+    with (run := Run(tmp_path / "deep" / "run")).manager:
+        assert run.restore() is None
+        assert run.manager.steps() == []
+
+
+def test_saves_when_due_and_when_asked(tmp_path):
+    with (run := Run(tmp_path, every_steps=4)).manager as manager:
+        assert [manager.save_if_due(step) for step in (1, 4, 6, 8)] == [False, True, False, True]
+        manager.save(9)
+        assert manager.steps() == [9, 8, 4]
+    assert names(tmp_path) == ["step-00000004", "step-00000008", "step-00000009"]
+    with (run := Run(tmp_path)).manager as manager:
+        assert [manager.save_if_due(step) for step in (4, 5)] == [False, False]
+        assert run.restore().extra is None
+
+
+def test_a_step_is_replaced(tmp_path):
+    with Run(tmp_path).manager as manager:
+        manager.save(3, "first")
+        manager.save(3, "second")
+        assert manager.restore().extra == "second"
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_keeps_the_newest_and_touches_nothing_else(tmp_path, async_save):
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("step-12", "step-00000000-mine", "old-step-00000001", "step-00000001"):
+        (tmp_path / name).mkdir()  # the last is named like a checkpoint, and has no manifest
+    strangers = names(tmp_path)
+    with Run(tmp_path, every_steps=2, keep=2, async_save=async_save).manager as manager:
+        for step in range(2, 11):
+            manager.save_if_due(step)
+    assert names(tmp_path) == sorted([*strangers, "step-00000008", "step-00000010"])
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_old_one_is_there_until_the_new_one_is_complete(tmp_path, monkeypatch):
+    with Run(tmp_path, keep=1).manager as manager:
+        manager.save(1)
+        write = live.Pending.write
+
+        def look_first(pending):
+            assert manager.steps() == [1]
+            write(pending)
+            assert manager.steps() == [2, 1]
+
+        monkeypatch.setattr(live.Pending, "write", look_first)
+        manager.save(2)
+        assert manager.steps() == [2]
+
+
+def test_a_later_checkpoint_that_is_not_whole_does_not_crowd_out_new_ones(tmp_path, caplog):
+    with Run(tmp_path).manager as manager:
+        for step in (1, 2, 3):
+            manager.save(step, step)
+    flip(tmp_path / "step-00000003" / "model.safetensors")
+    with Run(tmp_path, keep=1).manager as manager:
+        assert manager.restore().step == 2
+        manager.save(2, "again")
+        assert manager.steps() == [3, 2]
+        assert manager.restore().extra == "again"
+        manager.save(3)
+        assert manager.steps() == [3]
+        assert manager.restore().step == 3
+
+
+# What cannot be restored
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json"])
+def test_skips_what_is_altered_and_says_why(tmp_path, caplog, name):
+    with Run(tmp_path).manager as manager:
+        manager.save(1, "old")
+        manager.save(2, "new")
+    flip(tmp_path / "step-00000002" / name)
+    with Run(tmp_path).manager as manager:
+        assert manager.restore().extra == "old"
+    assert f"step-00000002 is not restored: {tmp_path / 'step-00000002' / name} is " in caplog.text
+
+
+def test_skips_what_is_not_complete(tmp_path, caplog):
+    with Run(tmp_path).manager as manager:
+        for step in (1, 2, 3, 4, 5):
+            manager.save(step)
+    (tmp_path / "step-00000005" / "manifest.json").unlink()
+    (tmp_path / "step-00000004" / "model.safetensors").unlink()
+    flip(tmp_path / "step-00000003" / "manifest.json", 30)
+    os.truncate(tmp_path / "step-00000002" / "optimizer.safetensors", 100)
+    with Run(tmp_path).manager as manager:
+        assert manager.restore().step == 1
+    for reason in (
+        "step-00000005 is not restored: it is not complete, as it has no manifest.json",
+        "step-00000004 is not restored: .*model.safetensors is missing",
+        "step-00000003 is not restored: .*manifest.json is not as it was written",
+        "step-00000002 is not restored: .*optimizer.safetensors has 100 bytes",
+    ):
+        assert re.search(reason, caplog.text), reason
+    assert len(names(tmp_path)) == 5
+
+
+def test_nothing_whole_is_an_error_and_leaves_a_model_that_does_not_run(tmp_path):
+    with Run(tmp_path).manager as manager:
+        manager.save(1)
+    flip(tmp_path / "step-00000001" / "model.safetensors")
+    run = Run(tmp_path)
+    with run.manager, pytest.raises(CheckpointError, match="1 checkpoints, and none is whole: .*Remove them to start"):
+        run.restore()
+
+
+def test_a_model_that_does_not_fit_is_an_error_and_not_passed_over(tmp_path):
+    with Run(tmp_path).manager as manager:
+        manager.save(1)
+        manager.save(2)
+    other = Run(tmp_path, width=5)
+    with other.manager, pytest.raises(CheckpointError, match="step-00000002.*has the shape"):
+        other.restore()
+
+
+def test_what_a_dead_run_has_left_is_removed(tmp_path, caplog):
+    with Run(tmp_path).manager as manager:
+        manager.save(1)
+    for name in (".step-00000002.0badc0de.incomplete", ".step-00000001.0badc0de.incomplete", ".step-00000009.pruned"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+        (tmp_path / name / "manifest.json").unlink()
+    (tmp_path / ".mine.incomplete").mkdir()
+    with Run(tmp_path).manager as manager:
+        assert names(tmp_path) == [".mine.incomplete", "step-00000001"]
+        assert manager.restore().step == 1
+    assert "step-00000002 is not complete: its save was cut short" in caplog.text
+    assert "step-00000001 is not complete" not in caplog.text
+
+
+def test_a_replacement_that_was_cut_short_is_completed(tmp_path):
+    """The run died after the old one was moved aside, and before the new one had its name."""
+    with Run(tmp_path).manager as manager:
+        manager.save(1, "new")
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.0badc0de.incomplete")
+    with Run(tmp_path).manager as manager:
+        assert names(tmp_path) == ["step-00000001"]
+        assert manager.restore().extra == "new"
+
+
+# In the background
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    gate, write = threading.Event(), live.Pending.write
+
+    def slow(pending):
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(20)
+        write(pending)
+
+    monkeypatch.setattr(live.Pending, "write", slow)
+    with (run := Run(tmp_path, every_steps=4, async_save=True)).manager as manager:
+        run.train(until=5)
+        assert manager.steps() == []
+        gate.set()
+        manager.wait()
+        assert manager.steps() == [4]
+    with (other := Run(tmp_path)).manager:
+        other.restore()
+        other.train(until=5)
+    assert other.losses[5] == run.losses[5]
+
+
+def test_one_save_waits_for_the_last(tmp_path, monkeypatch):
+    running, most, write = [], [], live.Pending.write
+
+    def counted(pending):
+        running.append(1)
+        most.append(len(running))
+        threading.Event().wait(0.05)
+        write(pending)
+        running.pop()
+
+    monkeypatch.setattr(live.Pending, "write", counted)
+    with Run(tmp_path, async_save=True).manager as manager:
+        for step in range(4):
+            manager.save(step)
+    assert most == [1] * 4
+    assert manager.steps() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "restore", "save_if_due"])
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch, call):
+    manager = Run(tmp_path, every_steps=7, async_save=True).manager
+    manager.save(1)
+    manager.wait()
+
+    def fail(pending):
+        raise CheckpointError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.Pending, "write", fail)
+        manager.save(2)
+        manager._writer.join()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        getattr(manager, call)(*([3] if call.startswith("save") else []))
+    manager.save(4)  # and it goes on
+    manager.close()
+    assert manager.steps() == [4, 1]
+
+
+# SIGTERM
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_sigterm_saves_once_and_exits(tmp_path, async_save):
+    run = Run(tmp_path, every_steps=4, async_save=async_save)
+    run.train(until=2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, run.manager:
+        run.train(until=9)
+    assert caught.value.code == 143
+    assert run.manager.steps() == [3]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with (other := Run(tmp_path)).manager:
+        assert other.restore().step == 3
+
+
+def test_sigterm_does_not_save_a_step_twice(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torchacc")
+    manager = Run(tmp_path, every_steps=1).manager
+    manager.save_if_due(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        manager.save_if_due(1)
+    assert caplog.text.count("saved /") == 1
+
+
+def test_a_handler_of_the_users_own_hears_of_it_and_comes_back(tmp_path):
+    heard = []
+
+    def own(number, frame):
+        heard.append(number)
+
+    signal.signal(signal.SIGTERM, own)
+    with Run(tmp_path).manager as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        with pytest.raises(SystemExit):
+            manager.save_if_due(1)
+    assert signal.getsignal(signal.SIGTERM) is own
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(heard) == 2
+
+
+def test_an_error_hands_an_unanswered_signal_on(tmp_path, monkeypatch):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    monkeypatch.setattr(signal, "raise_signal", (raised := []).append)
+    for signalled in (False, True):
+        manager = Run(tmp_path).manager
+        if signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(ZeroDivisionError), manager:
+            raise ZeroDivisionError
+    assert raised == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_another_thread_does_without_the_signal(tmp_path):
+    managers = []
+    thread = threading.Thread(target=lambda: managers.append(Run(tmp_path).manager))
+    thread.start()
+    thread.join()
+    managers[0].save(1)
+    managers[0].close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Group:
+    """A process group whose ranks take turns: the others say what they were given to say."""
+
+    def __init__(self, *others):
+        self.job = Job(num_processes=1 + len(others))
+        self.others = list(others)
+        self.meetings = 0
+
+    def all_gather_objects(self, payload):
+        self.meetings += 1
+        return [payload, *self.others]
+
+
+@pytest.mark.parametrize(("step_secs", "num_meetings"), [(0.001, 9), (0.3, 334), (5.0, 1000)])
+def test_the_processes_meet_about_once_a_second(monkeypatch, step_secs, num_meetings):
+    clock = itertools.count(step=step_secs)
+    now = [0.0]
+    monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
+    group, meeting = Group(((False, False), 1)), manager_module._Meeting()
+    for _ in range(1000):
+        now[0] = next(clock)
+        assert meeting.hear(group, False, False) == [False, False]
+    assert group.meetings == pytest.approx(num_meetings, rel=0.35)
+
+
+def test_what_one_process_has_met_with_all_hear_of():
+    meeting = manager_module._Meeting()
+    assert meeting.hear(Group(((False, True), 9)), True, False) == [True, True]
+    assert manager_module._Meeting().hear(Group(), True, False) == [True, False]
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize("options", [{"every_steps": 0}, {"keep": -1}, {"every_steps": 2.5}, {"keep": True}])
+def test_wrong_numbers_are_refused(tmp_path, options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}=.*whole number of 1 or more"):
+        Run(tmp_path, **options)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        Run(tmp_path / "file")

@@ -1,0 +1,399 @@
+"""Save a training run now and then, keep the newest checkpoints, and find the one to go on from."""
+
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from torchacc.checkpoint import live
+from torchacc.checkpoint.folder import MANIFEST, settle
+from torchacc.engines.base import sharded_model
+from torchacc.errors import CheckpointError, ConfigError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_STEP = re.compile(r"step-(\d{8,})")
+_INTERRUPTED = re.compile(r"\.(step-\d{8,})\.[^.]+\.(incomplete|replaced)")
+_PRUNED = re.compile(r"\.step-\d{8,}\.pruned")
+_AGREE_SECS = 1.0
+"""How long, about, a signal may wait for the processes to speak of it: in time for any grace period, and so seldom that
+a meeting, which takes longer the more processes there are, costs a run of short steps nothing."""
+EXIT_CODE = 128 + signal.SIGTERM
+"""What a run that SIGTERM has ended exits with, once it is saved. Not 0, which would tell a scheduler that the work is
+done: a Kubernetes job, say, would never be started again."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from."""
+
+    step: int
+    """The step after which it was saved."""
+    extra: Any
+    """What was handed to `save()` beside it."""
+    path: Path
+    """The checkpoint."""
+
+
+class CheckpointManager:
+    """Saves a run to the folders `step-00000100` … of a folder, and restores the newest that is whole.
+
+    A context manager; all its methods are collective: every process calls them, in the same order and with the same
+    step. One run at a time may use a folder.
+
+    SIGTERM, as sent before a preemption, to one process or to all, lets every process save after the same step, within
+    about a second and a step, and exit with the code 143, from inside of `save_if_due()`.
+
+    Example:
+        >>> with CheckpointManager("run", model=model, optimizer=optimizer, loader=loader, every_steps=100) as manager:
+        ...     restored = manager.restore()
+        ...     step = restored.step if restored else 0
+        ...     for epoch in range(loader.epochs_done, num_epochs):
+        ...         for batch in loader:
+        ...             train(batch)
+        ...             step += 1
+        ...             manager.save_if_due(step)
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        tokenizer: Any = None,
+        every_steps: int | None = None,
+        keep: int | None = None,
+        async_save: bool = False,
+    ) -> None:
+        """Make the folder, remove from it what interrupted saves have left, and listen to SIGTERM. Collective.
+
+        Args:
+            folder: Where the checkpoints are, on a file system that all machines share.
+            model: The model that accelerate() returned.
+            optimizer: Its optimizer.
+            scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
+            loader: The loader that accelerate() returned.
+            tokenizer: A tokenizer or processor to lie in each checkpoint, so that it can be opened by itself.
+            every_steps: `save_if_due()` saves at the multiples of this many steps; None for SIGTERM only.
+            keep: How many of the newest checkpoints to keep; None for all of them.
+            async_save: Whether to write in the background. The step then waits only for a copy to host memory, which
+                this process must have room for.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+            ConfigError: `every_steps` or `keep` is not a number of 1 or more.
+        """
+        for name, value in (("every_steps", every_steps), ("keep", keep)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name}={value!r}: write a whole number of 1 or more, or None")
+        self.folder = Path(folder).absolute()
+        self.every_steps = every_steps
+        self.keep = keep
+        self.async_save = async_save
+        self._contents = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        self._tokenizer = tokenizer
+        self._group = sharded_model(model).engine.group
+        self._is_rank0 = self._group.job.rank == 0
+        self._writer: _Writer | None = None
+        self._saved_step: int | None = None
+        self._meeting = _Meeting()
+        self._on_rank0(self._tidy)
+        self._signal = _Signal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # An error may be this process's alone: whatever waits for another could wait for ever.
+        if error is None:
+            self.close()
+        else:
+            self._signal.unhook(hand_on=True)
+
+    def restore(self) -> Restored | None:
+        """Load the newest checkpoint that is whole. Collective: every process.
+
+        Newer ones that are not are left where they are, and reported with the reason. A checkpoint that is whole and
+        does not fit the model is an error, not a reason to go back further.
+
+        Returns:
+            What was found; None where there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: There are checkpoints, and none of them is whole; or the newest does not fit.
+        """
+        self.wait()
+        reasons: list[str] = []
+        for step in self._on_rank0(self._candidates):
+            path = self._path(step)
+            try:
+                extra = live.load(path, **self._contents)
+            except CheckpointError as error:
+                if self._is_intact(path):
+                    raise  # then it is the model that does not fit
+                reasons.append(str(error))
+                self._warn("%s is not restored: %s", path.name, error)
+                continue
+            _log.info("restored %s", path)
+            self._saved_step = step
+            return Restored(step=step, extra=extra, path=path)
+        if reasons:
+            raise CheckpointError(
+                f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {'; '.join(reasons)}. Remove them "
+                "to start anew"
+            )
+        return None
+
+    def save_if_due(self, step: int, extra: Any = None) -> bool:
+        """Save if this step is a multiple of `every_steps`; after SIGTERM save, and exit. Collective: every process.
+
+        Call it after each step, with the number of steps that have been made.
+
+        Args:
+            step: How many steps the run has made.
+            extra: What else is to be in the checkpoint: numbers, text, tensors, lists and dicts.
+
+        Returns:
+            Whether it was saved, or, with `async_save`, begun to be.
+
+        Raises:
+            CheckpointError: This or the last checkpoint could not be written.
+            SystemExit: With the code 143, after SIGTERM, once the run is saved.
+        """
+        has_failed = self._writer is not None and self._writer.has_failed
+        is_ending, has_failed = self._meeting.hear(self._group, self._signal.came, has_failed)
+        if has_failed:
+            self.wait()
+        if is_ending:
+            self._end(step, extra)
+        is_due = self.every_steps is not None and step % self.every_steps == 0
+        if is_due:
+            self.save(step, extra)
+        return is_due
+
+    def save(self, step: int, extra: Any = None) -> None:
+        """Save now, whether it is due or not. Collective: every process.
+
+        A checkpoint of the same step is replaced. With `async_save` this waits for the last one to be complete, and
+        returns when its own is copied.
+
+        Args:
+            step: How many steps the run has made.
+            extra: What else is to be in the checkpoint.
+
+        Raises:
+            CheckpointError: This or the last checkpoint could not be written; on every process.
+        """
+        self._save(step, extra, in_background=self.async_save)
+
+    def wait(self) -> None:
+        """Wait until what is being written is complete. Every process.
+
+        Raises:
+            CheckpointError: It could not be written; on every process.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.join()
+            if writer.error is not None:
+                self._saved_step = None
+                raise writer.error
+
+    def close(self) -> None:
+        """Wait as `wait()` does, and leave SIGTERM to whom it belonged before. Every process."""
+        self._signal.unhook()
+        self.wait()
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, the newest first. Any process, by itself."""
+        return _steps_in(self.folder)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _save(self, step: int, extra: Any, *, in_background: bool) -> None:
+        self.wait()
+        path, contents = self._path(step), {**self._contents, "extra": extra, "tokenizer": self._tokenizer}
+        if in_background:
+            pending = live.snapshot(path, **contents)
+            self._writer = _Writer(pending, lambda: self._prune(step))
+            self._writer.start()
+        else:
+            live.save(path, **contents)
+            self._prune(step)
+        self._saved_step = step
+
+    def _end(self, step: int, extra: Any) -> NoReturn:
+        # Still listening: a scheduler and the launcher may each send the signal, and the second would end the save.
+        self._signal.came = False
+        if self._saved_step != step:
+            self._save(step, extra, in_background=False)
+        self.close()
+        _log.info("SIGTERM: the run is saved after step %d, and ends with the exit code %d", step, EXIT_CODE)
+        raise SystemExit(EXIT_CODE)
+
+    def _tidy(self) -> None:
+        """Complete or remove what the saves of a run that was cut short have left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(path.name for path in self.folder.iterdir())
+        for name in filter(_PRUNED.fullmatch, found):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in dict.fromkeys(match[1] for match in map(_INTERRUPTED.fullmatch, found) if match):
+            settle(self.folder / name)
+            if not (self.folder / name).exists():
+                _log.warning("%s is not complete: its save was cut short, and what there was of it is removed", name)
+
+    def _prune(self, step: int) -> None:
+        """Remove all but the newest checkpoints up to this one, which is complete. Rank 0 does it, in any thread.
+
+        Later ones are not counted: they are of a run that this one did not go on from, as they were not whole.
+        """
+        if not self._is_rank0 or self.keep is None:
+            return
+        try:
+            for old in [other for other in _steps_in(self.folder) if other <= step][self.keep :]:
+                # By another name first, lest half of it be taken for a checkpoint.
+                aside = self.folder / f".{self._path(old).name}.pruned"
+                self._path(old).rename(aside)
+                shutil.rmtree(aside)
+        except OSError as error:
+            _log.warning("an old checkpoint could not be removed: %s", error)
+
+    def _candidates(self) -> list[int]:
+        for path in sorted(self.folder.iterdir(), reverse=True):
+            if _STEP.fullmatch(path.name) and not (path / MANIFEST).is_file():
+                _log.warning("%s is not restored: it is not complete, as it has no %s", path.name, MANIFEST)
+        return _steps_in(self.folder)
+
+    def _is_intact(self, path: Path) -> bool:
+        """Return whether a checkpoint's bytes are as they were written. Collective: every process."""
+
+        def check() -> bool:
+            try:
+                live.verify(path)
+            except (CheckpointError, OSError):
+                return False
+            return True
+
+        return self._on_rank0(check)
+
+    def _warn(self, text: str, *values: Any) -> None:
+        if self._is_rank0:
+            _log.warning(text, *values)
+
+    def _on_rank0(self, act: Callable[[], T]) -> T:
+        """Return on every process what rank 0 finds, or raise what it meets with. Collective: every process."""
+        found: tuple[Any, str | None] = (None, None)
+        if self._is_rank0:
+            try:
+                found = (act(), None)
+            except (CheckpointError, OSError) as error:
+                found = (None, str(error))
+        result, failure = self._group.broadcast_object(found)
+        if failure is not None:
+            raise CheckpointError(failure)
+        return result  # type: ignore[no-any-return]
+
+
+class _Writer(threading.Thread):
+    """Writes a checkpoint beside the training, and keeps what goes wrong for the thread that trains."""
+
+    def __init__(self, pending: live.Pending, after: Callable[[], None]) -> None:
+        super().__init__(name="torchacc-checkpoint")
+        self.error: Exception | None = None
+        self._pending = pending
+        self._after = after
+
+    @property
+    def has_failed(self) -> bool:
+        return self.error is not None
+
+    def run(self) -> None:
+        try:
+            self._pending.write()
+            self._after()
+        except Exception as error:
+            self.error = error
+
+
+class _Meeting:
+    """Lets the processes speak, about once a second, of what some of them have met with.
+
+    They meet at the same step: how many steps from now is settled at the last meeting, by rank 0's clock.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 1
+        self._left = 1
+        self._since = time.monotonic()
+
+    def hear(self, group: Any, *news: bool) -> list[bool]:
+        """Return which news any process has; none of it between two meetings. Collective: every process."""
+        if not group.job.launched:
+            return list(news)
+        self._left -= 1
+        if self._left:
+            return [False] * len(news)
+        told = group.all_gather_objects((news, self._next_steps()))
+        self._steps = self._left = told[0][1]
+        self._since = time.monotonic()
+        return [any(each) for each in zip(*(others for others, _ in told), strict=True)]
+
+    def _next_steps(self) -> int:
+        elapsed = max(time.monotonic() - self._since, 1e-6)
+        # At most doubled: steps may come in bursts, say between two evaluations.
+        return max(1, min(2 * self._steps, int(self._steps * _AGREE_SECS / elapsed)))
+
+
+class _Signal:
+    """Notes that SIGTERM has come, and lets who listened before hear of it, too."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._previous: Any = signal.getsignal(signal.SIGTERM)
+        # Python lets the main thread alone listen. None is a handler that is not Python's, and could not be put back.
+        self._listens = threading.current_thread() is threading.main_thread() and self._previous is not None
+        if self._listens:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def unhook(self, *, hand_on: bool = False) -> None:
+        """Put back the handler that was there before.
+
+        Args:
+            hand_on: Whether a signal that has come goes to that one now, as nothing will be saved any more.
+        """
+        if self._listens and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._previous)
+            if self.came and hand_on and not callable(self._previous):
+                signal.raise_signal(signal.SIGTERM)
+        self._listens = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, the newest first."""
+    found = {path: _STEP.fullmatch(path.name) for path in folder.iterdir()}
+    return sorted((int(name[1]) for path, name in found.items() if name and (path / MANIFEST).is_file()), reverse=True)
