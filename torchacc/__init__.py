@@ -10,6 +10,8 @@ from torchacc.api import full_state_dict as full_state_dict
 from torchacc.api import mark_step as mark_step
 from torchacc.api import shard_loader as shard_loader
 from torchacc.api import sync as sync
+from torchacc.checkpoint.saving import load as load
+from torchacc.checkpoint.saving import save as save
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
 from torchacc.errors import CheckpointError as CheckpointError
@@ -33,7 +35,9 @@ __all__ = [
     "describe",
     "dist",
     "full_state_dict",
+    "load",
     "mark_step",
+    "save",
     "shard_loader",
     "sync",
 ]

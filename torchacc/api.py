@@ -201,6 +201,7 @@ def _attach(sharded: ShardedModel) -> None:
     model = sharded.model
     vars(model)[HANDLE] = sharded
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
+    model.register_state_dict_post_hook(functools.partial(state.note_shards, sharded))
     methods: dict[str, Callable[..., Any]] = {
         "load_state_dict": state.load_state_dict,
         "get_shard_metadata": state.shard_metadata,

@@ -201,8 +201,8 @@ class FolderWriter:
     def _commit(self, parts: Sequence[Mapping[str, list[list[Any]]]]) -> None:
         files: dict[str, list[Segment]] = {}
         for part in parts:
-            for name, segments in part.items():
-                files.setdefault(name, []).extend(Segment(*segment) for segment in segments)
+            for name, reported in part.items():
+                files.setdefault(name, []).extend(Segment(*segment) for segment in reported)
         entries = {}
         for name, found in sorted(files.items()):
             size = (self.folder / name).stat().st_size

@@ -6,7 +6,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -134,8 +133,8 @@ def snapshot(
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
         return files
 
-    files = _agreed(sharded, prepare)
-    _agreed(sharded, writer.join)
+    files = group.agreed(prepare)
+    group.agreed(writer.join)
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
     tensors = contents.runs(slots)
     if job.rank == 0:
@@ -207,8 +206,9 @@ def load(
             loaded refuses to run until another load succeeds.
     """
     sharded = sharded_model(model)
+    group = sharded.engine.group
     sharded.engine.sync()
-    with _agreed(sharded, lambda: _open(sharded, path, optimizer, scheduler, loader)) as reader:
+    with group.agreed(lambda: _open(sharded, path, optimizer, scheduler, loader)) as reader:
         sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"
 
         def read() -> Any:
@@ -219,7 +219,7 @@ def load(
                 reader.load_optimizer(optimizer)
             return reader.load_other(scheduler, loader)
 
-        extra = _agreed(sharded, read)
+        extra = group.agreed(read)
         sharded.engine.sync()
         sharded.unusable = None
     return extra
@@ -310,8 +310,8 @@ def _other_state(
     sharded: ShardedModel, optimizer: torch.optim.Optimizer | None, scheduler: Any, loader: Any, extra: Any
 ) -> _Other:
     """Collect the states that are small. Collective: every process."""
-    engine = sharded.engine
-    draws = engine.group.all_gather_objects(_random_state(sharded))
+    engine, group = sharded.engine, sharded.engine.group
+    draws = group.all_gather_objects(_random_state(sharded))
     other = _Other()
 
     def collect() -> None:
@@ -329,7 +329,7 @@ def _other_state(
             files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
         other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
 
-    _agreed(sharded, collect)
+    group.agreed(collect)
     return other
 
 
@@ -529,7 +529,8 @@ def _stored_names(sharded: ShardedModel, folder: Folder) -> dict[str, str]:
     if missing:
         raise CheckpointError(
             f"{folder.path} lacks {len(missing)} of the {len(names_of)} tensors of "
-            f"{sharded.plan.units[-1].module_class}: {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. Is it a checkpoint of another model?"
+            f"{sharded.plan.units[-1].module_class}: {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. "
+            "Is it a checkpoint of another model?"
         )
     known = {alias for names in names_of.values() for alias in names} | set(found.values())
     left = [name for name in folder.model if name not in known and name.removeprefix(f"{prefix}.") not in known]
@@ -539,24 +540,6 @@ def _stored_names(sharded: ShardedModel, folder: Folder) -> dict[str, str]:
             f"{', '.join(left[:8])}{', …' if len(left) > 8 else ''}. Is it a checkpoint of another model?"
         )
     return found
-
-
-def _agreed(sharded: ShardedModel, act: Any) -> Any:
-    """Do something, and raise on every process what any of them has raised. Collective: every process."""
-    result, failure = None, None
-    try:
-        result = act()
-    except (CheckpointError, OSError, ValueError) as error:
-        failure = error
-    job = sharded.engine.job
-    texts = sharded.engine.group.all_gather_objects(None if failure is None else f"{failure}")
-    failed = [rank for rank, text in enumerate(texts) if text is not None]
-    if not failed:
-        return result
-    with suppress(AttributeError):
-        result.__exit__(None, None, None)  # type: ignore[union-attr]
-    where = f"rank {failed[0]}: " if job.launched and failed[0] != job.rank else ""
-    raise CheckpointError(f"{where}{texts[failed[0]]}") from failure
 
 
 def _chain(*runs: Iterator[Any]) -> Iterator[Any]:

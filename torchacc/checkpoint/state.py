@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding, Piece
+
+_shards = WeakTensorKeyDictionary()
+"""Tensors of states that were handed out -> their model, and the parameter that they lie like."""
 
 
 class LocalState(dict[str, Any]):
@@ -55,7 +59,7 @@ def full_state_dict(
     """
     whole: dict[str, torch.Tensor] = {}
     for parameter, holding in sharded.holdings.items():
-        whole |= _gathered(sharded, holding, parameter, rank0_only=rank0_only)
+        whole |= gathered(sharded, holding, parameter, rank0_only=rank0_only)
     if rank0_only and sharded.engine.job.rank:
         return {}
     for planned in sharded.plan.parameters:
@@ -68,7 +72,7 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """Return what this process holds of each parameter, as a `TensorShard`, and the buffers, by original name."""
     found: dict[str, Any] = {}
     for parameter, holding in sharded.holdings.items():
-        found |= _shards(sharded, holding, parameter)
+        found |= _cut_up(sharded, holding, parameter)
     return {**found, **buffers(sharded)}
 
 
@@ -76,6 +80,19 @@ def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
     state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: to_host(sharded, value) for name, value in state.items()}
+
+
+def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    """Remember the shards in a model's own `state_dict()`; a hook of it."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    for key, value in state_dict.items():
+        if key in names:
+            _shards[value] = (sharded, names[key])
+
+
+def shard_of(tensor: torch.Tensor) -> tuple[ShardedModel, nn.Parameter] | None:
+    """Return whose shard a tensor of a model's or an optimizer's own `state_dict()` is, if of any."""
+    return _shards.get(tensor)  # type: ignore[no-any-return]
 
 
 def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,14 +212,10 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     Raises:
         CheckpointError: The optimizer holds a parameter that is not the model's.
     """
-    order = {name: index for index, name in enumerate(sharded.parameter_names)}
-    groups = []
-    for group in optimizer.param_groups:
-        holdings = [holding_of(sharded, parameter) for parameter in group["params"]]
-        names = [name for holding in holdings for name in holding.names]
-        is_flat = any(holding.names != (holding.key,) for holding in holdings)
-        groups.append(sorted(names, key=order.__getitem__) if is_flat else names)
-    return groups
+    return [
+        _in_order(sharded, [holding_of(sharded, parameter) for parameter in group["params"]])
+        for group in optimizer.param_groups
+    ]
 
 
 def full_optim_state_dict(
@@ -220,24 +233,33 @@ def full_optim_state_dict(
         What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
         as `param_names` in each group.
     """
-    names = optimizer_names(sharded, optimizer)
+    return whole_optim_state_dict(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
+
+
+def whole_optim_state_dict(
+    sharded: ShardedModel, own: Mapping[str, Any], *, rank0_only: bool, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """Return `full_optim_state_dict()` from what the optimizer's own `state_dict()` gave. Collective: every process."""
+    by_key = {holding.key: (parameter, holding) for parameter, holding in sharded.holdings.items()}
+    held = [[by_key[key] for key in group["param_names"]] for group in own["param_groups"]]
+    names = [_in_order(sharded, [holding for _, holding in group]) for group in held]
     ids = {name: index for index, name in enumerate(name for group in names for name in group)}
     state: dict[int, dict[str, Any]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        holding = holding_of(sharded, parameter)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if is_laid_out_like(parameter, value):
-                parts: dict[str, Any] = _gathered(sharded, holding, value, rank0_only=rank0_only)
-                parts = {name: _moved(sharded, part, cpu_offload) for name, part in parts.items()}
-            else:
-                parts = {name: _own_copy(sharded, value) for name in holding.names}
-            for name, part in parts.items():
-                state.setdefault(ids[name], {})[key] = part
+    for group, members in zip(own["param_groups"], held, strict=True):
+        for own_id, (parameter, holding) in zip(group["params"], members, strict=True):
+            for key, value in own["state"].get(own_id, {}).items():
+                if is_laid_out_like(parameter, value):
+                    parts: dict[str, Any] = gathered(sharded, holding, value, rank0_only=rank0_only)
+                    parts = {name: _moved(sharded, part, cpu_offload) for name, part in parts.items()}
+                else:
+                    parts = {name: _own_copy(sharded, value) for name in holding.names}
+                for name, part in parts.items():
+                    state.setdefault(ids[name], {})[key] = part
     if rank0_only and sharded.engine.job.rank:
         return {}
     groups = [
-        {**_settings(group), "params": [ids[name] for name in own], "param_names": own}
-        for group, own in zip(optimizer.param_groups, names, strict=True)
+        {**_settings(group), "params": [ids[name] for name in own_names], "param_names": own_names}
+        for group, own_names in zip(own["param_groups"], names, strict=True)
     ]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -249,7 +271,7 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
         holding = holding_of(sharded, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             parts: dict[str, Any] = (
-                _shards(sharded, holding, value)
+                _cut_up(sharded, holding, value)
                 if is_laid_out_like(parameter, value)
                 else {name: _own_copy(sharded, value) for name in holding.names}
             )
@@ -297,6 +319,11 @@ def with_metadata(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: 
 
     That is `param_names` in each group, the parameters' names in the model's own `state_dict()`, and `shard_metadata`.
     """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if is_laid_out_like(parameter, value):
+                    _shards[value] = (sharded, parameter)
     groups = [
         {**given, "param_names": [holding_of(sharded, parameter).key for parameter in group["params"]]}
         for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
@@ -339,10 +366,14 @@ def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def _gathered(
+def gathered(
     sharded: ShardedModel, holding: Holding, tensor: torch.Tensor, *, rank0_only: bool
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors of their own memory; on processes that get none an empty dict."""
+    """Return the whole tensors of a parameter's holding, or of one that lies like it. Collective: every process.
+
+    Returns:
+        Original name -> a host tensor of its own memory; an empty dict on processes that get none.
+    """
     local = sharded.fetch([tensor])[0]
     flat = sharded.gather(holding, local, rank0_only=rank0_only)
     if flat is None:
@@ -351,11 +382,20 @@ def _gathered(
     return {name: part.clone().view(shape) for (name, shape), part in zip(holding.members, parts, strict=True)}
 
 
-def _shards(sharded: ShardedModel, holding: Holding, tensor: torch.Tensor) -> dict[str, TensorShard]:
+def _cut_up(sharded: ShardedModel, holding: Holding, tensor: torch.Tensor) -> dict[str, TensorShard]:
     local = sharded.fetch([tensor])[0]
     nothing = {name: TensorShard(Piece(name, shape, 0, 0), local[:0].clone()) for name, shape in holding.members}
     held = {p.name: TensorShard(p, local[p.offset : p.offset + p.numel].clone()) for p in holding.pieces}
     return {**nothing, **held}
+
+
+def _in_order(sharded: ShardedModel, holdings: Sequence[Holding]) -> list[str]:
+    """Return original names as an unsharded optimizer has them: those that are flattened in the model's order."""
+    names = [name for holding in holdings for name in holding.names]
+    if all(holding.names == (holding.key,) for holding in holdings):
+        return names
+    order = {name: index for index, name in enumerate(sharded.parameter_names)}
+    return sorted(names, key=order.__getitem__)
 
 
 def _moved(sharded: ShardedModel, tensor: torch.Tensor, cpu_offload: bool) -> torch.Tensor:

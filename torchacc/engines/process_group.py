@@ -6,16 +6,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchacc.env import Job
-from torchacc.errors import EngineError
+from torchacc.errors import CheckpointError, EngineError
+
+_T = TypeVar("_T")
 
 _DRAIN_SECS = 2.0
 """How long the end of a process waits for threads that do not come to rest."""
@@ -120,6 +122,28 @@ class ProcessGroup:
         dist.all_reduce(total)
         return total / self.job.num_processes
 
+    def agreed(self, act: Callable[[], _T]) -> _T:
+        """Do something on every process, and raise on all of them what any of them raises. Collective.
+
+        Args:
+            act: What to do; it is not collective, or fails alike everywhere.
+
+        Raises:
+            CheckpointError: The message of the first process that failed to read, write or understand something.
+        """
+        failure: Exception | None = None
+        try:
+            result = act()
+        except (CheckpointError, OSError, ValueError) as error:
+            failure = error
+        texts = self.all_gather_objects(None if failure is None else str(failure))
+        failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
+        if failed is None:
+            return result
+        if failure is None:
+            raise CheckpointError(f"rank {failed}: {texts[failed]}")
+        raise failure if isinstance(failure, CheckpointError) else CheckpointError(str(failure)) from failure
+
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.
 
@@ -180,9 +204,9 @@ def _drain() -> None:
 
 
 def _others_sleep() -> bool:
-    """Return whether every thread that Python has not started waits for something; True where that is not known."""
-    own = {thread.native_id for thread in threading.enumerate()}
-    return all(_sleeps(task) for task in _TASKS.glob("*") if int(task.name) not in own)
+    """Return whether every thread but this one waits for something; True where the system does not tell."""
+    own = str(threading.get_native_id())
+    return all(_sleeps(task) for task in _TASKS.glob("*") if task.name != own)
 
 
 def _sleeps(task: Path) -> bool:
