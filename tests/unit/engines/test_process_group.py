@@ -1,0 +1,33 @@
+"""How the processes of a job end."""
+
+import subprocess
+import sys
+
+import pytest
+
+ENDS_RIGHT_AFTER_A_COLLECTIVE = """
+import sys
+import torch
+import torch.distributed as dist
+from torchacc.engines.process_group import ProcessGroup
+from torchacc.env import read_job
+
+if sys.argv[1] == "ours":
+    ProcessGroup(read_job()).start()
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ProcessGroup(read_job()).start()
+held = dist.group.WORLD  # as FSDP2 holds it in a model: destroying it then joins no thread
+sys.setswitchinterval(100)  # gloo's thread gets the interpreter's lock where it is left to it, and nowhere else
+for _ in range(2):
+    dist.all_reduce(torch.ones(4), async_op=True)
+"""
+
+
+@pytest.mark.parametrize("made_by", ["ours", "user"])
+def test_a_process_may_end_right_after_a_collective(made_by):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_RIGHT_AFTER_A_COLLECTIVE, made_by],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
