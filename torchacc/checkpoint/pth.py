@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,8 +24,15 @@ from torchacc.errors import CheckpointError
 class Blank:
     """A tensor that a file to be made has room for; where it stands twice, both share that room."""
 
+    name: str
+    """What it is called in messages."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Written(NamedTuple):
@@ -64,6 +72,11 @@ def read_pth(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: its pickle ends with {type(error).__name__}: {error}") from None
 
 
+def blanks_in(contents: Any) -> list[Blank]:
+    """Return the blanks in dicts, lists and tuples, each once."""
+    return list(dict.fromkeys(_leaves(contents, Blank)))
+
+
 def create_pth(path: Path, contents: Any) -> dict[Blank, Slot]:
     """Make a file as `torch.save` does, with room for tensors that are yet to be written; it is sparse.
 
@@ -75,7 +88,7 @@ def create_pth(path: Path, contents: Any) -> dict[Blank, Slot]:
         Where to write each of them. What is not written is zeros.
     """
     # Memory that is never touched takes none; the same blank becomes the same tensor, which is saved once.
-    tensors = {blank: torch.empty(blank.shape, dtype=blank.dtype) for blank in _leaves(contents, Blank)}
+    tensors = {blank: torch.empty(blank.shape, dtype=blank.dtype) for blank in blanks_in(contents)}
     # Into a file object: given a path, torch.save writes its name into the file.
     with path.open("wb") as file, torch.serialization.skip_data():
         torch.save(_replace(contents, tensors), file)
@@ -103,11 +116,19 @@ def seal_pth(path: Path, written: Iterable[Written]) -> None:
             entry += 46 + sum(struct.unpack("<HHH", file.read(6)))  # name, extra field, comment
 
 
-def damaged_record(path: Path) -> str | None:
-    """Read a `.pth` file completely and return the name of the first record whose checksum is wrong, if any is."""
+def damaged_record(path: Path) -> tuple[str, range] | None:
+    """Read a `.pth` file completely and return the first record whose checksum is wrong, and its bytes; or None.
+
+    Raises:
+        CheckpointError: The file is not a whole zip file.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip()
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            name = archive.testzip()
+            if name is None:
+                return None
+            start, size = _span(file, path, archive.getinfo(name))
+            return name, range(start, start + size)
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 

@@ -89,8 +89,9 @@ def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path):
 
 def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
     path = tmp_path / "file.pth"
-    large, small, unwritten = Blank(torch.float32, (1000, 3)), Blank(torch.int64, ()), Blank(torch.bool, (5,))
-    contents = {"a": large, "alias": large, "rest": [small, {"n": 1}, (unwritten, Blank(torch.float32, (0,)))]}
+    large, small = Blank("large", torch.float32, (1000, 3)), Blank("small", torch.int64, ())
+    unwritten, empty = Blank("unwritten", torch.bool, (5,)), Blank("empty", torch.float32, (0,))
+    contents = {"a": large, "alias": large, "rest": [small, {"n": 1}, (unwritten, empty)]}
     slots = create_pth(path, contents)
     whole = torch.randn(1000, 3)
     pieces = [(slots[large], whole, 4000, 12000), (slots[large], whole, 0, 3000), (slots[small], torch.tensor(9), 0, 8)]
@@ -116,7 +117,7 @@ def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
 
 def test_a_file_beyond_four_gigabytes(tmp_path):
     path = tmp_path / "file.pth"
-    huge, after = Blank(torch.uint8, (5_000_000_000,)), Blank(torch.float32, (3,))
+    huge, after = Blank("huge", torch.uint8, (5_000_000_000,)), Blank("after", torch.float32, (3,))
     slots = create_pth(path, {"huge": huge, "after": after})
     assert path.stat().st_blocks * 512 < 1_000_000  # sparse
     assert slots[after].offset > 5_000_000_000
@@ -130,7 +131,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[offset + 17] ^= 4
     path.write_bytes(data)
-    assert damaged_record(path) == "file/data/1"
+    assert damaged_record(path) == ("file/data/1", range(offset, offset + 400))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 700, 5000])

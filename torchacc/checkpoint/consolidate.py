@@ -1,0 +1,218 @@
+"""Plan how the shards in rank files become whole tensors in one `.pth` file, or in a folder that Hugging Face opens."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from torchacc.checkpoint.copying import Copy, NewFile, Plan, PthFile, SafetensorsFile, SmallFile
+from torchacc.checkpoint.optimizer_files import OptimizerState, read_optimizer
+from torchacc.checkpoint.pth import Blank
+from torchacc.checkpoint.rank_files import RankFiles, Sharded
+from torchacc.checkpoint.tensor_files import Slot, plan_safetensors, safetensors_index
+from torchacc.errors import CheckpointError
+
+_CONFIG = "config.json"
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.json", "chat_template.jinja", "preprocessor_config.json", "processor_config.json"),
+)
+_INPUT_EMBEDDINGS = (".wte.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".embed_in.weight")
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a consolidated model is written."""
+
+    format: Literal["pth", "safetensors"] = "pth"
+    """One `.pth` file, `{"model": …}`, or a folder that `from_pretrained` opens."""
+    max_shard_size: int | None = None
+    """Bytes of tensors in one safetensors file."""
+    dtype: torch.dtype | None = None
+    """What floating tensors are cast to; None leaves them as they are."""
+    config_from: Path | None = None
+    """The folder with `config.json` and the tokenizer; None for that of the rank files."""
+
+
+def plan_model(files: RankFiles, target: Path, output: Output) -> Plan:
+    """Plan to write a whole model.
+
+    Args:
+        files: The model's rank files.
+        target: The file to write, or the folder if the format is safetensors.
+        output: How.
+    """
+    copies: list[Copy] = []
+    tensors = whole_model(files, copies, output)
+    new = (
+        [PthFile(target, {"model": tensors})]
+        if output.format == "pth"
+        else _hugging_face(files, tensors, target, output)
+    )
+    written = {file.path for file in new}
+    stale = [path for path in target.glob("model*.safetensors*") if path not in written]
+    return Plan(files.paths, tuple(new), tuple(copies), tuple(stale))
+
+
+def whole_model(files: RankFiles, copies: list[Copy], output: Output) -> dict[str, Any]:
+    """Return a model's whole state by original name, tied aliases included, and add what it is to be copied from.
+
+    torch_xla does not note which parameters are tied. Where the model's `config.json` says that the head is tied, and
+    there is none, it is added: what a causal language model's `load_state_dict()` expects.
+    """
+    state: dict[str, Any] = {}
+    for sharded in files.sharded_model():
+        state |= whole_tensors(sharded, copies, dtype=output.dtype)
+    for name, (value, dtype) in files.unsharded().items():
+        state[name] = carry(value, name, copies, dtype=dtype and _cast(dtype, output.dtype))
+    aliases = dict(files.tied) or _tied_head(_folder(files, output), state)
+    return state | {alias: state[name] for alias, name in aliases.items() if name in state}
+
+
+def whole_tensors(
+    sharded: Sharded, copies: list[Copy], *, dtype: torch.dtype | None = None, entry: str = ""
+) -> dict[str, Blank]:
+    """Return the whole tensors that a block is made of, and add what they are to be copied from.
+
+    Args:
+        sharded: The block in all rank files.
+        copies: What to add to.
+        dtype: What floating tensors are cast to.
+        entry: Added to the tensors' names in messages.
+    """
+    own = _cast(sharded.slots[0].dtype, dtype)
+    blanks = {name: Blank(name + entry, own, shape) for name, shape in sharded.block.members}
+    for holding, slot in zip(sharded.holdings, sharded.slots, strict=True):
+        for piece in holding.pieces:
+            copies.append(Copy(slot, piece.offset, blanks[piece.name], piece.start, piece.numel))
+    return blanks
+
+
+def carry(value: Any, name: str, copies: list[Copy], *, dtype: torch.dtype | None = None) -> Any:
+    """Return what a rank file holds with a blank for each tensor in it, each of its own, and add their copies."""
+    if isinstance(value, Slot):
+        blank = Blank(name, dtype or value.dtype, value.shape)
+        copies.append(Copy(value, 0, blank, 0, value.numel))
+        return blank
+    if isinstance(value, Mapping):
+        return {key: carry(item, f"{name}.{key}", copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(carry(item, f"{name}.{index}", copies) for index, item in enumerate(value))
+    return value
+
+
+def plan_optimizer(files: RankFiles, target: Path) -> Plan:
+    """Plan to write an optimizer's whole state, `{"optimizer": …}`, as that of the unsharded model has it.
+
+    The order of ids is that of the parameters in the original groups, and in a group with flattened ones the model's
+    own, as far as the files know it; `param_names` has the original names.
+    """
+    copies: list[Copy] = []
+    optimizer = read_optimizer(files)
+    groups = [_names(files, list(group.keys)) for group in optimizer.groups]
+    ids = {name: index for index, name in enumerate(name for names in groups for name in names)}
+    state = _whole_states(files, optimizer, copies)
+    contents = {
+        "state": {ids[name]: state[name] for name in ids if name in state},
+        "param_groups": [
+            {
+                **carry(group.settings, "param_groups", copies),
+                "params": [ids[name] for name in names],
+                "param_names": names,
+            }
+            for group, names in zip(optimizer.groups, groups, strict=True)
+        ],
+    }
+    return Plan(files.paths, (PthFile(target, {"optimizer": contents}),), tuple(copies))
+
+
+def _names(files: RankFiles, keys: list[str]) -> list[str]:
+    blocks = [files.blocks[key] for key in keys]
+    names = [name for block in blocks for name, _ in block.members]
+    if all(len(block.members) == 1 for block in blocks):
+        return names
+    order = {name: index for index, name in enumerate(files.order)}
+    return sorted(names, key=order.__getitem__)
+
+
+def _whole_states(files: RankFiles, optimizer: OptimizerState, copies: list[Copy]) -> dict[str, dict[str, Any]]:
+    states: dict[str, dict[str, Any]] = {}
+    for key, entries in optimizer.states.items():
+        members = files.blocks[key].members
+        for entry, value in entries.items():
+            if isinstance(value, Sharded):
+                parts: dict[str, Any] = dict(whole_tensors(value, copies, entry=f"/{entry}"))
+            else:  # each its own: a step that parameters share is incremented once for each of them
+                parts = {name: carry(value, f"{name}/{entry}", copies) for name, _ in members}
+            for name, part in parts.items():
+                states.setdefault(name, {})[entry] = part
+    return states
+
+
+def _hugging_face(files: RankFiles, state: Mapping[str, Any], target: Path, output: Output) -> list[NewFile]:
+    blanks: dict[str, Blank] = {}
+    stored = set()
+    for name, value in state.items():
+        if not isinstance(value, Blank):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__} and no tensor: write a .pth file, which can hold it"
+            )
+        if value not in stored:  # a tied one is stored once
+            blanks[name] = value
+            stored.add(value)
+    shapes = {name: (blank.dtype, blank.shape) for name, blank in blanks.items()}
+    layouts = plan_safetensors(shapes, "model", output.max_shard_size)
+    new: list[NewFile] = [SafetensorsFile(target / name, layout, blanks) for name, layout in layouts.items()]
+    if len(layouts) > 1:
+        new.append(SmallFile(target / "model.safetensors.index.json", safetensors_index(layouts).encode()))
+    folder = _folder(files, output)
+    if folder.resolve() != target.resolve():
+        new += [SmallFile(target / path.name, _config_data(path, output)) for path in _beside(folder)]
+    return new
+
+
+def _beside(folder: Path) -> list[Path]:
+    names = (_CONFIG, "generation_config.json", *_TOKENIZER)
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _config_data(path: Path, output: Output) -> bytes:
+    """Return the content of a file beside the model; the config names the dtype that `from_pretrained` gives it."""
+    if path.name != _CONFIG or output.dtype is None:
+        return path.read_bytes()
+    config = _read_config(path.parent)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return (json.dumps({**config, key: str(output.dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
+
+
+def _tied_head(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
+    config = _read_config(folder)
+    architectures = config.get("architectures") or []
+    has_head = any(name.endswith(("LMHeadModel", "ForCausalLM")) for name in architectures)
+    embeddings = [name for name in state if f".{name}".endswith(_INPUT_EMBEDDINGS)]
+    if has_head and config.get("tie_word_embeddings") and _HEAD not in state and len(embeddings) == 1:
+        return {_HEAD: embeddings[0]}
+    return {}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / _CONFIG} cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _folder(files: RankFiles, output: Output) -> Path:
+    return output.config_from or files.paths[0].parent
+
+
+def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own

@@ -1,0 +1,153 @@
+"""Consolidate rank files into whole tensors, or reshard them for another number of ranks: no device, no job."""
+
+from collections.abc import Iterable, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchacc.checkpoint.consolidate import Output, plan_model, plan_optimizer, whole_model
+from torchacc.checkpoint.copying import Copy, Plan, Progress, carry_out, load
+from torchacc.checkpoint.pth import Blank, blanks_in
+from torchacc.checkpoint.rank_files import Part, RankFiles, find_rank_files
+from torchacc.checkpoint.reshard import plan_resharding
+from torchacc.errors import CheckpointError
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str,
+    ckpt_suffix: str = "*.pth",
+    save_path: str = "",
+    save_model: bool = True,
+    *,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], str | None]:
+    """Put a model together from the rank files of `torchacc.save(…, master_only=False)`, or of torch_xla's FSDP.
+
+    Needs no device, and memory for a few chunks only, however large the files are.
+
+    Args:
+        ckpt_prefix: A folder, or what the paths of the files begin with.
+        ckpt_suffix: What they end with, as a pattern. Files that are no rank files are passed over.
+        save_path: The file to write; if empty, `consolidated.pth` in the folder, or
+            `ckpt_prefix + "_consolidated.pth"`.
+        save_model: Whether to write a file, `{"model": …}`; otherwise the tensors are put together in memory.
+        workers: Threads that copy; None for one for each core, up to 8.
+        verify: Compare all checksums before, and what was written with the rank files afterwards.
+        progress: Is told, from any thread, of bytes dealt with.
+
+    Returns:
+        The whole tensors by original name, on the CPU, with the aliases of tied ones on the same memory; they are
+        mapped from the written file, and read when they are used. And its path, None where nothing was written.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, there twice, or of another save; or the target cannot be written.
+    """
+    files = find_model_files(ckpt_prefix, ckpt_suffix)
+    if not save_model:
+        return _in_memory(files, workers), None
+    target = Path(save_path) if save_path else default_target(ckpt_prefix)
+    carry_out(plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
+    state: dict[str, Any] = torch.load(target, mmap=True, weights_only=True)["model"]
+    return state, str(target)
+
+
+def find_model_files(prefix: str, suffix: str) -> RankFiles:
+    """Return the rank files of a model that are in a folder, or whose paths begin with a prefix; checked.
+
+    Raises:
+        CheckpointError: They are not a complete set.
+    """
+    if Path(prefix).is_dir():
+        return find_rank_files(Path(prefix).glob(suffix.lstrip("/")), "model", where=str(Path(prefix) / suffix))
+    return find_rank_files(map(Path, glob(prefix + suffix)), "model", where=prefix + suffix)
+
+
+def default_target(prefix: str) -> Path:
+    """Return where a consolidated model is written if nothing is said."""
+    return Path(prefix) / "consolidated.pth" if Path(prefix).is_dir() else Path(f"{prefix}_consolidated.pth")
+
+
+def plan_conversion(
+    folder: Path,
+    parts: Iterable[Part],
+    *,
+    num_ranks: int = 1,
+    target: Path | None = None,
+    patterns: dict[Part, str] | None = None,
+    names: dict[Part, str] | None = None,
+    output: Output | None = None,
+) -> Plan:
+    """Plan to consolidate or reshard the rank files in a folder.
+
+    Args:
+        folder: Where they are.
+        parts: What to convert.
+        num_ranks: How many rank files to write; 1 consolidates.
+        target: The folder to write into; None for the same one.
+        patterns: Which files to read, for a part; by default `rank-*-of-*-<part>.pth`, or else `rank-*-of-*.pth`.
+        names: How to name what is written, for a part; by default `<part>_consolidated.pth`, or
+            `rank-*-of-*-<part>.pth`, in which the first star is the rank and the second one the number of ranks.
+        output: How to write a consolidated model.
+
+    Raises:
+        CheckpointError: The files are not complete sets, or the options contradict one another.
+    """
+    if num_ranks < 1:
+        raise CheckpointError(f"{num_ranks} ranks cannot be written: give 1 to consolidate, or more to reshard")
+    output, target = output or Output(), target or folder
+    if num_ranks > 1 and output != Output(config_from=output.config_from):
+        raise CheckpointError("a format, a dtype and a size of files are options of consolidating: reshard to 1")
+    plans = []
+    for part in parts:
+        files = _find(folder, part, (patterns or {}).get(part))
+        name = (names or {}).get(part)
+        if num_ranks > 1:
+            plans.append(
+                plan_resharding(files, num_ranks, _namer(target, name or f"rank-*-of-*-{part}.pth", num_ranks))
+            )
+        elif part == "optimizer":
+            plans.append(plan_optimizer(files, target / (name or "optimizer_consolidated.pth")))
+        else:
+            in_folder = output.format == "safetensors"
+            plans.append(
+                plan_model(files, target if in_folder else target / (name or "model_consolidated.pth"), output)
+            )
+    return _joined(plans)
+
+
+def _find(folder: Path, part: Part, pattern: str | None) -> RankFiles:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: name the one that the rank files are in")
+    tried = [pattern] if pattern else [f"rank-*-of-*-{part}.pth", "rank-*-of-*.pth"]
+    for each in tried:
+        paths = list(folder.glob(each))
+        if paths:
+            return find_rank_files(paths, part, where=str(folder / each))
+    raise CheckpointError(f"{folder} has no files {' or '.join(tried)}")
+
+
+def _namer(folder: Path, pattern: str, num_ranks: int) -> Any:
+    if pattern.count("*") != 2:
+        raise CheckpointError(f"{pattern!r} has to have two stars, for the rank and the number of ranks")
+    before, between, after = pattern.split("*")
+    return lambda rank: folder / f"{before}{rank}{between}{num_ranks}{after}"
+
+
+def _joined(plans: Sequence[Plan]) -> Plan:
+    return Plan(
+        sources=tuple(dict.fromkeys(path for plan in plans for path in plan.sources)),
+        files=tuple(file for plan in plans for file in plan.files),
+        copies=tuple(copy for plan in plans for copy in plan.copies),
+        stale=tuple(path for plan in plans for path in plan.stale),
+    )
+
+
+def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
+    copies: list[Copy] = []
+    state = whole_model(files, copies, Output())
+    tensors = load(blanks_in(state), copies, workers=workers)
+    return {name: tensors[value] if isinstance(value, Blank) else value for name, value in state.items()}

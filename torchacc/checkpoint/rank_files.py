@@ -1,0 +1,335 @@
+"""Sets of rank files, torchacc's own and torch_xla's: found, checked, and described by where each shard lies.
+
+The form of these files is in docs/design/checkpoints.md. Nothing here reads a tensor.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from torchacc.checkpoint.pth import read_pth
+from torchacc.checkpoint.tensor_files import Slot
+from torchacc.errors import CheckpointError
+from torchacc.layout import Holding
+
+Part = Literal["model", "optimizer"]
+
+_XLA_SHARD = "_fsdp_shard"
+_XLA_MULTIPLE = 128
+_NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
+
+
+class Cut(Enum):
+    """How a tensor is cut into shards of equal size."""
+
+    PADDED = "flattened, in multiples of 128 elements"
+    """As torch_xla does unless told otherwise."""
+    ROWS = "along the first dimension"
+    """As torchacc does, and torch_xla with `shard_param_on_dim_0`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is sharded as one tensor: a parameter, or several flattened one after another."""
+
+    key: str
+    """Its name in the `model` of a rank file."""
+    members: tuple[tuple[str, tuple[int, ...]], ...]
+    """Original names and shapes of the parameters."""
+    shape: tuple[int, ...]
+    """The whole shape: the parameter's, or one dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.shape)
+
+    def shard_shape(self, cut: Cut, count: int) -> tuple[int, ...]:
+        """Return the shape of one of `count` shards, padding included."""
+        if cut is Cut.PADDED:
+            return (-(-self.numel // (count * _XLA_MULTIPLE)) * _XLA_MULTIPLE,)
+        rows, *rest = self.shape or (1,)
+        return (-(-rows // count), *rest)
+
+    def is_sharded_like(self, slot: Slot, count: int) -> bool:
+        """Return whether a tensor can be the first of `count` shards of this, or of something of its shape."""
+        cuts = [cut for cut in Cut if cut is Cut.ROWS or self.from_xla]
+        return bool(slot.shape) and slot.numel in {prod(self.shard_shape(cut, count)) for cut in cuts}
+
+    @property
+    def from_xla(self) -> bool:
+        """Whether torch_xla sharded it."""
+        return self.key.rpartition(".")[2].startswith(_XLA_SHARD)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A block, or an optimizer's state of the same shape, in all rank files of a set."""
+
+    block: Block
+    name: str
+    """Named in errors: the block's key, and that of the state."""
+    slots: tuple[Slot, ...]
+    """The shards by rank; the last ones may lack their padding."""
+
+    def __post_init__(self) -> None:
+        """Check that these can be the shards of one tensor."""
+        first, count = self.slots[0], len(self.slots)
+        for holding, slot in zip(self.holdings, self.slots, strict=True):
+            held = sum(piece.numel for piece in holding.pieces)
+            if slot.numel not in (held, self.shard_numel) or slot.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
+                    "these are not files of one save"
+                )
+        if not self.block.is_sharded_like(first, count):
+            raise CheckpointError(
+                f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
+                f"{self.block.shape}: the tensor and shard_metadata contradict each other"
+            )
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard, padding included; the first shard has all of them."""
+        return self.slots[0].numel
+
+    @property
+    def lacks_padding(self) -> bool:
+        """Whether what lies beyond the end of the whole tensor is left out of the last shards."""
+        return any(slot.numel < self.shard_numel for slot in self.slots)
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """What each rank has of the parameters."""
+        block = self.block
+        return tuple(Holding(block.key, block.members, self.shard_numel, rank) for rank in range(len(self.slots)))
+
+    def is_cut(self, cut: Cut) -> bool:
+        """Return whether the shards are what comes of cutting the whole so."""
+        shape, own = self.block.shard_shape(cut, len(self.slots)), self.slots[0].shape
+        if self.block.from_xla:
+            return own == shape
+        return cut is Cut.ROWS and own in (shape, (prod(shape),))
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """Yield where a run of elements of the whole lies: slots, and the first and last elements in each."""
+        each = self.shard_numel
+        while start < (stop := min(stop, self.block.numel)):
+            rank, first = divmod(start, each)
+            last = min(each, first + stop - start)
+            yield self.slots[rank], first, last
+            start += last - first
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank saved; tensors are slots."""
+
+    path: Path
+    contents: Mapping[str, Any]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """How it is sharded."""
+        found: Mapping[str, Any] = self.contents["shard_metadata"]
+        return found
+
+    @property
+    def rank(self) -> int:
+        """Which shard it is."""
+        return int(self.metadata["rank"])
+
+    @property
+    def world_size(self) -> int:
+        """How many shards there are."""
+        return int(self.metadata["world_size"])
+
+    @property
+    def replica(self) -> int:
+        """Which copy of the shard it is."""
+        return int(self.metadata.get("replica", 0))
+
+    @property
+    def is_bare_optimizer(self) -> bool:
+        """Whether it is an optimizer's state with `shard_metadata` in it."""
+        return "state" in self.contents and "param_groups" in self.contents
+
+    def part(self, part: Part) -> Mapping[str, Any] | None:
+        """Return the model's or the optimizer's state, or None where it has none."""
+        if part == "optimizer" and self.is_bare_optimizer:
+            return self.contents
+        found = self.contents.get(part)
+        return found if isinstance(found, Mapping) else None
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """A complete set of rank files, by rank."""
+
+    part: Part
+    files: tuple[RankFile, ...]
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """What is sharded, by key, in torch_xla's order of parameters."""
+        first, *others = self.files
+        for other in others:
+            if any(other.metadata.get(name) != first.metadata.get(name) for name in ("shard_info", "flatten_info")):
+                raise CheckpointError(
+                    f"{first.path} and {other.path} are sharded differently: they are not of one save"
+                )
+        try:
+            return {block.key: block for block in _blocks(first.metadata)}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{first.path}: its shard_metadata makes no sense ({error!r})") from None
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are read."""
+        return tuple(file.path for file in self.files)
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Alias to the name that is stored; torch_xla does not note them."""
+        return self.files[0].metadata.get("tied") or {}
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The original names in the model's order, as far as that is known."""
+        known = self.files[0].metadata.get("parameters")
+        return known or [name for block in self.blocks.values() for name, _ in block.members]
+
+    def gather(self, block: Block, name: str, found: Iterable[Any]) -> Sharded:
+        """Return the shards of one tensor from what each file has in its place."""
+        slots = tuple(found)
+        for file, slot in zip(self.files, slots, strict=True):
+            if not isinstance(slot, Slot):
+                raise CheckpointError(f"{file.path} has no {name}: it is not of the same save as {self.files[0].path}")
+        return Sharded(block, name, slots)
+
+    def sharded_model(self) -> list[Sharded]:
+        """Return the model's sharded tensors, in the order of the files."""
+        states = [file.part("model") or {} for file in self.files]
+        self._check_keys(states)
+        keys = [
+            *(key for key in states[0] if key in self.blocks),
+            *(key for key in self.blocks if key not in states[0]),
+        ]
+        return [self.gather(self.blocks[key], key, (state.get(key) for state in states)) for key in keys]
+
+    def unsharded(self) -> dict[str, tuple[Any, torch.dtype | None]]:
+        """Return what every rank has whole, such as buffers: original name to rank 0's value, and original dtype."""
+        state = self.files[0].part("model") or {}
+        info = self.files[0].metadata.get("buffer_info") or {}
+        # torch_xla writes other prefixes here than into the state dict.
+        dtypes = {original_name(key): entry["_orig_dtype"] for key, entry in info.items()}
+        found = {original_name(key): value for key, value in state.items() if key not in self.blocks}
+        return {
+            name: (value, dtypes.get(name, value.dtype) if isinstance(value, Slot) else None)
+            for name, value in found.items()
+        }
+
+    def _check_keys(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for file, state in zip(self.files, states, strict=True):
+            for key in state.keys() ^ states[0].keys():
+                lacking, having = (file, self.files[0]) if key in states[0] else (self.files[0], file)
+                raise CheckpointError(f"{lacking.path} has no {key}, which {having.path} has: they are not of one save")
+            for key in state:
+                if key.rpartition(".")[2].startswith(_XLA_SHARD) and key not in self.blocks:
+                    raise CheckpointError(f"{file.path}: {key} is a shard, but shard_metadata does not say of what")
+
+
+def original_name(key: str) -> str:
+    """Return a parameter's or a buffer's name without the wrappers that torch_xla puts into it."""
+    return key.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+
+
+def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFiles:
+    """Find one complete set of rank files among files, and check that it is one.
+
+    Files that are no rank files are passed over, as are those without the part; of replicas the lowest is taken.
+    Files that resharding wrote are passed over where their originals are there.
+
+    Args:
+        paths: Where to look.
+        part: What the files must have.
+        where: What `paths` came of, for messages.
+
+    Raises:
+        CheckpointError: A file cannot be read, or ranks are missing, there twice, or of different saves.
+    """
+    found = [file for path in sorted(paths) if path.is_file() and (file := read_rank_file(path)) is not None]
+    having = [file for file in found if file.part(part) is not None]
+    if not having:
+        raise CheckpointError(
+            f"{where}: no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'"
+        )
+    originals = [file for file in having if not file.metadata.get("resharded")]
+    return RankFiles(part, _complete_set(originals or having, where))
+
+
+def read_rank_file(path: Path) -> RankFile | None:
+    """Read a file, and return None if it is no rank file.
+
+    Raises:
+        CheckpointError: It cannot be read, or it is named as a rank file and is none.
+    """
+    contents = read_pth(path)
+    metadata = contents.get("shard_metadata") if isinstance(contents, Mapping) else None
+    if isinstance(metadata, Mapping) and {"rank", "world_size"} <= metadata.keys():
+        return RankFile(path, contents)
+    if _NAMED_AS_RANK_FILE.match(path.name):
+        raise CheckpointError(
+            f"{path} has no 'shard_metadata' with a rank and a world_size, and cannot be joined with the other ranks' "
+            "files: save model.get_shard_metadata() beside the state"
+        )
+    return None
+
+
+def _complete_set(files: Sequence[RankFile], where: str) -> tuple[RankFile, ...]:
+    first = files[0]
+    by_rank: dict[int, RankFile] = {}
+    for file in sorted(files, key=lambda file: file.replica):
+        if file.world_size != first.world_size:
+            raise CheckpointError(
+                f"{first.path} is of {first.world_size} ranks and {file.path} of {file.world_size}: choose one set, "
+                f"with a pattern like 'rank-*-of-{first.world_size}*.pth'"
+            )
+        if file.metadata.get("save_id") != first.metadata.get("save_id"):
+            raise CheckpointError(f"{first.path} and {file.path} are of different saves: keep the files of one of them")
+        other = by_rank.setdefault(file.rank, file)
+        if other is not file and other.replica == file.replica:
+            raise CheckpointError(f"{other.path} and {file.path} are both rank {file.rank}: keep one of them")
+    missing = sorted(set(range(first.world_size)) - by_rank.keys())
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise CheckpointError(
+            f"{where}: rank {ranks} of {first.world_size} is missing; put the files of all ranks into one folder"
+        )
+    return tuple(by_rank[rank] for rank in range(first.world_size))
+
+
+def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
+    flatten_info = metadata.get("flatten_info") or {}
+    for prefix, shards in metadata["shard_info"].items():
+        for suffix, info in shards.items():
+            key, full_name = (f"{prefix}.{name}" if prefix else name for name in (suffix, info["_orig_name"]))
+            shape = tuple(map(int, info["_orig_size"]))
+            if full_name in flatten_info:
+                parent = full_name.rpartition(".")[0]
+                names, shapes, _ = flatten_info[full_name]
+                full_names = [f"{parent}.{name}" if parent else name for name in names]
+            else:
+                full_names, shapes = [full_name], [shape]
+            yield Block(key, tuple(zip(map(original_name, full_names), map(tuple, shapes), strict=True)), shape)
+
+
+def _describe(slot: Slot) -> str:
+    return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape}"
