@@ -35,6 +35,12 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["torchacc", "torchacc.*"]),
     package_data={"torchacc": ["py.typed"]},
+    entry_points={
+        "console_scripts": [
+            f"{name} = torchacc.cli.{name}:main"
+            for name in ("consolidate_and_reshard_fsdp_ckpts", "consolidate_sharded_model_checkpoints")
+        ]
+    },
     install_requires=TORCH + read_requirements(),
     extras_require={
         "examples": ["matplotlib", "tokenizers"],

@@ -1,6 +1,6 @@
 """Consolidate rank files into whole tensors, or reshard them for another number of ranks: no device, no job."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,19 @@ def consolidate_sharded_model_checkpoints(
     files = find_model_files(ckpt_prefix, ckpt_suffix)
     if not save_model:
         return _in_memory(files, workers), None
-    target = Path(save_path) if save_path else default_target(ckpt_prefix)
+    target = _target(ckpt_prefix, save_path, Output())
     carry_out(plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
     state: dict[str, Any] = torch.load(target, mmap=True, weights_only=True)["model"]
     return state, str(target)
+
+
+def plan_consolidation(prefix: str, suffix: str, save_path: str, output: Output) -> Plan:
+    """Plan what `consolidate_sharded_model_checkpoints()` does, in any format; a folder of safetensors has no `.pth`.
+
+    Raises:
+        CheckpointError: The files are not a complete set.
+    """
+    return plan_model(find_model_files(prefix, suffix), _target(prefix, save_path, output), output)
 
 
 def find_model_files(prefix: str, suffix: str) -> RankFiles:
@@ -66,19 +75,14 @@ def find_model_files(prefix: str, suffix: str) -> RankFiles:
     return find_rank_files(map(Path, glob(prefix + suffix)), "model", where=prefix + suffix)
 
 
-def default_target(prefix: str) -> Path:
-    """Return where a consolidated model is written if nothing is said."""
-    return Path(prefix) / "consolidated.pth" if Path(prefix).is_dir() else Path(f"{prefix}_consolidated.pth")
-
-
 def plan_conversion(
     folder: Path,
     parts: Iterable[Part],
     *,
     num_ranks: int = 1,
     target: Path | None = None,
-    patterns: dict[Part, str] | None = None,
-    names: dict[Part, str] | None = None,
+    patterns: Mapping[Part, str | None] | None = None,
+    names: Mapping[Part, str | None] | None = None,
     output: Output | None = None,
 ) -> Plan:
     """Plan to consolidate or reshard the rank files in a folder.
@@ -119,6 +123,15 @@ def plan_conversion(
     return _joined(plans)
 
 
+def _target(prefix: str, save_path: str, output: Output) -> Path:
+    if save_path:
+        return Path(save_path)
+    ending = ".pth" if output.format == "pth" else ""
+    if Path(prefix).is_dir():
+        return Path(prefix) / f"consolidated{ending}"
+    return Path(f"{prefix}_consolidated{ending}")
+
+
 def _find(folder: Path, part: Part, pattern: str | None) -> RankFiles:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: name the one that the rank files are in")
@@ -130,7 +143,7 @@ def _find(folder: Path, part: Part, pattern: str | None) -> RankFiles:
     raise CheckpointError(f"{folder} has no files {' or '.join(tried)}")
 
 
-def _namer(folder: Path, pattern: str, num_ranks: int) -> Any:
+def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:
     if pattern.count("*") != 2:
         raise CheckpointError(f"{pattern!r} has to have two stars, for the rank and the number of ranks")
     before, between, after = pattern.split("*")

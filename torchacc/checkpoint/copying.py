@@ -294,24 +294,27 @@ def _compare(copies: Sequence[Copy], slots: Mapping[Blank, Slot], workers: int |
 
 def _each_chunk(copies: Iterable[Copy], action: Callable[[Copy, memoryview], None], workers: int | None) -> None:
     """Read every chunk and do something with its bytes, in several threads; each has one buffer for all its chunks."""
-    chunks, lock, failed = (chunk for copy in copies for chunk in copy.chunks()), threading.Lock(), threading.Event()
+    chunks, lock, stop = (chunk for copy in copies for chunk in copy.chunks()), threading.Lock(), threading.Event()
 
     def work() -> None:
         buffer = bytearray(CHUNK_BYTES)
         try:
-            while not failed.is_set():
+            while not stop.is_set():
                 with lock:
                     chunk = next(chunks, None)
                 if chunk is None:
                     return
                 action(chunk, chunk.read(buffer))
         except BaseException:
-            failed.set()
+            stop.set()
             raise
 
     with ThreadPoolExecutor(_count(workers)) as pool:
-        for done in [pool.submit(work) for _ in range(_count(workers))]:
-            done.result()
+        try:
+            for done in [pool.submit(work) for _ in range(_count(workers))]:
+                done.result()
+        finally:  # also where this thread is interrupted
+            stop.set()
 
 
 def _refuse_targets(plan: Plan) -> None:

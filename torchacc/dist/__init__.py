@@ -4,10 +4,11 @@ A process is not a device: under SPMD one process drives many devices.
 """
 
 from torchacc.api import mark_step
+from torchacc.dist import fsdp as fsdp
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import read_job
 
-__all__ = ["is_master_ordinal", "local_rank", "mark_step", "rank", "rendezvous", "world_size"]
+__all__ = ["fsdp", "is_master_ordinal", "local_rank", "mark_step", "rank", "rendezvous", "world_size"]
 
 
 def rank() -> int:

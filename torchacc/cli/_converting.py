@@ -1,0 +1,93 @@
+"""What the commands that convert checkpoints have in common."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from torchacc.checkpoint.consolidate import Output
+from torchacc.checkpoint.copying import Plan, carry_out
+from torchacc.errors import CheckpointError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what is written, and of how."""
+    parser.add_argument(
+        "--format",
+        choices=("pth", "safetensors"),
+        default="pth",
+        help="of a consolidated model: one .pth file, or a folder that from_pretrained() opens (default: pth)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, metavar="SIZE", help="split safetensors into files of this size, such as 5GB"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast the floating tensors of a consolidated model")
+    parser.add_argument(
+        "--config-from",
+        type=Path,
+        metavar="DIR",
+        help="where config.json and the tokenizer are copied from (default: where the rank files are)",
+    )
+    parser.add_argument("--workers", type=_positive, help="threads that copy (default: one for each core, up to 8)")
+    parser.add_argument("--verify", action="store_true", help="check all input first, and the output afterwards")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+
+
+def output(args: argparse.Namespace) -> Output:
+    """Return how a consolidated model is to be written."""
+    if args.max_shard_size is not None and args.format != "safetensors":
+        raise CheckpointError("--max-shard-size is for --format safetensors: a .pth file is not split")
+    return Output(args.format, args.max_shard_size, _DTYPES[args.dtype] if args.dtype else None, args.config_from)
+
+
+def run(args: argparse.Namespace, make_plan: Callable[[], Plan]) -> int:
+    """Plan and carry out, or say in a line why not.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        plan = make_plan()
+        if args.dry_run:
+            sys.stdout.write(plan.describe() + "\n")
+            return 0
+        _carry_out(plan, args)
+    except CheckpointError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for file in plan.files:
+        sys.stdout.write(f"{file.path}\n")
+    return 0
+
+
+def _carry_out(plan: Plan, args: argparse.Namespace) -> None:
+    total = plan.work(verify=args.verify)
+    with tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr) as bar:
+
+        def progress(count: int) -> None:
+            with bar.get_lock():
+                bar.update(count)
+
+        carry_out(plan, workers=args.workers, verify=args.verify, progress=progress)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a number and a unit, such as 5GB or 500MiB")
+    return size
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)

@@ -1,0 +1,64 @@
+"""Consolidate rank files, or reshard them: `consolidate_and_reshard_fsdp_ckpts --ckpt_dir DIR --reshard_num 8`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchacc.checkpoint.convert import plan_conversion
+from torchacc.checkpoint.copying import Plan
+from torchacc.checkpoint.rank_files import Part
+from torchacc.cli import _converting
+
+_PARTS: dict[str, tuple[Part, ...]] = {
+    "all": ("model", "optimizer"),
+    "model": ("model",),
+    "optimizer": ("optimizer",),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status."""
+    args = _parse(arguments)
+    return _converting.run(args, lambda: _plan(args))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="consolidate_and_reshard_fsdp_ckpts",
+        description="Put the model and the optimizer in the rank files of torchacc, or of torch_xla's FSDP, together, "
+        "or make rank files for another number of ranks. Needs no device.",
+    )
+    parser.add_argument("--ckpt_dir", type=Path, required=True, help="the folder with the rank files")
+    parser.add_argument("--ckpt_type", choices=_PARTS, default="all", help="what to convert (default: all)")
+    parser.add_argument("--reshard_num", type=int, default=1, help="ranks to write for; 1 consolidates (default: 1)")
+    parser.add_argument("--save_dir", type=Path, help="the folder to write into (default: the same)")
+    for part in _PARTS["all"]:
+        parser.add_argument(
+            f"--{part}_ckpt_name_pattern",
+            metavar="PATTERN",
+            help=f"the {part}'s rank files (default: rank-*-of-*-{part}.pth, or else rank-*-of-*.pth)",
+        )
+        parser.add_argument(
+            f"--{part}_save_name_pattern",
+            metavar="PATTERN",
+            help=f"what to write (default: {part}_consolidated.pth, or rank-*-of-*-{part}.pth)",
+        )
+    _converting.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    return plan_conversion(
+        args.ckpt_dir,
+        _PARTS[args.ckpt_type],
+        num_ranks=args.reshard_num,
+        target=args.save_dir,
+        patterns={"model": args.model_ckpt_name_pattern, "optimizer": args.optimizer_ckpt_name_pattern},
+        names={"model": args.model_save_name_pattern, "optimizer": args.optimizer_save_name_pattern},
+        output=_converting.output(args),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
