@@ -16,6 +16,7 @@ from torchacc.checkpoint import state
 from torchacc.config import Config
 from torchacc.engines import compat, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
+from torchacc.engines.meta import materialise_buffers
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -38,7 +39,8 @@ def accelerate(
     the mean over all devices.
 
     Args:
-        model: The model, on the CPU. Processes whose models differ all take rank 0's.
+        model: The model, on the CPU. Processes whose models differ all take rank 0's. One that was built on the meta
+            device never needs memory for the whole; `torchacc.checkpoint.load()` gives it its weights.
         dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
             comes back gives each process its part of every global batch, on the device.
         config: How to shard; None for data parallelism over all processes. It is only read.
@@ -68,7 +70,14 @@ def accelerate(
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
     _keep_float32_masters(model, plan.compute_dtype)
+    has_no_values = any(parameter.is_meta for parameter in model.parameters())
+    materialise_buffers(model)
     sharded = engine.apply(model, plan, optimizer)
+    if has_no_values:
+        sharded.unusable = (
+            "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) "
+            "loads them from a torchacc or a Hugging Face checkpoint"
+        )
     _attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
     _log.debug("%s", plan)
@@ -200,6 +209,7 @@ def _attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[HANDLE] = sharded
+    model.register_forward_pre_hook(sharded.refuse_unusable, prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
     model.register_state_dict_post_hook(functools.partial(state.note_shards, sharded))
     methods: dict[str, Callable[..., Any]] = {
@@ -211,7 +221,7 @@ def _attach(sharded: ShardedModel) -> None:
     }
     for name, function in methods.items():
         setattr(model, name, functools.partial(function, sharded))
-    for parameter in model.parameters():
+    for parameter in sharded.holdings:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
 

@@ -112,8 +112,8 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
         topology: The mesh that the job has.
 
     Raises:
-        ConfigError: The model cannot be sharded as asked: it has no `forward`, no parameters, parameters on the meta
-            device, or no module of a class that `wrap_layer_cls` names.
+        ConfigError: The model cannot be sharded as asked: it has no `forward`, no parameters, or no module of a class
+            that `wrap_layer_cls` names.
     """
     _check_model(model)
     modules = dict(model.named_modules())
@@ -181,12 +181,6 @@ def _check_model(model: nn.Module) -> None:
     parameters = list(model.named_parameters())
     if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    on_meta = [name for name, parameter in parameters if parameter.is_meta]
-    if on_meta:
-        raise ConfigError(
-            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, …), which is not available yet: "
-            "build the model on the CPU, without torch.device('meta')"
-        )
     lazy = [name for name, parameter in parameters if isinstance(parameter, UninitializedParameter)]
     if lazy:
         raise ConfigError(f"{lazy[0]!r} has no shape yet: run the lazy model once on a sample before accelerate()")

@@ -212,8 +212,6 @@ class ShardedModel(ABC):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.unusable is not None:
-                raise EngineError(f"the model cannot run: {self.unusable}")
             output = run(inner, args, kwargs)
             if torch.is_grad_enabled():
                 map_tensors(self._watch_backward, output)
@@ -223,6 +221,11 @@ class ShardedModel(ABC):
         self.watch_zero_grad(model)
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
+
+    def refuse_unusable(self, module: nn.Module, args: Any) -> None:
+        """Stand before everything that a forward begins with."""
+        if self.unusable is not None:
+            raise EngineError(f"the model cannot run: {self.unusable}")
 
     def watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
         """Learn of the moment when gradients are cleared."""

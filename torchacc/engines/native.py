@@ -13,6 +13,7 @@ from torch.utils._pytree import register_dataclass, tree_leaves
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer
+from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -123,9 +124,7 @@ class NativeModel(ShardedModel):
         """Move the model to the device and shard its units."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.model.to(self.engine.device)
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.contiguous()  # fully_shard() takes no other
+        self._move_to_device()
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         policy = MixedPrecisionPolicy()
         if self._lowered is not None:
@@ -136,6 +135,9 @@ class NativeModel(ShardedModel):
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             module = self.model.get_submodule(unit.name)
+            # Here and not for the whole model, so that no more than one unit is ever whole.
+            materialise_parameters(self.model, unit.parameters, self.engine.device)
+            originals |= {planned.name: self.model.get_parameter(planned.name) for planned in unit.parameters}
             own = {id(originals[parameter.name]) for parameter in unit.parameters}
             left = {parameter for parameter in module.parameters() if id(parameter) not in own}
             again = self.plan.gathers_again_in(unit)
@@ -149,6 +151,15 @@ class NativeModel(ShardedModel):
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
+
+    def _move_to_device(self) -> None:
+        for parameter in self.model.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.engine.device).contiguous()  # fully_shard() takes no other
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.engine.device)
 
     @property
     def _lowered(self) -> torch.dtype | None:

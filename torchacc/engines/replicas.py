@@ -26,6 +26,7 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
     """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check_shapes(state, group)
+    state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     if not broadcast:
         digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
         differing = {name for digest in digests for name in digest if digest[name] != digests[0][name]}

@@ -146,7 +146,11 @@ class MultiprocessModel(XlaModel):
         return Rows(tuple(shape), self._exchange.num_shards)
 
     def _place(self, whole: torch.Tensor) -> torch.Tensor:
-        shard = self._rows(whole.shape).cut(whole.detach().cpu(), self._exchange.shard_index)
+        rows = self._rows(whole.shape)
+        if whole.is_meta:
+            shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
+        else:
+            shard = rows.cut(whole.detach().cpu(), self._exchange.shard_index)
         return self.engine.to_device([shard])[0]
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,8 @@ class SpmdModel(XlaModel):
         runtime.sync()
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return self.engine.transfer([tensor], [self.engine.parameter_spec(tensor.shape)])[0]
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
