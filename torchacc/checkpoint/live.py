@@ -65,6 +65,8 @@ def save(
             What was there before is as it was.
     """
     began = time.monotonic()
+    engine = sharded_model(model).engine
+    drawn = engine.random_state()
     pending = snapshot(
         path,
         model=model,
@@ -77,6 +79,7 @@ def save(
         copied=False,
     )
     pending.write()
+    engine.set_random_state(drawn)
     _log.info("saved %s in %.1f s (%s bytes)", path, time.monotonic() - began, f"{pending.nbytes:,}")
 
 
@@ -110,9 +113,10 @@ def snapshot(
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
-    sharded.engine.sync()
+    # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
+    drawn = _random_state(sharded)
     contents = _Contents(sharded, optimizer)
-    other = _other_state(sharded, optimizer, scheduler, loader, extra)
+    other = _other_state(sharded, drawn, optimizer, scheduler, loader, extra)
     layouts = {
         **plan_safetensors(contents.model, "model", max_shard_size),
         **(plan_safetensors(contents.optimizer, "optimizer", max_shard_size) if optimizer is not None else {}),
@@ -141,6 +145,7 @@ def snapshot(
         tensors = _chain(tensors, ((slots[name], 0, tensor) for name, tensor in other.tensors.items()))
     if copied:
         tensors = iter([(slot, start, data.clone()) for slot, start, data in tensors])
+    sharded.engine.set_random_state(drawn)
     return Pending(writer, tensors, files, nbytes=sum(layout.nbytes for layout in layouts.values()))
 
 
@@ -222,6 +227,7 @@ def load(
         extra = group.agreed(read)
         sharded.engine.sync()
         sharded.unusable = None
+        reader.set_random_state()
     return extra
 
 
@@ -307,11 +313,16 @@ class _Other:
 
 
 def _other_state(
-    sharded: ShardedModel, optimizer: torch.optim.Optimizer | None, scheduler: Any, loader: Any, extra: Any
+    sharded: ShardedModel,
+    drawn: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    loader: Any,
+    extra: Any,
 ) -> _Other:
     """Collect the states that are small. Collective: every process."""
     engine, group = sharded.engine, sharded.engine.group
-    draws = group.all_gather_objects(_random_state(sharded))
+    draws = group.all_gather_objects(drawn)
     other = _Other()
 
     def collect() -> None:
@@ -393,6 +404,7 @@ class _Reader:
         self.folder = folder
         self._sharded = sharded
         self._names = _stored_names(sharded, folder)
+        self._random_states: list[dict[str, Any]] = []
 
     def __enter__(self) -> "_Reader":
         return self
@@ -440,7 +452,7 @@ class _Reader:
         optimizer.load_state_dict(state.LocalState({"state": entries, "param_groups": saved_groups}))
 
     def load_other(self, scheduler: Any, loader: Any) -> Any:
-        """Load the scheduler, the loader's position and the random states; return `extra`."""
+        """Load the scheduler and the loader's position; return `extra`."""
         if not self.folder.has("state.json"):
             return None
         described = plain.decode(self.folder.read_json("state.json"), self._state_tensors())
@@ -449,7 +461,7 @@ class _Reader:
                 if described[name] is None:
                     raise CheckpointError(f"{self.folder.path} was saved without a {name}: load it without one")
                 part.load_state_dict(described[name])
-        self._set_random_state(described["random"])
+        self._random_states = described["random"]
         return described["extra"]
 
     def _read(self, holding: Holding, slots: Mapping[str, Slot]) -> torch.Tensor:
@@ -495,8 +507,11 @@ class _Reader:
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self._whole(name, slot) for name, slot in self.folder.state.items()}
 
-    def _set_random_state(self, saved: list[dict[str, Any]]) -> None:
-        job = self._sharded.engine.job
+    def set_random_state(self) -> None:
+        """Put this process's random states where they were. Comes last, as whatever is run moves XLA's seed."""
+        job, saved = self._sharded.engine.job, self._random_states
+        if not saved:
+            return
         if len(saved) != job.num_processes:
             _log.info(
                 "saved by %d processes and loaded by %d: random numbers, such as dropout's, go on from this run's seed",
