@@ -285,6 +285,9 @@ class _IndexLoader(ShardedLoader):
         self._at = indices.at
         return batches if self._sampler.collates or len(self.shards) == 1 else self._joined(batches)
 
+    def resume(self, state: Any) -> None:
+        super().resume(self._sampler.in_own_batches(state))
+
     def _num_batches(self) -> int | None:
         return self._sampler.num_batches
 
@@ -332,6 +335,24 @@ class _ShardSampler:
         rounds = _num_rounds(len(self._order), self._num_shards, self._drop_last)
         return rounds if self.collates else rounds * len(self._shards)
 
+    def in_own_batches(self, state: Any) -> Any:
+        """Return a position that counts batches of another size as one that counts this loader's.
+
+        So the global batch can stay as it was on another number of devices.
+        """
+        traits = state.get("loader", {}) if isinstance(state, Mapping) else {}
+        size = traits.get("batch_size")
+        if not self._batch_size or not size or size == self._batch_size:
+            return state
+        samples = state["batches"] * size
+        if samples % self._batch_size:
+            raise DataError(
+                f"the interrupted epoch had {samples} samples, in batches of {size}, which is no multiple of this "
+                f"loader's batch_size={self._batch_size}: use one of which it is, such as {size}"
+            )
+        own = {**traits, "batch_size": self._batch_size, "number of batches": self.num_batches}
+        return {**state, "batches": samples // self._batch_size, "loader": own}
+
     def draw(self, at: Position) -> tuple[Iterator[Any], Position]:
         """Agree on the order of an epoch; collective, draws random numbers.
 
@@ -343,7 +364,9 @@ class _ShardSampler:
         with self._agreed_draws(at):
             batches = iter(self._order)
             opening = list(itertools.islice(batches, max(self._num_shards, _COMPARED_BATCHES)))
-        digest = self._compare(opening[:_COMPARED_BATCHES])
+        # Where batches are only cut from the samples' order, it is that which is found again at another batch size.
+        begin: Iterable[Any] = itertools.chain.from_iterable(opening) if self._batch_size else opening
+        digest = self._compare(list(itertools.islice(begin, _COMPARED_BATCHES)))
         if at.order not in (None, digest):
             raise DataError(
                 f"the order of the interrupted epoch is not found again: {type(self._order).__name__} now gives "

@@ -387,7 +387,7 @@ def test_processes_have_one_state_and_go_on_together():
     ("make", "message"),
     [
         (lambda: shuffled(30), "dataset length 26, here 30, number of batches 13, here 15"),
-        (lambda: DataLoader(Numbers(26), 4, shuffle=True), "batch_size 2, here 4"),
+        (lambda: DataLoader(Numbers(26), 3, shuffle=True), "4 samples, in batches of 2, .* batch_size=3"),
         (lambda: shuffled(drop_last=True), "drop_last False, here True"),
         (lambda: [torch.ones(2)] * 4, "dataset length 26, here 4, number of batches 13, here 4"),
     ],
@@ -397,6 +397,17 @@ def test_another_loader_is_refused(make, message):
     take(loader, 1)
     with pytest.raises(DataError, match=message):
         loader_for(make, 2).load_state_dict(through_json(loader))
+
+
+def test_another_batch_size_goes_on_at_the_same_sample():
+    loader = loader_for(lambda: DataLoader(Numbers(200), 2, shuffle=True), 4)
+    torch.manual_seed(3)
+    whole = [sample for batch in DataLoader(Numbers(200), 2, shuffle=True) for sample in batch.tolist()]
+    torch.manual_seed(3)
+    take(loader, 5)  # rounds of 8 samples
+    again = loader_for(lambda: DataLoader(Numbers(200), 8, shuffle=True), 1)
+    again.load_state_dict(through_json(loader))
+    assert [sample for batch in again for sample in batch.tolist()] == whole[40:]
 
 
 def test_another_number_of_workers_reads_a_stream_in_another_order():
