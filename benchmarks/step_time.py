@@ -11,7 +11,6 @@ Exits with 1 if a case fails or ends with another loss than the others; a slow c
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import select
@@ -24,19 +23,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 from _cases import CASES, EXPECTATIONS, GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Case
+from _machine import PACKAGES, busy_secs, describe_other_work, machine_facts
 from _report import HEADER, Block, Result, differing_losses, judge, render_table, table_row
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLING_STEPS = 2  # after the first one: where the optimizer makes its state late, the second compiles again
 ANSWER_TIMEOUT_SECS = 600.0
-QUIET_CORES = 0.1  # more work than this beside the benchmark, and its times are not worth quoting
-PACKAGES = ("torch", "torch_xla", "transformers")
 
 
 def main() -> int:
@@ -228,25 +225,13 @@ def raw(results: dict[str, Result], args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def machine_facts() -> dict[str, Any]:
-    """Return what the timings depend on."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        **{name: _version(name) for name in PACKAGES},
-    }
-
-
 def _trust(results: dict[str, Result]) -> list[str]:
     """Say what else the machine did: other work, and cases that did not sleep while they waited."""
     blocks = [block for result in results.values() for block in result.blocks.values()]
     lines = []
     others = [block.other_cores for block in blocks if block.other_cores is not None]
     if others:
-        usual = statistics.median(others)
-        quiet = "" if usual <= QUIET_CORES else ": THE MACHINE WAS NOT QUIET, do not quote these times"
-        lines.append(f"other work took {usual:.2f} cores (median), {max(others):.2f} at most{quiet}")
+        lines.append(describe_other_work(others))
     waits = sum(block.wait_secs for block in blocks)
     if waits:
         lines.append(f"a waiting case took {sum(block.idle_cpu_secs for block in blocks) / waits:.4f} cores")
@@ -265,23 +250,13 @@ def _noting_failure(team: Team, result: Result) -> Iterator[None]:
 
 def _take_watched(team: Team, steps: int) -> tuple[list[dict[str, float]], float | None]:
     """Return the answers, and how many cores were busy meanwhile with the work of others."""
-    busy, started = _busy_secs(), time.perf_counter()
+    busy, started = busy_secs(), time.perf_counter()
     answers = team.take(steps)
     if busy is None:
         return answers, None
     own = sum(answer["cpu_secs"] for answer in answers)
-    others = (_busy_secs() or 0.0) - busy - own
+    others = (busy_secs() or 0.0) - busy - own
     return answers, max(0.0, others / (time.perf_counter() - started))
-
-
-def _busy_secs() -> float | None:
-    """Return the CPU time that the machine has spent so far on anything."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    except OSError:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-    return float(user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
@@ -309,13 +284,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _progress(items: Sequence[Any], title: str) -> Any:

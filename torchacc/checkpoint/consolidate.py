@@ -70,7 +70,7 @@ def whole_model(files: RankFiles, copies: list[Copy], output: Output) -> dict[st
         state |= whole_tensors(sharded, copies, dtype=output.dtype)
     for name, (value, dtype) in files.unsharded().items():
         state[name] = carry(value, name, copies, dtype=dtype and _cast(dtype, output.dtype))
-    aliases = dict(files.tied) or _tied_head(_folder(files, output), state)
+    aliases = dict(files.tied) or tied_head(_folder(files, output), state)
     return state | {alias: state[name] for alias, name in aliases.items() if name in state}
 
 
@@ -100,7 +100,7 @@ def carry(value: Any, name: str, copies: list[Copy], *, dtype: torch.dtype | Non
         copies.append(Copy(value, 0, blank, 0, value.numel))
         return blank
     if isinstance(value, Mapping):
-        return {key: carry(item, f"{name}.{key}", copies) for key, item in value.items()}
+        return {key: carry(item, f"{name}.{key}" if name else str(key), copies) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(carry(item, f"{name}.{index}", copies) for index, item in enumerate(value))
     return value
@@ -172,11 +172,12 @@ def _hugging_face(files: RankFiles, state: Mapping[str, Any], target: Path, outp
         new.append(SmallFile(target / "model.safetensors.index.json", safetensors_index(layouts).encode()))
     folder = _folder(files, output)
     if folder.resolve() != target.resolve():
-        new += [SmallFile(target / path.name, _config_data(path, output)) for path in _beside(folder)]
+        new += [SmallFile(target / path.name, _config_data(path, output)) for path in pretrained_files(folder)]
     return new
 
 
-def _beside(folder: Path) -> list[Path]:
+def pretrained_files(folder: Path) -> list[Path]:
+    """Return what there is in a folder of a model's `config.json` and its tokenizer."""
     names = (_CONFIG, "generation_config.json", *_TOKENIZER)
     return [folder / name for name in names if (folder / name).is_file()]
 
@@ -190,7 +191,8 @@ def _config_data(path: Path, output: Output) -> bytes:
     return (json.dumps({**config, key: str(output.dtype).removeprefix("torch.")}, indent=2) + "\n").encode()
 
 
-def _tied_head(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
+def tied_head(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the head that a state lacks where `config.json` says that it is tied: its name -> its other name."""
     config = _read_config(folder)
     architectures = config.get("architectures") or []
     has_head = any(name.endswith(("LMHeadModel", "ForCausalLM")) for name in architectures)

@@ -161,6 +161,10 @@ class _Unpickler(pickle.Unpickler):
         if found is None and module == "torch":
             dtype = getattr(torch, name, None)
             found = dtype if isinstance(dtype, torch.dtype) else None
+        if found is None and name.startswith("_rebuild"):
+            raise CheckpointError(
+                f"{self._path} holds a tensor that is not a plain one of the CPU ({module}.{name}): save tensor.cpu()"
+            )
         if found is None:
             raise CheckpointError(
                 f"{self._path} holds a {module}.{name}, neither a tensor nor a plain value: reading it could run code. "

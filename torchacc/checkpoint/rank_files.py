@@ -263,16 +263,22 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
         where: What `paths` came of, for messages.
 
     Raises:
-        CheckpointError: A file cannot be read, or ranks are missing, there twice, or of different saves.
+        CheckpointError: Ranks are missing, also because a file cannot be read, or there twice, or of different saves.
     """
-    found = [file for path in sorted(paths) if path.is_file() and (file := read_rank_file(path)) is not None]
-    having = [file for file in found if file.part(part) is not None]
-    if not having:
-        raise CheckpointError(
-            f"{where}: no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'"
-        )
-    originals = [file for file in having if not file.metadata.get("resharded")]
-    return RankFiles(part, _complete_set(originals or having, where))
+    found: list[RankFile] = []
+    reasons: list[str] = []
+    for path in sorted(paths):
+        try:
+            file = read_rank_file(path) if path.is_file() else None
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            found += [file] if file is not None and file.part(part) is not None else []
+    originals = [file for file in found if not file.metadata.get("resharded")]
+    try:
+        return RankFiles(part, _complete_set(originals or found, part))
+    except CheckpointError as error:
+        raise CheckpointError("; ".join([f"{where}: {error}", *reasons])) from None
 
 
 def read_rank_file(path: Path) -> RankFile | None:
@@ -293,7 +299,11 @@ def read_rank_file(path: Path) -> RankFile | None:
     return None
 
 
-def _complete_set(files: Sequence[RankFile], where: str) -> tuple[RankFile, ...]:
+def _complete_set(files: Sequence[RankFile], part: Part) -> tuple[RankFile, ...]:
+    if not files:
+        raise CheckpointError(
+            f"no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'"
+        )
     first = files[0]
     by_rank: dict[int, RankFile] = {}
     for file in sorted(files, key=lambda file: file.replica):
@@ -310,9 +320,7 @@ def _complete_set(files: Sequence[RankFile], where: str) -> tuple[RankFile, ...]
     missing = sorted(set(range(first.world_size)) - by_rank.keys())
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise CheckpointError(
-            f"{where}: rank {ranks} of {first.world_size} is missing; put the files of all ranks into one folder"
-        )
+        raise CheckpointError(f"rank {ranks} of {first.world_size} is missing: put the files of all ranks together")
     return tuple(by_rank[rank] for rank in range(first.world_size))
 
 
@@ -328,7 +336,10 @@ def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
                 full_names = [f"{parent}.{name}" if parent else name for name in names]
             else:
                 full_names, shapes = [full_name], [shape]
-            yield Block(key, tuple(zip(map(original_name, full_names), map(tuple, shapes), strict=True)), shape)
+            block = Block(key, tuple(zip(map(original_name, full_names), map(tuple, shapes), strict=True)), shape)
+            if sum(prod(member) for _, member in block.members) != block.numel:
+                raise ValueError(f"{key} has {block.numel} elements, and its parameters have others")
+            yield block
 
 
 def _describe(slot: Slot) -> str:

@@ -260,6 +260,16 @@ def test_in_memory(tmp_path):
     assert state["lm_head.weight"] is state["wte.weight"]
 
 
+def test_other_files_are_passed_over(tmp_path):
+    made = make("rows")
+    made.save(tmp_path, 2)
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.pth")
+    torch.save([torch.zeros(3)], tmp_path / "rank-0-of-2.pth")
+    (tmp_path / "broken.pth").write_bytes(b"")
+    state, _ = consolidate_sharded_model_checkpoints(str(tmp_path))
+    assert_same(state["frozen"], made.params["frozen"])
+
+
 @pytest.mark.parametrize("prefix", ["{}", "{}/", "{}/rank-"])
 def test_a_second_run_does_not_trip_over_the_output_of_the_first(tmp_path, prefix):
     make("xla").save(tmp_path, 2)
@@ -394,6 +404,14 @@ class TestRefused:
     def test_a_truncated_file(self, tmp_path, paths, size):
         paths[1].write_bytes(paths[1].read_bytes()[:size])
         self.refuse(tmp_path, "rank-1-of-4-model.pth cannot be read.*truncated")
+
+    def test_metadata_that_contradicts_itself(self, tmp_path):
+        for path in make("flat").save(tmp_path, 2):
+            self.change(path, lambda content: content["shard_metadata"]["flatten_info"]["h.0.flat_param_0"][1].pop())
+            self.change(path, lambda content: content["shard_metadata"]["flatten_info"]["h.0.flat_param_0"][0].pop())
+        self.refuse(
+            tmp_path, "rank-0-of-2-model.pth: its shard_metadata makes no sense .*h.0.flat_param_0 has 55 elements"
+        )
 
     def test_no_metadata(self, tmp_path, paths):
         self.change(paths[1], lambda content: content.pop("shard_metadata"))
