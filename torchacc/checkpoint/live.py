@@ -133,7 +133,7 @@ def snapshot(
     def prepare() -> dict[str, bytes]:
         if job.rank:
             return {}
-        files = {**_indices(layouts), **other.files, **_pretrained_files(sharded, tokenizer)}
+        files = {**indices(layouts), **other.files, **_pretrained_files(sharded, tokenizer)}
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
         return files
 
@@ -330,6 +330,7 @@ def _other_state(
             "model": sharded.plan.units[-1].module_class,
             "engine": engine.kind,
             "mesh": sharded.plan.topology.describe(),
+            "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "loader": loader.state_dict() if loader is not None else None,
             "random": draws,
@@ -362,7 +363,8 @@ def _random_state(sharded: ShardedModel) -> dict[str, Any]:
     return {**sharded.engine.random_state(), "python": random.getstate(), "numpy": np.random.get_state()}
 
 
-def _indices(layouts: Mapping[str, Layout]) -> dict[str, bytes]:
+def indices(layouts: Mapping[str, Layout]) -> dict[str, bytes]:
+    """Return the indices of what lies in several files."""
     found = {}
     for stem in ("model", "optimizer"):
         of_stem = {name: layout for name, layout in layouts.items() if name.startswith(f"{stem}-")}
@@ -427,7 +429,7 @@ class _Reader:
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
         described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors())
-        if described["class"] != type(optimizer).__name__:
+        if described["class"] not in (None, type(optimizer).__name__):  # None: imported, where it is not known
             raise CheckpointError(
                 f"{self.folder.path} was saved with {described['class']}, and this optimizer is "
                 f"{type(optimizer).__name__}: load the model alone, or make the optimizer that it was saved with"
