@@ -134,12 +134,8 @@ class RankFile:
 
     path: Path
     contents: Mapping[str, Any]
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """How it is sharded."""
-        found: Mapping[str, Any] = self.contents["shard_metadata"]
-        return found
+    metadata: Mapping[str, Any]
+    """How it is sharded."""
 
     @property
     def rank(self) -> int:
@@ -288,9 +284,10 @@ def read_rank_file(path: Path) -> RankFile | None:
         CheckpointError: It cannot be read, or it is named as a rank file and is none.
     """
     contents = read_pth(path)
-    metadata = contents.get("shard_metadata") if isinstance(contents, Mapping) else None
-    if isinstance(metadata, Mapping) and {"rank", "world_size"} <= metadata.keys():
-        return RankFile(path, contents)
+    for holder in (contents, contents.get("optimizer")) if isinstance(contents, Mapping) else ():
+        metadata = holder.get("shard_metadata") if isinstance(holder, Mapping) else None
+        if isinstance(metadata, Mapping) and {"rank", "world_size"} <= metadata.keys():
+            return RankFile(path, contents, metadata)
     if _NAMED_AS_RANK_FILE.match(path.name):
         raise CheckpointError(
             f"{path} has no 'shard_metadata' with a rank and a world_size, and cannot be joined with the other ranks' "

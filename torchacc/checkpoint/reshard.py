@@ -115,9 +115,11 @@ def _optimizer_files(files: RankFiles, num_ranks: int, copies: list[Copy]) -> li
 
     contents = []
     for rank in range(num_ranks):
-        part = {"state": state(rank), **carry(others, "optimizer", copies)}
         metadata = {"shard_metadata": _metadata(first.metadata, rank, num_ranks)}
-        contents.append(part | metadata if first.is_bare_optimizer else {"optimizer": part} | metadata)
+        new = {"state": state(rank), **carry(others, "optimizer", copies)}
+        if "shard_metadata" in old:
+            new |= metadata
+        contents.append(new if first.is_bare_optimizer else {"optimizer": new} | metadata)
     return contents
 
 

@@ -225,16 +225,17 @@ def test_resharding_gives_what_that_many_ranks_would_have_saved(tmp_path, style,
     assert len(list((tmp_path / "new").iterdir())) == 2 * new
 
 
-def test_an_optimizer_that_is_saved_bare_stays_so(tmp_path):
+@pytest.mark.parametrize("bare", [True, False])
+def test_an_optimizer_with_metadata_of_its_own(tmp_path, bare):
     made = make("rows")
     for rank in range(2):
         content = made.rank_file(rank, 2)
-        torch.save(
-            {**content["optimizer"], "shard_metadata": content["shard_metadata"]},
-            tmp_path / f"rank-{rank}-of-2-optimizer.pth",
-        )
+        own = {**content["optimizer"], "shard_metadata": content["shard_metadata"]}
+        torch.save(own if bare else {"optimizer": own}, tmp_path / f"rank-{rank}-of-2-optimizer.pth")
     convert(tmp_path, "optimizer", num_ranks=3, target=tmp_path / "new")
-    assert load(tmp_path / "new" / "rank-0-of-3-optimizer.pth").keys() == {"state", "param_groups", "shard_metadata"}
+    new = load(tmp_path / "new" / "rank-0-of-3-optimizer.pth")
+    assert new.keys() == ({"state", "param_groups", "shard_metadata"} if bare else {"optimizer", "shard_metadata"})
+    assert (new if bare else new["optimizer"])["shard_metadata"]["world_size"] == 3
     convert(tmp_path, "optimizer")
     convert(tmp_path / "new", "optimizer")
     assert_same(load(tmp_path / "new/optimizer_consolidated.pth"), load(tmp_path / "optimizer_consolidated.pth"))
