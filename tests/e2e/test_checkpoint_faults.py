@@ -1,0 +1,140 @@
+"""Checkpoints of runs that are killed while they save, that are asked to end, and whose bytes are altered.
+
+Fifty kills of each engine, which take about five minutes on two idle cores:
+
+    FAULT_KILLS=50 pytest tests/e2e/test_checkpoint_faults.py -k killed
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchacc
+from torchacc.checkpoint import live
+from torchacc.errors import CheckpointError
+
+WORKER = Path(__file__).with_name("fault_worker.py")
+ROOT = Path(__file__).parents[2]
+KILLS = {"native": 18, "xla-multiprocess": 16, "xla-spmd": 16}
+SECONDS_TO_RUN = 1500
+NUM_FLIPS = 200
+
+each_engine = pytest.mark.parametrize(
+    "kind",
+    [
+        "native",
+        pytest.param("xla-multiprocess", marks=pytest.mark.xla),
+        pytest.param("xla-spmd", marks=pytest.mark.xla),
+    ],
+)
+
+
+def environ() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def supervise(mode: str, kind: str, folder: Path, *arguments: object) -> dict:
+    command = [sys.executable, str(WORKER), mode, kind, "2", str(folder), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environ(), capture_output=True, text=True, timeout=SECONDS_TO_RUN, check=False
+    )  # fmt: skip
+    reports = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert reports, done.stderr[-6000:]
+    return json.loads(reports[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS_TO_RUN + 60)
+@each_engine
+def test_a_run_that_is_killed_while_it_saves_goes_on(kind, tmp_path):
+    """Each time a complete checkpoint is found, no older than the last that was saved, and the losses are the same."""
+    num_kills = int(os.environ.get("FAULT_KILLS", KILLS[kind]))
+    report = supervise("kill", kind, tmp_path, num_kills, 4)
+    assert report["faults"] == []
+    assert len(report["kills"]) == num_kills
+    assert any(kill["async"] for kill in report["kills"])
+    assert len({tuple(kill["marks"]) for kill in report["kills"]}) > 1  # at different stages of saving
+
+
+@pytest.mark.slow
+@each_engine
+def test_sigterm_to_one_process_saves_all_at_one_step(kind, tmp_path):
+    assert supervise("sigterm", kind, tmp_path)["faults"] == []
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_saves(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen(
+        [*launcher, str(WORKER), "train", "native", "2", str(tmp_path / "run")],
+        env=environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if len(lines) > 20:
+                process.send_signal(signal.SIGTERM)
+                break
+        printed = "".join(lines) + process.communicate(timeout=100)[0]
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    last = [max(map(int, re.findall(rf"^{rank} step .*'step': (\d+)", printed, re.MULTILINE))) for rank in (0, 1)]
+    assert last[0] == last[1], printed[-3000:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last[0]:08d}"]
+    live.verify(tmp_path / "run" / f"step-{last[0]:08d}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a small model with its optimizer, and what to load it with."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = torchacc.Config()
+    config.backend = "native"
+    model = torchacc.accelerate(
+        GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)), None, config
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.arange(8)[None]
+    model(inputs, labels=inputs).loss.backward()
+    optimizer.step()
+    folder = tmp_path_factory.mktemp("flips") / "step-00000001"
+    parts = {"model": model, "optimizer": optimizer}
+    live.save(folder, extra={"tensor": torch.arange(5.0)}, max_shard_size=100_000, **parts)
+    return folder, parts
+
+
+def test_every_flipped_bit_is_caught(saved):
+    """By verifying, and by loading: everywhere in every file, the manifest included."""
+    folder, parts = saved
+    files = sorted(folder.iterdir())
+    assert {"manifest.json", "config.json", "optimizer.json", "state.json"} < {path.name for path in files}
+    chance = random.Random(5)
+    for number in range(NUM_FLIPS):
+        # Half of them in any file, so that small ones and headers have their share; half over all bytes.
+        sizes = [path.stat().st_size for path in files]
+        path = chance.choice(files) if number % 2 else chance.choices(files, weights=sizes)[0]
+        original = path.read_bytes()
+        position, bit = chance.randrange(len(original)), chance.randrange(8)
+        altered = bytearray(original)
+        altered[position] ^= 1 << bit
+        path.write_bytes(altered)
+        for act in (lambda: live.verify(folder), lambda: live.load(folder, **parts)):
+            with pytest.raises(CheckpointError) as caught:
+                act()
+            assert path.name in str(caught.value), (position, bit)
+        path.write_bytes(original)
+    live.verify(folder)
+    assert live.load(folder, **parts)["tensor"].tolist() == [0, 1, 2, 3, 4]
