@@ -53,8 +53,9 @@ class XlaEngine(Engine):
     def set_random_state(self, state: Mapping[str, Any]) -> None:
         """Put the host's generator where it was, and XLA's, if it was XLA then, too."""
         super().set_random_state(state)
-        if "xla" in state:
-            runtime.set_random_seed(state["xla"])
+        seed = state.get("xla")
+        if seed is not None:
+            runtime.set_random_seed(seed)
 
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device, all of its tensors in one transfer."""
