@@ -226,7 +226,7 @@ class RankFiles:
         info = self.files[0].metadata.get("buffer_info") or {}
         # torch_xla writes other prefixes here than into the state dict.
         dtypes = {original_name(key): entry["_orig_dtype"] for key, entry in info.items()}
-        found = {original_name(key): value for key, value in state.items() if key not in self.blocks}
+        found = {original_name(key): state[key] for key in state if key not in self.blocks and key not in self.tied}
         return {
             name: (value, dtypes.get(name, value.dtype) if isinstance(value, Slot) else None)
             for name, value in found.items()

@@ -82,13 +82,21 @@ def _model_files(files: RankFiles, num_ranks: int, copies: list[Copy]) -> list[d
     others = {
         key: value for key, value in first.contents.items() if key not in ("model", "optimizer", "shard_metadata")
     }
+
+    def model(rank: int) -> dict[str, Any]:
+        new: dict[str, Any] = {}
+        for key, value in (first.part("model") or {}).items():
+            stored = files.tied.get(key)
+            if stored in new:
+                new[key] = new[stored]
+            else:
+                new[key] = knife.shard(sharded[key], rank, copies) if key in sharded else carry(value, key, copies)
+        return new
+
     return [
         {
             **carry(others, "", copies),
-            "model": {
-                key: knife.shard(sharded[key], rank, copies) if key in sharded else carry(value, key, copies)
-                for key, value in (first.part("model") or {}).items()
-            },
+            "model": model(rank),
             "shard_metadata": _metadata(first.metadata, rank, num_ranks),
         }
         for rank in range(num_ranks)
