@@ -79,19 +79,19 @@ def _model_files(files: RankFiles, num_ranks: int, copies: list[Copy]) -> list[d
     sharded = {one.block.key: one for one in files.sharded_model()}
     knife = _Knife.like(sharded.values(), num_ranks)
     first = files.files[0]
+    state = first.part("model") or {}
+    aliases = {alias: name for alias, name in files.tied.items() if name in state}
     others = {
         key: value for key, value in first.contents.items() if key not in ("model", "optimizer", "shard_metadata")
     }
 
     def model(rank: int) -> dict[str, Any]:
-        new: dict[str, Any] = {}
-        for key, value in (first.part("model") or {}).items():
-            stored = files.tied.get(key)
-            if stored in new:
-                new[key] = new[stored]
-            else:
-                new[key] = knife.shard(sharded[key], rank, copies) if key in sharded else carry(value, key, copies)
-        return new
+        new = {
+            key: knife.shard(sharded[key], rank, copies) if key in sharded else carry(value, key, copies)
+            for key, value in state.items()
+            if key not in aliases
+        }
+        return {key: new[aliases.get(key, key)] for key in state}
 
     return [
         {

@@ -73,8 +73,8 @@ class Made:
                 if not FROZEN & set(full_names):
                     moments[key] = self.shard(moment, rank, world)
         keys = [f"{prefix}.{suffix}" if prefix else suffix for prefix in shard_info for suffix in shard_info[prefix]]
-        if "rows" in self.style:  # nobody knows whether the alias or the stored one comes first
-            model = {**model, "lm_head.weight": model["wte.weight"]}
+        if "rows" in self.style:  # a state dict has both names of what is tied
+            model = {"lm_head.weight": model["wte.weight"], **model}
         model |= {self.buffer_key(name): buffer for name, buffer in self.buffers.items()}
         metadata = {"shard_info": shard_info, "flatten_info": flatten_info, "buffer_info": {}, **metadata}
         metadata |= {"world_size": world, "rank": rank}
