@@ -27,7 +27,7 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
-_BOX_BYTES = 256 << 20
+_BOX_BYTES = 64 << 20
 """What one part of an exported tensor takes: PyTorch reads a part as a whole, even for a few rows of it."""
 _HEAD = "lm_head.weight"
 

@@ -4,6 +4,7 @@ A folder holds `.metadata`, a pickle that says which entries there are and where
 lies there as the boxes that it was cut into, each as `torch.save` wrote it; anything else lies there as one such piece.
 """
 
+import gc
 import io
 import os
 import pickle
@@ -23,6 +24,8 @@ from torchacc.errors import CheckpointError
 METADATA = ".metadata"
 _FILE = "__0_0.distcp"
 _VERSION = "1.0.0"
+_GARBAGE_BYTES = 64 << 20
+"""How much of what was written may be left in memory."""
 
 
 class Piece(NamedTuple):
@@ -185,6 +188,7 @@ class DcpWriter:
         self._entries: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._storage: dict[Any, Any] = {}
+        self._garbage = 0
 
     def add_tensor(
         self,
@@ -255,7 +259,12 @@ class DcpWriter:
 
         start = self._file.tell()
         torch.save(content, self._file)
-        return _StorageInfo(_FILE, start, self._file.tell() - start)
+        nbytes = self._file.tell() - start
+        self._garbage += nbytes
+        if self._garbage > _GARBAGE_BYTES:  # torch.save() leaves what it saved in a cycle of references
+            gc.collect()
+            self._garbage = 0
+        return _StorageInfo(_FILE, start, nbytes)
 
 
 class _Window(io.RawIOBase):

@@ -1,8 +1,11 @@
-"""Folders of `torch.distributed.checkpoint`, written by PyTorch itself and read by it, against torchacc's checkpoints."""
+"""Folders of `torch.distributed.checkpoint`, written by PyTorch and read by it, against checkpoints of torchacc."""
 
 import os
 import pickle
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import torchacc
-from torchacc.checkpoint import load, save, verify
+from torchacc.checkpoint import load, plain, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.dcp_files import DcpFolder, DcpWriter
+from torchacc.checkpoint.folder import Folder
 from torchacc.errors import CheckpointError
+
+FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")
+SPMD_PROGRAM = Path(__file__).with_name("dcp_spmd_program.py")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 both_forms = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
@@ -309,6 +316,20 @@ def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path):
     assert torch.equal(loaded["model"]["w"], whole)
 
 
+def test_groups_in_one_entry_are_read_too(tmp_path):
+    (tmp_path / "dcp").mkdir()
+    writer = DcpWriter(tmp_path / "dcp")  # as PyTorch up to 2.3 wrote them
+    writer.add_tensor([("model", "w")], torch.float32, (2,), [((0,), torch.ones(2))])
+    writer.add_tensor([("optim", "state", 0, "exp_avg")], torch.float32, (2,), [((0,), torch.zeros(2))])
+    writer.add_value([("optim", "param_groups")], [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0]}])
+    writer.finish()
+    import_dcp(tmp_path / "dcp", tmp_path / "saved")
+    with Folder(tmp_path / "saved") as saved:
+        groups = plain.decode(saved.read_json("optimizer.json"), {})["groups"]
+        assert groups == [{"lr": 0.5, "betas": (0.9, 0.99), "parameters": ["w"]}]
+        assert list(saved.optimizer) == ["w/exp_avg"]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A small folder of PyTorch's."""
@@ -417,3 +438,43 @@ def test_an_altered_checkpoint_is_not_exported(saved, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(f"{path} is not as it was written")):
         export_dcp(saved[0], tmp_path / "dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def fsdp2(task, folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, FSDP2_PROGRAM, task, folder], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(loss) for loss in done.stdout.partition("LOSSES ")[2].split()]
+
+
+@pytest.mark.slow
+def test_fsdp2_and_torchacc_go_on_from_each_other(tmp_path):
+    program = runpy.run_path(str(FSDP2_PROGRAM))
+    losses = fsdp2("save", tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "saved")
+    config = torchacc.Config()
+    config.backend = "native"
+    model = torchacc.accelerate(program["make"](seed=9), config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load(tmp_path / "saved", model=model, optimizer=optimizer)
+    assert program["train"](model, optimizer, 3, seed=2) == pytest.approx(losses, rel=1e-5)
+    export_dcp(tmp_path / "saved", tmp_path / "out")
+    assert fsdp2("load", tmp_path / "out") == losses
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_what_torch_xla_saves_under_spmd_is_imported_whole(tmp_path):
+    environ = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    done = subprocess.run(
+        [sys.executable, SPMD_PROGRAM, tmp_path / "dcp", tmp_path / "whole.pth"],
+        env=environ, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    import_dcp(tmp_path / "dcp", tmp_path / "saved")
+    for stem, expected in torch.load(tmp_path / "whole.pth", weights_only=True).items():
+        found = tensors(tmp_path / "saved", stem)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
