@@ -516,12 +516,14 @@ class _Reader:
             return
         if len(saved) != job.num_processes:
             _log.info(
-                "saved by %d processes and loaded by %d: random numbers, such as dropout's, go on from this run's seed",
+                "saved by %d processes and loaded by %d: random numbers, such as dropout's, are not those of a run "
+                "without the interruption; the order of the data is",
                 len(saved),
                 job.num_processes,
             )
+        if job.rank >= len(saved):
             return
-        own = saved[job.rank]
+        own = saved[job.rank]  # rank 0's decides on the order of the epochs to come
         self._sharded.engine.set_random_state(own)
         random.setstate(own["python"])
         np.random.set_state(own["numpy"])

@@ -35,9 +35,9 @@ def materialise_buffers(model: nn.Module) -> None:
         left = [name for name in computed if module.get_buffer(name).eq(_UNTOUCHED).any()]
         if left:
             raise ConfigError(
-                f"the buffer {left[0]!r} of {prefix or 'the model'!r} ({type(module).__name__}) lies on the meta device, "
-                "no checkpoint holds it, and the model has no _init_weights() that computes it: build the module on the "
-                "CPU, or register the buffer with persistent=True"
+                f"the buffer {left[0]!r} of {prefix or 'the model'!r} ({type(module).__name__}) is on the meta device, "
+                "no checkpoint holds it, and the model has no _init_weights() that computes it: build the module on "
+                "the CPU, or register the buffer with persistent=True"
             )
 
 

@@ -187,10 +187,15 @@ def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     from torch_xla import _XLAC
 
-    shards = _XLAC._get_local_shards(list(tensors))
-    places = _XLAC._get_local_shard_replica_and_indices(list(tensors))
+    split = [tensor for tensor in tensors if _XLAC._get_xla_sharding_spec(tensor)]
+    shards = iter(_XLAC._get_local_shards(split))
+    places = iter(_XLAC._get_local_shard_replica_and_indices(split))
     joined = []
-    for tensor, found, where in zip(tensors, shards, places, strict=True):
+    for tensor in tensors:
+        if not any(tensor is other for other in split):
+            joined += to_host([tensor])
+            continue
+        found, where = next(shards), next(places)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for (shard, _), (replica, indices) in zip(found, where, strict=True):
             if replica == 0:
