@@ -480,6 +480,11 @@ class TestRefused:
         monkeypatch.setattr(os, "pwrite", pwrite)
         self.refuse(tmp_path, "cannot be written: No space left on device")
 
+    def test_a_disk_that_keeps_something_else(self, tmp_path, paths, monkeypatch):
+        write = copying.write_exactly
+        monkeypatch.setattr(copying, "write_exactly", lambda file, data, at: write(file, data[:-1] + b"?", at))
+        self.refuse(tmp_path, "was written into .* and reads back otherwise")
+
     def test_too_little_room(self, tmp_path, paths, monkeypatch):
         usage = type("usage", (), {"free": 1000})
         monkeypatch.setattr(copying.shutil, "disk_usage", lambda folder: usage)
