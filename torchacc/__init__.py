@@ -8,10 +8,15 @@ from torchacc.api import accumulate as accumulate
 from torchacc.api import describe as describe
 from torchacc.api import full_state_dict as full_state_dict
 from torchacc.api import mark_step as mark_step
+from torchacc.api import optim_state_dict as optim_state_dict
 from torchacc.api import shard_loader as shard_loader
+from torchacc.api import state_dict as state_dict
 from torchacc.api import sync as sync
 from torchacc.checkpoint.saving import load as load
 from torchacc.checkpoint.saving import save as save
+from torchacc.checkpoint.state import FullStateDictConfig as FullStateDictConfig
+from torchacc.checkpoint.state import StateDictType as StateDictType
+from torchacc.checkpoint.state import TensorShard as TensorShard
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
 from torchacc.errors import CheckpointError as CheckpointError
@@ -29,6 +34,9 @@ __all__ = [
     "DataError",
     "Description",
     "EngineError",
+    "FullStateDictConfig",
+    "StateDictType",
+    "TensorShard",
     "accelerate",
     "accumulate",
     "checkpoint",
@@ -37,7 +45,9 @@ __all__ = [
     "full_state_dict",
     "load",
     "mark_step",
+    "optim_state_dict",
     "save",
     "shard_loader",
+    "state_dict",
     "sync",
 ]

@@ -13,13 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchacc import data
 from torchacc.checkpoint import state
+from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
 from torchacc.engines import compat, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
 from torchacc.engines.meta import materialise_buffers
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
-from torchacc.errors import ConfigError
+from torchacc.errors import CheckpointError, ConfigError
 from torchacc.logging import get_logger, start_logging
 from torchacc.plan import make_plan
 
@@ -133,6 +134,55 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     return state.full_state_dict(sharded_model(model), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
+def state_dict(
+    model: nn.Module,
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
+    config: FullStateDictConfig | None = None,
+) -> dict[str, Any]:
+    """Return a model's state in one of three forms; `model.load_state_dict()` takes each of them.
+
+    The full one is collective: every process.
+
+    Args:
+        model: The model that accelerate() returned.
+        state_dict_type: Whole tensors by original name; what this process holds of each, as a `TensorShard`; or what
+            this process keeps, flattened and padded, by its own names. The last two load at this number of devices.
+        config: Who gets a full state, and where.
+    """
+    sharded, config = sharded_model(model), config or FullStateDictConfig()
+    if state_dict_type is StateDictType.FULL_STATE_DICT:
+        return state.full_state_dict(sharded, rank0_only=config.rank0_only, cpu_offload=config.offload_to_cpu)
+    if state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        return state.sharded_state_dict(sharded)
+    return state.local_state_dict(sharded)
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
+    config: FullStateDictConfig | None = None,
+) -> dict[str, Any]:
+    """Return an optimizer's state in one of three forms; `optimizer.load_state_dict()` takes each of them.
+
+    The full one, which an optimizer of the unsharded model takes as well, is collective: every process.
+
+    Args:
+        model: The model that accelerate() returned.
+        optimizer: An optimizer of its parameters.
+        state_dict_type: As for `state_dict()`.
+        config: Who gets a full state, and where.
+    """
+    sharded, config = sharded_model(model), config or FullStateDictConfig()
+    if state_dict_type is StateDictType.FULL_STATE_DICT:
+        return state.full_optim_state_dict(
+            sharded, optimizer, rank0_only=config.rank0_only, cpu_offload=config.offload_to_cpu
+        )
+    if state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        return state.sharded_optim_state_dict(sharded, optimizer)
+    return optimizer.state_dict()
+
+
 @dataclass(frozen=True)
 class Description:
     """What became of a model; `str()` gives it as a few lines."""
@@ -221,9 +271,22 @@ def _attach(sharded: ShardedModel) -> None:
     }
     for name, function in methods.items():
         setattr(model, name, functools.partial(function, sharded))
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
     for parameter in sharded.holdings:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
+
+
+def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for transformers' `save_pretrained()`, which would write this process's shards as if they were all."""
+    if kwargs.get("state_dict") is None:
+        raise CheckpointError(
+            "model.save_pretrained() would write the shards of this process alone: torchacc.checkpoint.save(folder, "
+            "model=model), called by every process, writes a folder that from_pretrained() opens. Or hand it whole "
+            "weights: model.save_pretrained(folder, state_dict=torchacc.full_state_dict(model))"
+        )
+    return own(save_directory, *args, **kwargs)
 
 
 @functools.cache

@@ -38,6 +38,16 @@ class StateDictType(Enum):
 
 
 @dataclass(frozen=True)
+class FullStateDictConfig:
+    """Who gets a full state, and where; the names are those of PyTorch's FSDP."""
+
+    offload_to_cpu: bool = True
+    """Whether the tensors are on the CPU, and not on the engine's device."""
+    rank0_only: bool = False
+    """Whether other processes than rank 0 get an empty dict, and need no memory for the whole."""
+
+
+@dataclass(frozen=True)
 class TensorShard:
     """What one process holds of a whole tensor."""
 
@@ -283,8 +293,8 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
 
 
 def optim_state_dict_to_load(
-    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
-) -> "LocalState":
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, rank0_only: bool = False
+) -> LocalState:
     """Return an optimizer's state as it lies here, from a full state or a local one; `load_state_dict()` takes it.
 
     Args:
@@ -292,12 +302,15 @@ def optim_state_dict_to_load(
         optimizer: The optimizer that is to load it.
         saved: What `full_optim_state_dict()` gave in any engine, an optimizer of the unsharded model, or this
             optimizer's own `state_dict()` at this number of devices.
+        rank0_only: Whether rank 0 alone has it, and hands it on, one tensor at a time; then collective.
 
     Raises:
         CheckpointError: Groups, names or shapes do not fit.
     """
     if isinstance(saved, LocalState):
         return saved
+    if rank0_only:
+        saved = _from_rank0(sharded, saved)
     by_key = _saved_by_key(sharded, optimizer, saved)
     own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
     state: dict[int, dict[str, Any]] = {}
@@ -506,6 +519,42 @@ def _saved_by_key(
             raise CheckpointError(_other_group(index, given or group["params"], names))
         by_key |= {key: saved["state"].get(id_, {}) for key, id_ in zip(given, group["params"], strict=True)}
     return by_key
+
+
+def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
+    group = sharded.engine.group
+    pieces = {piece.name: piece for holding in sharded.holdings.values() for piece in holding.pieces}
+    skeleton = None
+    if sharded.engine.job.rank == 0:
+        skeleton = {
+            "param_groups": saved["param_groups"],
+            "state": {
+                own: {
+                    key: TensorShard(Piece("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
+                    if isinstance(value, torch.Tensor) and value.dim()
+                    else value
+                    for key, value in entry.items()
+                }
+                for own, entry in saved["state"].items()
+            },
+        }
+    received: dict[str, Any] = group.broadcast_object(skeleton)
+    names = {
+        own: name
+        for given in received["param_groups"]
+        for own, name in zip(given["params"], given["param_names"], strict=True)
+    }
+    for own, entry in received["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, TensorShard):
+                whole = saved["state"][own][key] if skeleton is not None else None
+                if whole is None:
+                    whole = torch.empty(value.piece.shape, dtype=value.data.dtype)
+                flat = group.broadcast(whole.cpu().contiguous()).reshape(-1)
+                piece = pieces.get(names[own], Piece(names[own], value.piece.shape, 0, 0))
+                entry[key] = TensorShard(piece, flat[piece.start : piece.stop].clone())
+    return received
 
 
 def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
