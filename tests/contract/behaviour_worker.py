@@ -3,215 +3,59 @@
     python behaviour_worker.py xla-spmd out/ [case ...]
     python -m torch.distributed.run --standalone --nproc_per_node=2 behaviour_worker.py native out/ [case ...]
 
-A case is a function below, and passes if it returns on every rank. It compares with a plain copy of its model on the
-CPU of the same process, which trains on the whole batch: after the runtime has started, as XLA cannot start later.
+A case is a function below, or in `state_cases.py`, and passes if it returns on every rank. It compares with a plain
+copy of its model on the CPU of the same process, which trains on the whole batch: after the runtime has started, as
+XLA cannot start later.
 """
 
 import copy
 import gc
-import json
-import os
-import sys
-import traceback
 import weakref
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
+import state_cases  # noqa: F401  registers its cases
 import torch
+from casekit import (
+    ADAM,
+    ADAM_ABSOLUTE,
+    ENGINE,
+    MLP,
+    MULTIPROCESS,
+    NATIVE,
+    RANK,
+    SPMD,
+    XLA,
+    X,
+    accelerate,
+    adamw,
+    by_rank,
+    case,
+    check_equal,
+    check_gradients,
+    check_parameters,
+    check_still_trains,
+    check_training,
+    loss_of,
+    main,
+    part,
+    plain_value,
+    sgd,
+    sharded_and_plain,
+    step,
+    whole_gradient,
+)
 from torch import nn
 
 # By name and before accelerate(), as many scripts do.
 from torch.nn.utils import clip_grad_norm_ as clip_imported_by_name
 
 import torchacc
-from torchacc.engines import registry
-
-RANK = int(os.environ.get("RANK", "0"))
-ENGINE = sys.argv[1] if __name__ == "__main__" else ""
-NATIVE, MULTIPROCESS, SPMD = "native", "xla-multiprocess", "xla-spmd"
-ALL = (NATIVE, MULTIPROCESS, SPMD)
-XLA = (MULTIPROCESS, SPMD)
-
-# The sums of a gradient run in another order over two devices. Adam divides by a gradient's own size, so that it needs
-# an eps above that rounding, as in `worker.py`, and is compared less closely.
-RELATIVE = 1e-5
-ABSOLUTE = 1e-6
-ADAM_ABSOLUTE = 5e-6
-ADAM = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
-
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
-"""The global batch: two rows for each device."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A function to run, and the kinds of engines that it is about."""
-
-    run: Callable[[], Any]
-    engines: Collection[str]
-
-
-CASES: dict[str, Case] = {}
-
-
-def case(engines: Collection[str] = ALL, each: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Register a function as a case, or as one for each entry of a mapping, whose value it is called with."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        if each is None:
-            CASES[function.__name__] = Case(function, engines)
-        for key, value in (each or {}).items():
-            CASES[f"{function.__name__}-{key}"] = Case(partial(function, value), engines)
-        return function
-
-    return register
-
-
-def main() -> None:
-    out, chosen = Path(sys.argv[2]), sys.argv[3:]
-    torch.manual_seed(0)
-    accelerate(MLP())  # starts the runtime
-    for name, each in CASES.items():
-        if ENGINE not in each.engines or (chosen and name not in chosen):
-            continue
-        print(f"case {name}", flush=True)
-        outcome: dict[str, Any] = {"failed": None, "returned": None}
-        try:
-            outcome["returned"] = each.run()
-        except (Exception, pytest.fail.Exception):  # the latter where pytest.raises() waits in vain
-            outcome["failed"] = traceback.format_exc()
-        (out / f"{name}.{RANK}.json").write_text(json.dumps(outcome))
-        torchacc.dist.rendezvous(name)
-
-
-# What cases are made of
-
-
-class MLP(nn.Module):
-    """Two layers that become units, and a head that belongs to the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def make_config(*, bf16: bool = False, **fsdp: Any) -> torchacc.Config:
-    fsdp = {"size": 2, "use_spmd": ENGINE == SPMD, **fsdp}
-    return torchacc.Config.from_dict(
-        {"backend": ENGINE.partition("-")[0], "compute": {"bf16": bf16}, "dist": {"fsdp": fsdp}}
-    )
-
-
-def accelerate(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> nn.Module:
-    torchacc.accelerate(model, None, make_config(**options), optimizer)
-    return model
-
-
-def sharded_and_plain(make: Callable[[], nn.Module] = MLP, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(1)
-    model = make()
-    plain = copy.deepcopy(model)
-    return accelerate(model, **options), plain
-
-
-def part(whole: torch.Tensor) -> torch.Tensor:
-    """Return this process's rows of a global batch, on its devices."""
-    return registry.active_engine().put(whole if ENGINE == SPMD else whole.chunk(2)[RANK])
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-def by_rank(payload: Any) -> list[Any]:
-    return registry.active_engine().group.all_gather_objects(payload)
-
-
-def plain_value(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
-
-
-def whole_gradient(parameter: nn.Parameter, num_rows: int) -> torch.Tensor | None:
-    """Return the gradient of the unsharded parameter; None where no rank has any."""
-    mine = None if parameter.grad is None else plain_value(parameter.grad)
-    if ENGINE != MULTIPROCESS:
-        return mine
-    shards = by_rank(mine)
-    assert len({shard is None for shard in shards}) == 1, "only some ranks have a gradient"
-    return None if mine is None else torch.cat(shards)[:num_rows]
-
-
-def check_gradients(model: nn.Module, plain: nn.Module) -> None:
-    expected = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        check_equal(whole_gradient(parameter, len(expected[name])), expected[name].grad, f"gradient of {name}")
-
-
-def check_parameters(model: nn.Module, plain: nn.Module, absolute: float = ABSOLUTE) -> None:
-    found, expected = torchacc.full_state_dict(model), plain.state_dict()
-    assert list(found) == list(expected)
-    for name in expected:
-        check_equal(found[name], expected[name], name, absolute)
-
-
-def check_equal(found: Any, expected: Any, what: str, absolute: float = ABSOLUTE) -> None:
-    if found is None or expected is None:
-        assert found is expected, f"{what}: {found} in place of {expected}"
-        return
-    torch.testing.assert_close(
-        found, expected, rtol=RELATIVE, atol=absolute, msg=lambda text: f"rank {RANK}, {what}: {text}"
-    )
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **ADAM)
-
-
-def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    loss_of(model(x)).backward()
-    optimizer.step()
-
-
-def check_training(
-    model: nn.Module,
-    plain: nn.Module,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-    absolute: float = ABSOLUTE,
-) -> None:
-    """Check the gradients of a step, and the parameters after two."""
-    optimizer, plain_optimizer = make_optimizer(model), make_optimizer(plain)
-    loss_of(model(part(X))).backward()
-    loss_of(plain(X)).backward()
-    check_gradients(model, plain)
-    for _ in range(2):
-        step(model, part(X), optimizer)
-        step(plain, X, plain_optimizer)
-    check_parameters(model, plain, absolute)
-
-
-def check_still_trains(model: nn.Module, plain: nn.Module) -> None:
-    model.zero_grad()
-    plain.zero_grad()
-    check_training(model, plain)
-
 
 # Random numbers: the first cases, so that no other has drawn any
 

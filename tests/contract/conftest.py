@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
+
 WORKER = Path(__file__).with_name("worker.py")
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else

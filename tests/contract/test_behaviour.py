@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from casekit import CASES
 
 pytest.importorskip("transformers")
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 300  # many times what an engine's cases take on two cores that do nothing else
 NUM_RANKS = {"native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
 
-CASES = runpy.run_path(str(WORKER))["CASES"]
+runpy.run_path(str(WORKER))  # registers the cases
 RANDOM = "second_model_draws_other_numbers_than_the_first"
 
 Outcomes = dict[str, list[dict[str, Any]]]

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from layouts import LAYOUTS
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")

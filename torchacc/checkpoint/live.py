@@ -486,10 +486,10 @@ class _Reader:
         values: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        by_member = [{*keys.get(name, ()), *values.get(name, ())} for name in holding.names]
-        if any(other != by_member[0] for other in by_member):
+        by_member = [[*keys.get(name, ()), *values.get(name, ())] for name in holding.names]
+        if any(set(other) != set(by_member[0]) for other in by_member):
             raise CheckpointError(state.flattened_apart(holding, "kinds of state"))
-        for key in sorted(by_member[0]):
+        for key in by_member[0]:
             slots = {name: self.folder.optimizer.get(f"{name}/{key}") for name in holding.names}
             present = {name: slot for name, slot in slots.items() if slot is not None}
             if present and all(

@@ -10,9 +10,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchacc.checkpoint import state
 from torchacc.data.tree import map_tensors
+from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job, read_job
 from torchacc.errors import CheckpointError
@@ -128,9 +130,7 @@ def _whole(tree: Any) -> Any:
         for key, value in tree.items():
             owner = state.shard_of(value) if isinstance(value, torch.Tensor) else None
             if owner is not None:
-                sharded, parameter = owner
-                parts = state.gathered(sharded, sharded.holdings[parameter], value, rank0_only=True)
-                found |= parts if len(sharded.holdings[parameter].names) > 1 else dict.fromkeys([key], *parts.values())
+                found |= _whole_weights(*owner, key, value)
             elif key != _METADATA:
                 found[key] = _whole(value)
         return found
@@ -139,6 +139,16 @@ def _whole(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor) and state.shard_of(tree) is not None:
         raise CheckpointError("a single shard has no name to be put together by: save the model's whole state_dict()")
     return _on_host(tree)
+
+
+def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
+    """Return what a shard of a model's state is a part of, by its key, or of a flat one by all original names."""
+    holding = sharded.holdings[parameter]
+    parts = state.gathered(sharded, holding, shard, rank0_only=True)
+    if holding.names == (holding.key,):
+        return dict.fromkeys([key], *parts.values()) if parts else {}
+    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
+    return {name: part for first, part in parts.items() for name in names_of[first]}
 
 
 def _whole_optimizer(own: Mapping[str, Any]) -> Any:

@@ -75,7 +75,7 @@ def full_state_dict(
     for planned in sharded.plan.parameters:
         whole |= dict.fromkeys(planned.aliases, whole[planned.name])
     whole |= buffers(sharded)
-    return {name: _moved(sharded, whole[name], cpu_offload) for name in state_names(sharded)}
+    return {name: _moved(sharded, whole[name], cpu_offload) for name in sharded.state_names if name in whole}
 
 
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
@@ -124,12 +124,6 @@ def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
         for name, value in state.items()
         if name not in held and isinstance(value, torch.Tensor)
     }
-
-
-def state_names(sharded: ShardedModel) -> list[str]:
-    """Return the names of a full state: parameters with their aliases, then the persistent buffers."""
-    aliases = {planned.name: planned.names for planned in sharded.plan.parameters}
-    return [name for first in sharded.parameter_names for name in aliases[first]] + list(buffers(sharded))
 
 
 def load_state_dict(
@@ -470,23 +464,26 @@ def _cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any]) -> t
     shapes = dict(holding.members)
     if holding.key in found and (local := _as_local(sharded, holding, found[holding.key])) is not None:
         return local[:local_numel]
-    parts = []
-    for piece in holding.pieces:
-        value = found[piece.name]
-        if isinstance(value, TensorShard):
-            if value.piece != piece:
-                raise CheckpointError(
-                    f"{piece.name!r}: a shard of another layout, {value.piece}; this process has {piece}"
-                )
-            parts.append(value.data)
-            continue
-        if tuple(value.shape) != shapes[piece.name]:
+    for name, value in found.items():  # also of what this process has nothing of, so that all of them raise
+        given = value.piece.shape if isinstance(value, TensorShard) else tuple(value.shape)
+        if given != shapes[name]:
             raise CheckpointError(
-                f"{piece.name!r} has the shape {tuple(value.shape)}, the model's is {shapes[piece.name]}, of which "
-                f"each of {sharded.num_shards} processes keeps {holding.shard_numel} elements"
+                f"{name!r} has the shape {given}, the model's is {shapes[name]}, of which each of {sharded.num_shards} "
+                f"processes keeps {holding.shard_numel} elements"
             )
-        parts.append(value.detach().cpu().reshape(-1)[piece.start : piece.stop])
+    parts = [_run_of(found[piece.name], piece) for piece in holding.pieces]
     return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _run_of(value: Any, piece: Piece) -> torch.Tensor:
+    if not isinstance(value, TensorShard):
+        return value.detach().cpu().reshape(-1)[piece.start : piece.stop]  # type: ignore[no-any-return]
+    if (value.piece.start, value.piece.stop) != (piece.start, piece.stop):
+        raise CheckpointError(
+            f"{piece.name!r}: this process keeps the elements {piece.start} to {piece.stop}, and the shard is of "
+            f"{value.piece.start} to {value.piece.stop}: it was taken at another number of devices"
+        )
+    return value.data
 
 
 def _as_local(sharded: ShardedModel, holding: Holding, value: Any) -> torch.Tensor | None:

@@ -107,6 +107,8 @@ class ShardedModel(ABC):
         self.plan = plan
         self.parameter_names = tuple(name for name, _ in model.named_parameters())
         """Original names in the order of `named_parameters()`, a tied parameter under its first."""
+        self.state_names = tuple(model.state_dict())
+        """Names of the unsharded model's state, in its order."""
         self.unusable: str | None = None
         """Why the model cannot run: its weights have not been loaded yet, or not as a whole."""
         self._accumulating = False

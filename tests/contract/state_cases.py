@@ -1,0 +1,339 @@
+"""What the states of a model and of an optimizer do in memory and in files, on two devices of each engine."""
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from casekit import ENGINE, MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
+from torch import nn
+
+import torchacc
+from torchacc import StateDictType
+
+LAYOUTS = {"": {}, "flat": {"flatten_parameters": True}} if ENGINE != NATIVE else {"": {}}
+OPTIMIZERS = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+}
+
+
+class Odd(nn.Module):
+    """Rows that two do not divide, a tied weight, a frozen one, buffers of several dtypes, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.register_buffer("count", torch.arange(3))
+        self.first = nn.Linear(8, 5, bias=False)
+        self.second = nn.Linear(8, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.linspace(0, 1, 5))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.one = nn.Linear(5, 1)
+        self.layers[0][0].bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.one(self.first(x) + self.second(x) * self.scale)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.scratch.zero_()
+
+
+def trained(make_optimizer: Any = adamw, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, Any]:
+    """Return a model and its optimizer after two steps, and the same in plain PyTorch."""
+    torch.manual_seed(1)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    accelerate(model, **options)
+    optimizer, plain_optimizer = make_optimizer(model), make_optimizer(plain)
+    for _ in range(2):
+        step(model, part(X), optimizer)
+        step(plain, X, plain_optimizer)
+    return model, optimizer, plain, plain_optimizer
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return all tensors of both, whole, by name."""
+    state = torchacc.optim_state_dict(model, optimizer)
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    of_optimizer = {f"{names[own]}/{key}": v for own, entry in state["state"].items() for key, v in entry.items()}
+    return {**torchacc.full_state_dict(model), **of_optimizer}
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    path = Path(by_rank(tempfile.mkdtemp() if RANK == 0 else None)[0])
+    try:
+        yield path
+    finally:
+        torchacc.dist.rendezvous("done")
+        if RANK == 0:
+            shutil.rmtree(path)
+
+
+@case(each={f"{kind.value}{name}": (kind, options) for kind in StateDictType for name, options in LAYOUTS.items()})
+def state_comes_back(how: tuple[StateDictType, dict[str, Any]]) -> None:
+    kind, options = how
+    model, optimizer, plain, plain_optimizer = trained(**options)
+    before = snapshot(model, optimizer)
+    weights = torchacc.state_dict(model, kind)
+    moments = copy.deepcopy(torchacc.optim_state_dict(model, optimizer, kind))
+    step(model, part(X), optimizer)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    check_same(snapshot(model, optimizer), before)
+    step(model, part(X), optimizer)
+    step(plain, X, plain_optimizer)
+    for name, value in torchacc.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=5e-6)
+
+
+@case(each=LAYOUTS)
+def states_are_those_of_the_unsharded_model(options: dict[str, Any]) -> None:
+    model, optimizer, plain, plain_optimizer = trained(**options)
+    assert list(torchacc.full_state_dict(model)) == list(plain.state_dict())
+    full = torchacc.optim_state_dict(model, optimizer)
+    expected = plain_optimizer.state_dict()
+    assert full["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    assert {own: sorted(entry) for own, entry in full["state"].items()} == {
+        own: sorted(entry) for own, entry in expected["state"].items()
+    }
+    before = snapshot(model, optimizer)
+    plain_optimizer.load_state_dict(full)
+    optimizer.load_state_dict(plain_optimizer.state_dict())
+    check_same(snapshot(model, optimizer), before)
+
+
+@case(each=LAYOUTS)
+def rank0_alone_keeps_and_hands_on(options: dict[str, Any]) -> None:
+    model, optimizer, _, _ = trained(**options)
+    before = snapshot(model, optimizer)
+    weights = torchacc.full_state_dict(model, rank0_only=True)
+    moments = model.full_optim_state_dict(optimizer, rank0_only=True)
+    assert bool(weights) == bool(moments) == (RANK == 0)
+    step(model, part(X), optimizer)
+    optimizer.load_state_dict(model.optim_state_dict_to_load(optimizer, moments, rank0_only=True))
+    after = snapshot(model, optimizer)
+    check_same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
+
+
+@case(each=OPTIMIZERS)
+def checkpoint_of_an_optimizer(make: Any) -> None:
+    model, optimizer, _, _ = trained(lambda m: make(m.parameters()))
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model, optimizer=optimizer, extra={"lr": [1, (2, {3: b"4"})]})
+        before = snapshot(model, optimizer)
+        step(model, part(X), optimizer)
+        after = snapshot(model, optimizer)
+        extra = torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
+        assert extra == {"lr": [1, (2, {3: b"4"})]}
+        check_same(snapshot(model, optimizer), before)
+        step(model, part(X), optimizer)
+        check_same(snapshot(model, optimizer), after)
+        fresh = make(model.parameters())
+        torchacc.checkpoint.load(folder / "a", model=model, optimizer=fresh)
+        step(model, part(X), fresh)
+        check_same(snapshot(model, fresh), after)
+
+
+@case([SPMD])
+def checkpoint_of_an_optimizer_with_states_of_other_shapes() -> None:
+    checkpoint_of_an_optimizer(lambda parameters: torch.optim.Adafactor(parameters, lr=0.01))
+
+
+@case([MULTIPROCESS])
+def checkpoint_of_a_flat_model_by_groups() -> None:
+    torch.manual_seed(1)
+    model = Odd()
+    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
+    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+    accelerate(model, optimizer, flatten_parameters=True)
+    step(model, part(X), optimizer)
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model, optimizer=optimizer)
+        before = snapshot(model, optimizer)
+        step(model, part(X), optimizer)
+        torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
+        check_same(snapshot(model, optimizer), before)
+
+
+@case(each=LAYOUTS)
+def saved_as_the_seed_does(options: dict[str, Any]) -> None:
+    model, optimizer, plain, _ = trained(**options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with shared_folder() as folder:
+        before = snapshot(model, optimizer)
+        torchacc.dist.rendezvous("saving_model")
+        torchacc.dist.mark_step()
+        checkpoint = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+        torchacc.save(checkpoint, folder / "model", master_only=False)
+        torchacc.dist.rendezvous("saving_optimizer_states")
+        torchacc.save(optimizer.state_dict(), folder / "optimizer")
+        torchacc.save(scheduler.state_dict(), folder / "scheduler")
+        torchacc.save({"optimizer": optimizer.state_dict()}, folder / "shards", master_only=False)
+        step(model, part(X), optimizer)
+
+        for _ in range(2):  # the second run finds the first one's output
+            if torchacc.dist.is_master_ordinal(local=False):
+                torchacc.dist.fsdp.consolidate_sharded_model_checkpoints(str(folder / "model"), "*.pth")
+        torchacc.dist.rendezvous("ckpt_consolidation")
+        consolidated = torch.load(folder / "model" / "consolidated.pth")
+        assert sorted(consolidated["model"]) == sorted(plain.state_dict())
+        assert {name: value.dtype for name, value in consolidated["model"].items()} == {
+            name: value.dtype for name, value in plain.state_dict().items()
+        }
+        model.load_state_dict(consolidated["model"])
+        optimizer.load_state_dict(torch.load(folder / "optimizer"))
+        scheduler.load_state_dict(torch.load(folder / "scheduler"))
+        check_same(snapshot(model, optimizer), before)
+
+        step(model, part(X), optimizer)
+        model.load_state_dict(torchacc.load(folder / "model")["model"])
+        optimizer.load_state_dict(torchacc.load(folder / "shards")["optimizer"])
+        check_same(snapshot(model, optimizer), before)
+
+
+@case(each=LAYOUTS)
+def one_file_holds_every_shard(options: dict[str, Any]) -> None:
+    model, optimizer, plain, _ = trained(**options)
+    with shared_folder() as folder:
+        torchacc.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, folder / "a.pth")
+        found = torch.load(folder / "a.pth")
+        weights = torchacc.full_state_dict(model)
+        assert found["epoch"] == 3
+        assert sorted(found["model"]) == sorted(weights)
+        for name, value in weights.items():
+            assert torch.equal(found["model"][name], value), name
+        plain.load_state_dict(found["model"])
+        before = snapshot(model, optimizer)
+        optimizer.load_state_dict(found["optimizer"])
+        check_same(snapshot(model, optimizer), before)
+
+
+@case()
+def what_cannot_be_loaded_is_refused() -> None:
+    model, optimizer, plain, _ = trained()
+    before = snapshot(model, optimizer)
+    state = plain.state_dict()
+    wrong = {
+        "1 missing: one.bias": {k: v for k, v in state.items() if k != "one.bias"},
+        "1 unexpected: more": {**state, "more": X},
+        r"'one.weight' has the shape \(2, 5\), the model's is \(1, 5\)": {**state, "one.weight": torch.ones(2, 5)},
+        r"'count' has the shape \(4,\)": {**state, "count": torch.arange(4)},
+        "'(first|second).weight' and '(first|second).weight' are one parameter": {
+            **state,
+            "second.weight": state["first.weight"] + 1,
+        },
+    }
+    for message, given in wrong.items():
+        with pytest.raises(torchacc.CheckpointError, match=message):
+            model.load_state_dict(given)
+    with pytest.raises(torchacc.CheckpointError, match="assign=True"):
+        model.load_state_dict(state, assign=True)
+    two_groups = torch.optim.AdamW([{"params": [p]} for p in list(plain.parameters())[:2]])
+    with pytest.raises(torchacc.CheckpointError, match="2 groups, this one has 1"):
+        optimizer.load_state_dict(two_groups.state_dict())
+    fewer = torch.optim.AdamW(list(plain.parameters())[:2])
+    with pytest.raises(torchacc.CheckpointError, match="group 0 of the saved optimizer has 2 parameters"):
+        optimizer.load_state_dict(fewer.state_dict())
+    check_same(snapshot(model, optimizer), before)
+    one_name = {name: value for name, value in state.items() if name != "second.weight"}
+    assert model.load_state_dict(one_name).missing_keys == []
+    assert model.load_state_dict({"one.bias": state["one.bias"]}, strict=False).unexpected_keys == []
+
+
+@case()
+def altered_checkpoint_is_refused_by_every_rank() -> None:
+    model, optimizer, _, _ = trained()
+    with shared_folder() as folder:
+        for name in ("a", "b"):
+            torchacc.checkpoint.save(folder / name, model=model, optimizer=optimizer)
+        before = snapshot(model, optimizer)
+        torchacc.dist.rendezvous("saved")
+        if RANK == 0:
+            with (folder / "b" / "model.safetensors").open("r+b") as file:
+                file.seek(-3, os.SEEK_END)
+                byte = file.read(1)
+                file.seek(-3, os.SEEK_END)
+                file.write(bytes([byte[0] ^ 1]))
+        torchacc.dist.rendezvous("altered")
+        with pytest.raises(torchacc.CheckpointError, match=r"model.safetensors is not as it was written"):
+            torchacc.checkpoint.load(folder / "b", model=model, optimizer=optimizer)
+        with pytest.raises(torchacc.EngineError, match="the model cannot run: loading .* has failed"):
+            model(part(X))
+        torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
+        check_same(snapshot(model, optimizer), before)
+        step(model, part(X), optimizer)
+
+
+@case()
+def saving_what_cannot_be_saved_leaves_nothing() -> None:
+    model, optimizer, _, _ = trained()
+    with shared_folder() as folder:
+        with pytest.raises(torchacc.CheckpointError, match=r"state.extra.what is a object"):
+            torchacc.checkpoint.save(folder / "a", model=model, extra={"what": object()})
+        if RANK == 0:
+            (folder / "mine").mkdir()
+            (folder / "mine" / "file").write_text("mine")
+        with pytest.raises(torchacc.CheckpointError, match="holds files that are no torchacc checkpoint"):
+            torchacc.checkpoint.save(folder / "mine", model=model)
+        torchacc.dist.rendezvous("looked")
+        assert sorted(path.name for path in folder.rglob("*")) == ["file", "mine"]
+        with pytest.raises(torchacc.CheckpointError, match="no checkpoint"):
+            torchacc.checkpoint.load(folder / "none", model=model)
+        with pytest.raises(torchacc.CheckpointError, match="which a checkpoint does not hold|could run code"):
+            torchacc.save({"what": shutil.rmtree}, folder / "code.pth")
+        assert not (folder / "code.pth").exists()
+
+
+@case(each=LAYOUTS)
+def model_from_the_meta_device(options: dict[str, Any]) -> None:
+    model, optimizer, _, _ = trained(**options)
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model, optimizer=optimizer)
+        before = snapshot(model, optimizer)
+        with torch.device("meta"):
+            empty = Odd()
+        accelerate(empty, **options)
+        with pytest.raises(torchacc.EngineError, match="built on the meta device and has no weights yet"):
+            empty(part(X))
+        fresh = adamw(empty)
+        torchacc.checkpoint.load(folder / "a", model=empty, optimizer=fresh)
+        check_same(snapshot(empty, fresh), before)
+        for each, its_optimizer in ((model, optimizer), (empty, fresh)):
+            step(each, part(X), its_optimizer)
+        check_same(snapshot(empty, fresh), snapshot(model, optimizer))
+
+
+@case()
+def states_are_copies() -> None:
+    model, optimizer, _, _ = trained()
+    states = [torchacc.state_dict(model, kind) for kind in StateDictType]
+    kept = copy.deepcopy(states)
+    loss_of(model(part(X))).backward()
+    optimizer.step()
+    for state, other in zip(states, kept, strict=True):
+        for name, value in state.items():
+            one, two = getattr(value, "data", value), getattr(other[name], "data", other[name])
+            assert torch.equal(one, two), name
