@@ -42,4 +42,35 @@ class Lean:
     megabytes: float
 
 
+@dataclass(frozen=True)
+class Share:
+    """What part of another case's time a live case is expected to take at most."""
+
+    case: str
+    reference: str
+    part: float
+
+
+LIVE_RANKS = 4
+# Writing and reading plain files is the limit: 80 % of its throughput is 1 / 0.8 of its time.
+LIVE_REFERENCES = {
+    "plain write": "plain write",
+    "save": "plain write",
+    "dcp save": "plain write",
+    "async save": "save",
+    "plain read": "plain read",
+    "load": "plain read",
+    "dcp load": "plain read",
+    "cold plain read": "cold plain read",
+    "cold load": "cold plain read",
+    "cold dcp load": "cold plain read",
+}
+"""The live cases that are reported, and what each is compared with."""
+LIVE_EXPECTATIONS = (
+    Share("save", "plain write", 1 / 0.8),
+    Share("load", "plain read", 1 / 0.8),
+    Share("cold load", "cold plain read", 1 / 0.8),
+    Share("async save", "save", 0.1),
+)
+
 EXPECTATIONS = (Faster("torchacc", "torch_xla", 2.0), Lean("torchacc", 150.0))

@@ -1,4 +1,4 @@
-"""Put the rank files of a model together, with torchacc and with torch_xla, side by side in one run.
+"""Put rank files together, with torchacc and with torch_xla; save and load a live model, beside plain files and dcp.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --rounds 3 --folder /scratch
@@ -7,6 +7,11 @@ The files are those of torch_xla's FSDP on 4 ranks, with 400 MB of model and 800
 its own, and the cases take turns. Memory is the peak that the system saw while the function ran, less what the process
 had before. The files are in the page cache; torchacc's time includes that the result has reached the disk, torch_xla's
 does not, and nothing of one run is left to be written in the next.
+
+The second part saves and loads a model of that size with its AdamW, native on 4 ranks, in turns with plain file I/O of
+the same bytes (each rank its own file, synced) and with torch.distributed.checkpoint (dcp). Each time is that of the
+slowest rank. `load` finds its files in the page cache, `cold load` on the disk; `async save` is what the step waits
+for.
 
 Exits with 1 if a case fails or the results differ; what is slow or large is reported, not an error.
 """
@@ -23,12 +28,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _checkpoint_cases import CASES, EXPECTATIONS, RANKS, Case, Faster, Lean
+from _checkpoint_cases import (
+    CASES,
+    EXPECTATIONS,
+    LIVE_EXPECTATIONS,
+    LIVE_RANKS,
+    LIVE_REFERENCES,
+    RANKS,
+    Case,
+    Faster,
+    Lean,
+    Share,
+)
 from _machine import busy_secs, describe_other_work, machine_facts
 from _report import Spread, render_table, spread
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+LIVE_HEADER = ("case", "s", "GB/s", "part", "quartiles", "of")
 HEADER = ("case", "s", "CPU s", "extra memory MB", "times faster", "quartiles", "than")
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -52,10 +69,12 @@ def main() -> int:
         folder = Path(name)
         call("--make-files", "--folder", name)
         runs = take_turns(folder, args.rounds)
+        live = run_live(folder, args.rounds)
     agree = len({run["digest"] for of_case in runs.values() for run in of_case}) == 1
     sys.stdout.write(make_report(runs, agree, args.rounds))
+    sys.stdout.write(make_live_report(live))
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine_facts(), "runs": runs}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": machine_facts(), "runs": runs, "live": live}, indent=1) + "\n")
     return 0 if agree else 1
 
 
@@ -94,15 +113,63 @@ def take_turns(folder: Path, rounds: int) -> Runs:
     return runs
 
 
+def run_live(folder: Path, rounds: int) -> dict[str, Any]:
+    """Run the second part: its bytes, and the seconds of each case by round."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={LIVE_RANKS}"]
+    worker = str(Path(__file__).with_name("_checkpoint_live.py"))
+    found: dict[str, Any] = json.loads(launch(*launcher, worker, "--folder", str(folder), "--rounds", str(rounds)))
+    return found
+
+
 def call(*arguments: str) -> str:
     """Run this file in a process of its own and return the last line that it prints."""
+    return launch(__file__, *arguments)
+
+
+def launch(*command: str) -> str:
+    """Run Python in a process of its own and return the last line that it prints."""
     environment = dict(os.environ)  # noqa: TID251
     # The torchacc of this checkout, whatever is installed.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.strip().rpartition("\n")[2]
+
+
+def make_live_report(live: dict[str, Any]) -> str:
+    """Return the second part's table, and below it what was expected."""
+    secs: dict[str, list[float]] = live["secs"]
+    gigabytes = live["bytes"] / 1e9
+    rows = []
+    for case, reference in LIVE_REFERENCES.items():
+        middle = statistics.median(secs[case])
+        cells = [case, f"{middle:.3f}", f"{gigabytes / middle:.2f}"]
+        if case != reference:
+            part = share(secs, case, reference)
+            cells += [f"{part.middle:.3f}", f"{part.low:.3f} .. {part.high:.3f}", reference]
+        rows.append(cells + [""] * (len(LIVE_HEADER) - len(cells)))
+    lines = [
+        "",
+        f"{gigabytes:.1f} GB of model and AdamW, native on {LIVE_RANKS} ranks",
+        "",
+        render_table(LIVE_HEADER, rows),
+        "",
+        *(f"- {judge_share(expectation, secs)}" for expectation in LIVE_EXPECTATIONS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def share(secs: dict[str, list[float]], case: str, reference: str) -> Spread:
+    """Return what part of another case's time a case took, within the same round."""
+    return spread([own / other for own, other in zip(secs[case], secs[reference], strict=True)])
+
+
+def judge_share(expectation: Share, secs: dict[str, list[float]]) -> str:
+    """Return one line: what is expected, what was measured, and whether that holds."""
+    found = share(secs, expectation.case, expectation.reference)
+    verdict = "HELD" if found.middle <= expectation.part else "MISSED"
+    unsure = found.low <= expectation.part < found.high
+    line = f"{expectation.case} <= {expectation.part:.2f} of {expectation.reference}"
+    return f"{line}: {found}, {verdict}{', within the noise' if unsure else ''}"
 
 
 def times_faster(runs: Runs, case: str, reference: str) -> Spread:

@@ -5,17 +5,19 @@ import random
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
 
-from torchacc.checkpoint import plain, state
+from torchacc.checkpoint import hub, plain, state
 from torchacc.checkpoint.folder import Folder, FolderWriter
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.engines.base import ShardedModel, sharded_model
@@ -28,9 +30,18 @@ _log = get_logger(__name__)
 _BATCH_BYTES = 64 << 20
 """About how much is on the host at once while a checkpoint is written from devices."""
 MAX_SHARD_SIZE = 5_000_000_000
-"""Bytes of tensors in one file, unless told otherwise."""
+"""Bytes of tensors in one file at most, unless told otherwise."""
+_MIN_SHARD_SIZE = 64_000_000
+"""Bytes for which a file of its own is worth while, so that processes need not wait for each other to write."""
+_MAX_WRITERS = 16
+"""For how many processes there are files of their own, lest a folder have hundreds."""
+_STAGING_BYTES = 64 << 20
+
+_ALIGNMENT = 16
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Run = tuple[Slot, int, torch.Tensor]
+"""Where elements go, which of the tensor's is the first, and the elements."""
 
 
 def save(
@@ -42,7 +53,7 @@ def save(
     loader: Any = None,
     extra: Any = None,
     tokenizer: Any = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int | None = None,
 ) -> None:
     """Save a checkpoint. Collective: every process.
 
@@ -58,7 +69,8 @@ def save(
         loader: The loader that accelerate() returned: its position is saved.
         extra: What else is to come back from `load()`, rank 0's: numbers, strings, tensors, lists and dicts.
         tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
-        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger.
+        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger; None for what lets the
+            processes write without waiting for each other.
 
     Raises:
         CheckpointError: It could not be written, or holds something that is neither numbers nor text; on every process.
@@ -92,7 +104,7 @@ def snapshot(
     loader: Any = None,
     extra: Any = None,
     tokenizer: Any = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int | None = None,
     copied: bool = True,
 ) -> "Pending":
     """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
@@ -113,40 +125,65 @@ def snapshot(
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
+    sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = _random_state(sharded)
     contents = _Contents(sharded, optimizer)
-    other = _other_state(sharded, drawn, optimizer, scheduler, loader, extra)
-    layouts = {
-        **plan_safetensors(contents.model, "model", max_shard_size),
-        **(plan_safetensors(contents.optimizer, "optimizer", max_shard_size) if optimizer is not None else {}),
-        **(
-            plan_safetensors({k: (t.dtype, tuple(t.shape)) for k, t in other.tensors.items()}, "state")
-            if other.tensors
-            else {}
-        ),
-    }
-    writer = FolderWriter(
-        Path(path).absolute(), group.broadcast_object(secrets.token_hex(4)), job.rank, job.num_processes
-    )
+    layouts = contents.lay_out(max_shard_size)
+    met = group.all_gather_objects((secrets.token_hex(4), drawn))
+    writer = FolderWriter(Path(path).absolute(), met[0][0], job.rank, job.num_processes)
 
-    def prepare() -> dict[str, bytes]:
+    def prepare() -> _Other:
         if job.rank:
-            return {}
-        files = {**indices(layouts), **other.files, **_pretrained_files(sharded, tokenizer)}
+            return _Other()
+        other = _other_state(sharded, [draws for _, draws in met], optimizer, scheduler, loader, extra)
+        layouts.update(other.lay_out())
+        other.files |= {**indices(layouts), **_pretrained_files(sharded, tokenizer)}
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
-        return files
+        return other
 
-    files = group.agreed(prepare)
+    other = group.agreed(prepare)
     group.agreed(writer.join)
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
-    tensors = contents.runs(slots)
-    if job.rank == 0:
-        tensors = _chain(tensors, ((slots[name], 0, tensor) for name, tensor in other.tensors.items()))
-    if copied:
-        tensors = iter([(slot, start, data.clone()) for slot, start, data in tensors])
+    runs = _chain(contents.runs(slots), ((slots[name], 0, tensor) for name, tensor in other.tensors.items()))
+    staging = _spare.pop(sharded, None) or Staging()
+    pending = Pending(
+        writer,
+        staging.copies(runs) if copied else runs,
+        other.files,
+        nbytes=sum(layout.nbytes for layout in layouts.values()),
+        done=lambda: _spare.__setitem__(sharded, staging),
+    )
     sharded.engine.set_random_state(drawn)
-    return Pending(writer, tensors, files, nbytes=sum(layout.nbytes for layout in layouts.values()))
+    return pending
+
+
+class Staging:
+    """Host memory that holds copies of tensors while they are written, and is used again for the next ones."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def copies(self, runs: Iterable[Run]) -> Iterator[Run]:
+        """Copy all runs now, and return an iterator over the copies."""
+        blocks, position = iter([*self._blocks]), 0
+        block = next(blocks, None)
+        copied: list[Run] = []
+        for slot, start, data in runs:
+            needed = -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+            while block is None or position + needed > len(block):
+                block, position = next(blocks, None), 0
+                if block is None:
+                    block = torch.empty(max(needed, _STAGING_BYTES), dtype=torch.uint8)
+                    self._blocks.append(block)
+            view = block[position : position + data.nbytes].view(data.dtype).view(data.shape)
+            copied.append((slot, start, view.copy_(data)))
+            position += needed
+        return iter(copied)
+
+
+_spare: WeakKeyDictionary[ShardedModel, Staging] = WeakKeyDictionary()
+"""Memory of the last copied save, which the next one of the model uses."""
 
 
 @dataclass
@@ -154,10 +191,12 @@ class Pending:
     """A process's part of a checkpoint that is yet to be written."""
 
     _writer: FolderWriter
-    _tensors: Iterator[tuple[Slot, int, torch.Tensor]]
+    _tensors: Iterator[Run]
     _files: dict[str, bytes]
     nbytes: int
     """Bytes of the whole checkpoint's tensors."""
+    done: Callable[[], None] = lambda: None
+    """Called when the tensors are no longer needed."""
 
     def write(self) -> None:
         """Write this process's part, and return when the checkpoint is complete.
@@ -181,6 +220,7 @@ class Pending:
             raise
         finally:
             self._tensors = iter(())
+            self.done()
 
 
 def load(
@@ -246,6 +286,7 @@ class _Contents:
 
     def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         self._sharded = sharded
+        self._has_optimizer = optimizer is not None
         self._sources: list[tuple[torch.Tensor, Holding, str]] = []
         """Tensors that lie like a parameter: the parameter's holding, and what is added to the names."""
         self._whole: dict[str, torch.Tensor] = state.buffers(sharded)
@@ -279,9 +320,31 @@ class _Contents:
                     self._whole[f"{name}/{key}"] = state.to_host(self._sharded, value)
                     self.optimizer[f"{name}/{key}"] = (value.dtype, tuple(value.shape))
 
-    def runs(self, slots: Mapping[str, Slot]) -> Iterator[tuple[Slot, int, torch.Tensor]]:
-        """Yield what this process writes: where, from which element on, and the elements."""
-        for batch in self._batches():
+    def lay_out(self, max_shard_size: int | None) -> dict[str, Layout]:
+        """Return the files of the model, and of the optimizer where there is one."""
+        parts = {"model": self.model, "optimizer": self.optimizer} if self._has_optimizer else {"model": self.model}
+        num_writers = self._sharded.num_shards * self._sharded.replica[1]
+        layouts: dict[str, Layout] = {}
+        for stem, tensors in parts.items():
+            nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
+            size = max(_MIN_SHARD_SIZE, -(-nbytes // min(num_writers, _MAX_WRITERS)))
+            layouts |= plan_safetensors(tensors, stem, max_shard_size or min(size, MAX_SHARD_SIZE))
+        return layouts
+
+    def runs(self, slots: Mapping[str, Slot]) -> Iterator[Run]:
+        """Yield what this process writes: where, from which element on, and the elements.
+
+        Each process begins with another file: those that write into one file wait for each other.
+        """
+        files = list(dict.fromkeys(slot.path for slot in slots.values()))
+        order = {path: index for index, path in enumerate(files)}
+        job = self._sharded.engine.job
+        first = len(files) * job.rank // job.num_processes
+
+        def turn(source: tuple[torch.Tensor, Holding, str]) -> int:
+            return (order[slots[source[1].names[0] + source[2]].path] - first) % len(files)
+
+        for batch in self._batches(sorted(self._sources, key=turn)):
             local = self._sharded.fetch([source for source, _, _ in batch])
             for (_, holding, suffix), data in zip(batch, local, strict=True):
                 for piece in holding.pieces:
@@ -291,10 +354,13 @@ class _Contents:
             for name, value in self._whole.items():
                 yield slots[name], 0, value
 
-    def _batches(self) -> Iterator[list[tuple[torch.Tensor, Holding, str]]]:
+    @staticmethod
+    def _batches(
+        sources: Iterable[tuple[torch.Tensor, Holding, str]],
+    ) -> Iterator[list[tuple[torch.Tensor, Holding, str]]]:
         batch: list[tuple[torch.Tensor, Holding, str]] = []
         filled = 0
-        for source in self._sources:
+        for source in sources:
             batch.append(source)
             filled += source[1].shard_numel * source[0].element_size()
             if filled >= _BATCH_BYTES:
@@ -311,37 +377,36 @@ class _Other:
     files: dict[str, bytes] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def lay_out(self) -> dict[str, Layout]:
+        """Return the file of the tensors."""
+        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return plan_safetensors(described, "state") if described else {}
+
 
 def _other_state(
     sharded: ShardedModel,
-    drawn: Mapping[str, Any],
+    draws: list[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     loader: Any,
     extra: Any,
 ) -> _Other:
-    """Collect the states that are small. Collective: every process."""
-    engine, group = sharded.engine, sharded.engine.group
-    draws = group.all_gather_objects(drawn)
+    """Collect the states that are small, on rank 0."""
+    described = {
+        "model": sharded.plan.units[-1].module_class,
+        "engine": sharded.engine.kind,
+        "mesh": sharded.plan.topology.describe(),
+        "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "loader": loader.state_dict() if loader is not None else None,
+        "random": draws,
+        "extra": extra,
+    }
     other = _Other()
-
-    def collect() -> None:
-        described = {
-            "model": sharded.plan.units[-1].module_class,
-            "engine": engine.kind,
-            "mesh": sharded.plan.topology.describe(),
-            "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "loader": loader.state_dict() if loader is not None else None,
-            "random": draws,
-            "extra": extra,
-        }
-        files = {"state.json": plain.encode(described, other.tensors, "state")}
-        if optimizer is not None:
-            files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
-        other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
-
-    group.agreed(collect)
+    files = {"state.json": plain.encode(described, other.tensors, "state")}
+    if optimizer is not None:
+        files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
+    other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
     return other
 
 
@@ -382,6 +447,12 @@ def _pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    reason = hub.why_not_opened(sharded) if "config.json" in files else None
+    if reason is not None:
+        del files["config.json"]
+        _log.warning(
+            "the checkpoint gets no config.json, so that from_pretrained() refuses it: %s. torchacc loads it", reason
+        )
     if "config.json" in files:
         described = json.loads(files["config.json"])
         described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": "float32"}
@@ -405,7 +476,7 @@ class _Reader:
     def __init__(self, sharded: ShardedModel, folder: Folder) -> None:
         self.folder = folder
         self._sharded = sharded
-        self._names = _stored_names(sharded, folder)
+        self._tensors = hub.find(sharded, folder)
         self._random_states: list[dict[str, Any]] = []
 
     def __enter__(self) -> "_Reader":
@@ -416,15 +487,12 @@ class _Reader:
 
     def load_model(self) -> None:
         """Load parameters and persistent buffers."""
-        slots = self.folder.model
         with torch.no_grad():
             for parameter, holding in self._sharded.holdings.items():
-                local = self._read(holding, {name: slots[self._names[name]] for name in holding.names})
-                self._sharded.assign(parameter, local.to(parameter.dtype))
+                self._sharded.assign(parameter, self._read(holding, self._tensors).to(parameter.dtype))
             for name, buffer in state.buffer_slots(self._sharded.model):
-                stored = self._names[name]
-                value = self.folder.read(stored, slots[stored]).view(slots[stored].shape)
-                buffer.copy_(value.to(buffer.dtype))
+                if name in self._tensors:
+                    buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
@@ -466,17 +534,12 @@ class _Reader:
         self._random_states = described["random"]
         return described["extra"]
 
-    def _read(self, holding: Holding, slots: Mapping[str, Slot]) -> torch.Tensor:
+    def _read(self, holding: Holding, tensors: Mapping[str, hub.Stored]) -> torch.Tensor:
         """Return what this process holds of tensors, flat."""
-        for name, shape in holding.members:
-            if slots[name].shape != shape:
-                raise CheckpointError(
-                    f"{slots[name].path}: {name} has the shape {slots[name].shape}, and the model's has {shape}"
-                )
-        parts = [self.folder.read(p.name, slots[p.name], p.start, p.stop) for p in holding.pieces]
+        parts = [tensors[piece.name].read(piece.start, piece.stop) for piece in holding.pieces]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=next(iter(slots.values())).dtype)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=tensors[holding.names[0]].dtype)
 
     def _entries(
         self,
@@ -495,7 +558,8 @@ class _Reader:
             if present and all(
                 present[name].shape == shape and shape for name, shape in holding.members if name in present
             ):
-                found[key] = self._sharded.place(parameter, self._read(holding, present))
+                tensors = {n: hub.Plain(self.folder, f"{n}/{key}", slot) for n, slot in present.items()}
+                found[key] = self._sharded.place(parameter, self._read(holding, tensors))
                 continue
             alike = [self._whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
             if any(state.differ(alike[0], other) for other in alike):
@@ -527,38 +591,6 @@ class _Reader:
         self._sharded.engine.set_random_state(own)
         random.setstate(own["python"])
         np.random.set_state(own["numpy"])
-
-
-def _stored_names(sharded: ShardedModel, folder: Folder) -> dict[str, str]:
-    """Find each parameter and buffer of a model in a checkpoint: its own name -> the name there.
-
-    A checkpoint of the model without its head leaves out the base model's prefix, or has it where this model has none.
-    """
-    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
-    names_of |= {name: (name,) for name, _ in state.buffer_slots(sharded.model)}
-    prefix = getattr(sharded.model, "base_model_prefix", "") or "-"
-    found, missing = {}, []
-    for name, names in names_of.items():
-        other = [n.removeprefix(f"{prefix}.") for n in names] + [f"{prefix}.{n}" for n in names]
-        stored = next((n for n in (*names, *other) if n in folder.model), None)
-        if stored is None:
-            missing.append(name)
-        else:
-            found[name] = stored
-    if missing:
-        raise CheckpointError(
-            f"{folder.path} lacks {len(missing)} of the {len(names_of)} tensors of "
-            f"{sharded.plan.units[-1].module_class}: {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}. "
-            "Is it a checkpoint of another model?"
-        )
-    known = {alias for names in names_of.values() for alias in names} | set(found.values())
-    left = [name for name in folder.model if name not in known and name.removeprefix(f"{prefix}.") not in known]
-    if left:
-        raise CheckpointError(
-            f"{folder.path} holds {len(left)} tensors that {sharded.plan.units[-1].module_class} does not have: "
-            f"{', '.join(left[:8])}{', …' if len(left) > 8 else ''}. Is it a checkpoint of another model?"
-        )
-    return found
 
 
 def _chain(*runs: Iterator[Any]) -> Iterator[Any]:

@@ -1,0 +1,175 @@
+"""One rank of `checkpoint.py`'s second part: save and load a live model in turns with plain files and with dcp.
+
+Started by torchrun. Rank 0 prints the times of each case by round as JSON: those of the slowest rank.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _checkpoint_cases import UNIT_SHAPES, UNITS
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import torchacc
+
+WRITTEN_BY = {"cold plain read": "plain write", "cold load": "save", "cold dcp load": "dcp save"}
+RANK = int(os.environ["RANK"])  # noqa: TID251
+
+
+class Stack(nn.Module):
+    """As many linear layers as the rank files have units."""
+
+    def __init__(self) -> None:
+        """Make the layers; their weights are drawn once and shared out."""
+        super().__init__()
+        rows, columns = UNIT_SHAPES["weight"]
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(columns, rows)) for _ in range(UNITS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, each on the part of the columns that it has rows for."""
+        for layer in self.layers:
+            x = nn.functional.pad(layer(x), (0, x.shape[1] - layer[0].out_features))
+        return x.square().mean()
+
+
+def main() -> None:
+    """Take turns, and print what was measured."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    config = torchacc.Config.from_dict({"backend": "native", "dist": {"fsdp": {"size": dist_size()}}})
+    model = torchacc.accelerate(Stack(), None, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, UNIT_SHAPES["weight"][1])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    cases = Cases(args.folder, model, optimizer)
+    found: dict[str, list[float]] = {}
+    for index in range(-1, args.rounds):  # the first one warms up
+        for names in cases.turns(backwards=index % 2 == 1):
+            for name in names:
+                secs = slowest(cases.run, name)
+                if index >= 0:
+                    found.setdefault(name, []).append(secs)
+    if RANK == 0:
+        sys.stdout.write(json.dumps({"bytes": cases.num_bytes, "secs": found}) + "\n")
+
+
+def dist_size() -> int:
+    """Return the number of ranks."""
+    return int(os.environ["WORLD_SIZE"])  # noqa: TID251
+
+
+def slowest(run: Callable[[str], float], name: str) -> float:
+    """Return how long the slowest rank took."""
+    dist.barrier()
+    secs = torch.tensor(run(name), dtype=torch.float64)
+    dist.all_reduce(secs, dist.ReduceOp.MAX)
+    return float(secs)
+
+
+class Cases:
+    """What is measured; each writes the same tensors, and each reads what it wrote itself."""
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Note what there is to save."""
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        moments = [value for entry in optimizer.state.values() for value in entry.values()]
+        self.local = [getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *moments)]
+        total = torch.tensor(sum(tensor.nbytes for tensor in self.local))
+        dist.all_reduce(total)
+        self.num_bytes = int(total)
+
+    def turns(self, *, backwards: bool) -> list[tuple[str, ...]]:
+        """Return the cases: what saves, and what then loads that."""
+        turns = [
+            ("plain write", "plain read", "cold plain read"),
+            ("save", "load", "cold load"),
+            ("dcp save", "dcp load", "cold dcp load"),
+            ("async save", "async rest"),
+        ]
+        return turns[::-1] if backwards else turns
+
+    def run(self, name: str) -> float:
+        """Run one case and return its seconds."""
+        if name.endswith(("write", "save")):
+            if RANK == 0:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            os.sync()
+            dist.barrier()
+        elif name.startswith("cold"):
+            self._forget_cached(self.folder / WRITTEN_BY[name])
+            dist.barrier()
+        started = time.perf_counter()
+        getattr(self, f"_{name.removeprefix('cold ').replace(' ', '_')}")()
+        return time.perf_counter() - started
+
+    @staticmethod
+    def _forget_cached(folder: Path) -> None:
+        """Let the system read a folder's files from the disk again."""
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def _plain_write(self) -> None:
+        path = self.folder / "plain write"
+        path.mkdir(exist_ok=True)
+        with (path / f"{RANK}").open("wb", buffering=0) as file:
+            for tensor in self.local:
+                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                while data:
+                    data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def _plain_read(self) -> None:
+        with (self.folder / "plain write" / f"{RANK}").open("rb", buffering=0) as file:
+            for tensor in self.local:
+                data = memoryview(torch.empty_like(tensor).reshape(-1).view(torch.uint8).numpy())
+                while data:
+                    data = data[file.readinto(data) :]
+        dist.barrier()
+
+    def _save(self) -> None:
+        torchacc.checkpoint.save(self.folder / "save", **self._parts)
+
+    def _load(self) -> None:
+        torchacc.checkpoint.load(self.folder / "save", **self._parts)
+
+    def _dcp_state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def _dcp_save(self) -> None:
+        dcp.save(self._dcp_state(), checkpoint_id=self.folder / "dcp save")
+
+    def _dcp_load(self) -> None:
+        dcp.load(self._dcp_state(), checkpoint_id=self.folder / "dcp save")  # in place
+
+    def _async_save(self) -> None:
+        self._pending = torchacc.checkpoint.snapshot(self.folder / "async save", **self._parts)
+
+    def _async_rest(self) -> None:
+        self._pending.write()
+
+
+if __name__ == "__main__":
+    main()
