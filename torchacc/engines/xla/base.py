@@ -47,7 +47,9 @@ class XlaEngine(Engine):
             )
 
     def random_state(self) -> dict[str, Any]:
-        """Return the state of the host's generator, and XLA's seed."""
+        """Run what has been recorded, and return the state of the host's generator and XLA's seed."""
+        if self.has_recorded:
+            self.sync()
         return {**super().random_state(), "xla": runtime.random_seed()}
 
     def set_random_state(self, state: Mapping[str, Any]) -> None:
@@ -73,7 +75,12 @@ class XlaEngine(Engine):
 
     def sync(self) -> None:
         """Compile and run what has been recorded."""
+        seed = runtime.random_seed()
         runtime.sync()
+        if not self.has_recorded:
+            # torch_xla moves its seed even so: then a step's random numbers would depend on whether a checkpoint was
+            # saved or loaded before it.
+            runtime.set_random_seed(seed)
         self.has_recorded = False
 
     def end_batch(self) -> None:

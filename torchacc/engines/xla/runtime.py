@@ -23,9 +23,6 @@ _log = get_logger(__name__)
 # one device per process it is the faster one (0.93 against 1.09 of raw FSDP2 with two processes).
 _PLAIN_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
-_SEEDS = 1 << 64
-"""How many seeds torch_xla has."""
-
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
 _AUTOGRAD_STARTED_TOO_EARLY = (
     "this process ran a backward pass on the CPU before the XLA runtime started, and PyTorch's autograd cannot add a "
@@ -213,39 +210,17 @@ def compile_stats() -> tuple[int, float]:
 
 
 def random_seed() -> int:
-    """Run what has been recorded, and return the seed of the random numbers in it.
-
-    torch_xla moves its seed whenever something is run. Afterwards the seed is this one again, so that the end of the
-    step, which runs nothing then, moves it to where it would have been without this call.
-    """
+    """Return the seed of XLA's next random numbers."""
     import torch_xla.core.xla_model as xm
 
-    sync()
-    moved = int(xm.get_rng_state())
-    factor, summand = _seed_rule()
-    seed = (moved - summand) * pow(factor, -1, _SEEDS) % _SEEDS
-    xm.set_rng_state(seed)
-    return seed
+    return int(xm.get_rng_state())
 
 
 def set_random_seed(seed: int) -> None:
-    """Put the seed where it was when `random_seed()` returned it; the last thing to do before a step."""
+    """Set the seed of XLA's next random numbers."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(seed)
-
-
-@functools.cache
-def _seed_rule() -> tuple[int, int]:
-    """Find out how torch_xla moves its seed: what it is multiplied with, and what is added. Changes the seed."""
-    import torch_xla.core.xla_model as xm
-
-    moved = []
-    for seed in (0, 1):
-        xm.set_rng_state(seed)
-        sync()
-        moved.append(int(xm.get_rng_state()))
-    return (moved[1] - moved[0]) % _SEEDS, moved[0]
 
 
 @functools.cache  # once: a second model must not draw the first one's random numbers again
