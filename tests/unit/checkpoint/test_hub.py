@@ -1,0 +1,518 @@
+"""Hugging Face checkpoints into sharded models and back: to the bit what `from_pretrained()` makes of them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import torchacc
+from torchacc.checkpoint import hub
+from torchacc.checkpoint.folder import Folder
+from torchacc.engines.base import sharded_model
+from torchacc.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers", minversion="5")
+conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
+core_model_loading = pytest.importorskip("transformers.core_model_loading")
+
+PROGRAM = Path(__file__).with_name("hub_program.py")
+ROOT = Path(__file__).parents[3]
+VOCAB = 60
+
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+MIXTRAL = {**LLAMA, "num_local_experts": 12}  # more than nine: "10" comes before "2" in the order of names
+QWEN2_MOE = {
+    **LLAMA,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+
+MODELS = {
+    "mixtral": ("MixtralForCausalLM", MIXTRAL),
+    "mixtral-tied": ("MixtralForCausalLM", {**MIXTRAL, "tie_word_embeddings": True}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", QWEN2_MOE),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2-untied": ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama-tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", LLAMA),
+    "qwen2-tied": ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "bert-masked-lm": ("BertForMaskedLM", BERT),
+    "bert-masked-lm-untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
+    "bert-classifier": ("BertForSequenceClassification", {**BERT, "num_labels": 5}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-untied": ("T5ForConditionalGeneration", {**T5, "tie_word_embeddings": False}),
+}
+AUTO = {
+    "BertForMaskedLM": "AutoModelForMaskedLM",
+    "BertForSequenceClassification": "AutoModelForSequenceClassification",
+    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name, *, meta=False, **changes):
+    """Build a model whose every parameter is random, also those that are usually zero or one."""
+    class_name, options = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**{**options, **changes})
+    if meta:
+        with torch.device("meta"):
+            return model_class(config)
+    torch.manual_seed(0)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def accelerate(model, **fsdp):
+    config = torchacc.Config()
+    config.backend = "native"
+    for key, value in fsdp.items():
+        setattr(config.dist.fsdp, key, value)
+    return torchacc.accelerate(model, config=config)
+
+
+def loaded(folder, name, **changes):
+    """Return what is loaded into a sharded model that was built on the meta device."""
+    model = accelerate(make(name, meta=True, **changes))
+    torchacc.checkpoint.load(folder, model=model)
+    return torchacc.full_state_dict(model)
+
+
+def change(folder, edit):
+    """Change the tensors of a checkpoint in one file."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(
+        {key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def check_equal(state, wanted):
+    assert state.keys() == wanted.keys()
+    different = [key for key in wanted if not torch.equal(state[key], wanted[key])]
+    assert not different
+
+
+def tied(model):
+    """Return the names of each group of names that are one parameter."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def register():
+    """Register a conversion for as long as a test takes."""
+    cache = conversion_mapping.get_checkpoint_conversion_mapping
+    cache("legacy")  # builds it
+    registered = conversion_mapping._checkpoint_conversion_mapping_cache
+    before = dict(registered)
+
+    def register_(class_name, *transforms):
+        conversion_mapping.register_checkpoint_conversion_mapping(class_name, [*transforms], overwrite=True)
+
+    yield register_
+    registered.clear()
+    registered.update(before)
+    conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
+
+
+class TestIntoAShardedModel:
+    @every_model
+    def test_several_files(self, tmp_path, name):
+        model = make(name)
+        model.save_pretrained(tmp_path, max_shard_size="8KB")
+        assert (tmp_path / "model.safetensors.index.json").exists()
+        check_equal(loaded(tmp_path, name), model.state_dict())
+
+    def test_names_on_the_hub_are_not_those_in_memory(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        assert "model.layers.0.block_sparse_moe.experts.11.w1.weight" in stored
+        assert not stored.keys() & {"model.layers.0.mlp.experts.gate_up_proj"}
+
+    @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+    def test_names_in_memory(self, tmp_path, name):
+        model = make(name)
+        model.save_pretrained(tmp_path, save_original_format=False)
+        check_equal(loaded(tmp_path, name), model.state_dict())
+
+    @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+    def test_flattened_parameters(self, tmp_path, name):
+        model = make(name)
+        model.save_pretrained(tmp_path)
+        sharded = accelerate(make(name), flatten_parameters=True)
+        torchacc.checkpoint.load(tmp_path, model=sharded)
+        check_equal(torchacc.full_state_dict(sharded), model.state_dict())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("name", ["mixtral", "gpt2", "t5"])
+    def test_half_precision_becomes_float32_exactly(self, tmp_path, name, dtype):
+        model = make(name).to(dtype)
+        model.save_pretrained(tmp_path)
+        check_equal(loaded(tmp_path, name), {key: value.float() for key, value in model.state_dict().items()})
+
+    def test_gamma_and_beta(self, tmp_path):
+        model = make("bert-masked-lm")
+        model.save_pretrained(tmp_path)
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+        def rename(tensors):
+            for key in [*tensors]:
+                for new_end, old_end in old.items():
+                    if key.endswith(new_end):
+                        tensors[key.removesuffix(new_end) + old_end] = tensors.pop(key)
+
+        change(tmp_path, rename)
+        assert "bert.embeddings.LayerNorm.gamma" in load_file(tmp_path / "model.safetensors")
+        check_equal(loaded(tmp_path, "bert-masked-lm"), model.state_dict())
+
+    def test_one_tensor_becomes_several(self, tmp_path, register, monkeypatch):
+        split = core_model_loading.WeightConverter(
+            "self_attn.qkv_proj.weight",
+            ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            [core_model_loading.Split(dim=0)],
+        )
+        register("LlamaForCausalLM", split)
+        model = make("llama")
+        model.save_pretrained(tmp_path)
+        fused = [key for key in load_file(tmp_path / "model.safetensors") if "qkv_proj" in key]
+        assert len(fused) == 2
+        reads = []
+        read = Folder.read
+        monkeypatch.setattr(Folder, "read", lambda self, key, *args: (reads.append(key), read(self, key, *args))[1])
+        check_equal(loaded(tmp_path, "llama"), model.state_dict())
+        assert sorted(reads) == sorted(set(reads))
+
+    def test_the_same_name_in_another_layout(self, tmp_path, register):
+        transpose = core_model_loading.WeightConverter(
+            "self_attn.q_proj.weight", "self_attn.q_proj.weight", [core_model_loading.Transpose(0, 1)]
+        )
+        register("LlamaForCausalLM", transpose)
+        model = make("llama")
+        model.save_pretrained(tmp_path)
+        key = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.equal(load_file(tmp_path / "model.safetensors")[key], model.state_dict()[key].T)
+        check_equal(loaded(tmp_path, "llama"), model.state_dict())
+
+    def test_only_what_one_tensor_is_made_of_is_read_at_once(self, tmp_path, monkeypatch):
+        make("mixtral").save_pretrained(tmp_path)
+        events = []
+        read, run = Folder.read, hub._Conversion.run
+        monkeypatch.setattr(Folder, "read", lambda self, key, *args: (events.append(key), read(self, key, *args))[1])
+        monkeypatch.setattr(hub._Conversion, "run", lambda self, *args: (events.append(self), run(self, *args))[1])
+        sharded = accelerate(make("mixtral", meta=True))
+        torchacc.checkpoint.load(tmp_path, model=sharded)
+        conversions = {event for event in events if not isinstance(event, str)}
+        assert len(conversions) == 4
+        for conversion in conversions:
+            last = max(index for index, event in enumerate(events) if event is conversion)
+            keys = [key for _, key in conversion.sources]
+            assert sorted(events[last + 1 : last + 1 + len(keys)]) == sorted(keys)
+            assert not {*keys} & {event for event in events[:last] if isinstance(event, str)}
+
+    def test_nothing_is_drawn(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        sharded = accelerate(make("mixtral", meta=True))
+        before = torch.get_rng_state()
+        torchacc.checkpoint.load(tmp_path, model=sharded)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestBaseModelsAndHeads:
+    @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral-tied"])
+    def test_the_base_model_into_one_with_a_tied_head(self, tmp_path, name):
+        model = make(name)
+        model.base_model.save_pretrained(tmp_path)
+        assert not any(key.startswith("lm_head") for key in load_file(tmp_path / "model.safetensors"))
+        check_equal(loaded(tmp_path, name), model.state_dict())
+
+    @pytest.mark.parametrize(
+        ("name", "lacking"),
+        [
+            ("llama", "lm_head.weight"),
+            ("mixtral", "lm_head.weight"),
+            ("gpt2-untied", "lm_head.weight"),
+            ("bert-classifier", "classifier.weight, classifier.bias"),
+        ],
+    )
+    def test_the_base_model_into_one_with_a_head_of_its_own(self, tmp_path, name, lacking):
+        make(name).base_model.save_pretrained(tmp_path)
+        with pytest.raises(
+            CheckpointError, match=rf"lacks \d of the \d+ tensors .*: {lacking}\..*without this one's head"
+        ):
+            loaded(tmp_path, name)
+
+    def test_tied_and_saved_as_tied_into_one_that_is_not(self, tmp_path):
+        make("qwen2-tied").save_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match=r"lacks 1 of the \d+ tensors of Qwen2ForCausalLM: lm_head\.weight\."):
+            loaded(tmp_path, "qwen2")
+
+    def test_a_tied_tensor_under_both_of_its_names(self, tmp_path):
+        model = make("llama-tied")
+        model.save_pretrained(tmp_path)
+        change(
+            tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+        )
+        check_equal(loaded(tmp_path, "llama-tied"), model.state_dict())
+
+    @pytest.mark.parametrize("name", ["llama", "mixtral"])
+    def test_an_untied_head_into_a_tied_one(self, tmp_path, name):
+        make(name).save_pretrained(tmp_path)
+        with pytest.raises(
+            CheckpointError, match=r"lm_head\.weight and .* are different, .* tie_word_embeddings=False"
+        ):
+            loaded(tmp_path, name, tie_word_embeddings=True)
+
+
+class TestExtraTensors:
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [
+            ("gpt2", "transformer.h.0.attn.bias"),
+            ("gpt2", "transformer.h.1.attn.masked_bias"),
+            ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+            ("mixtral", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+            ("bert-masked-lm", "bert.embeddings.position_ids"),
+        ],
+    )
+    def test_what_transformers_passes_over(self, tmp_path, name, extra):
+        model = make(name)
+        model.save_pretrained(tmp_path)
+        change(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(3)}))
+        check_equal(loaded(tmp_path, name), model.state_dict())
+
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [("gpt2", "transformer.h.0.attn.scale"), ("mixtral", "model.layers.2.block_sparse_moe.experts.0.w2.weight")],
+    )
+    def test_others_raise(self, tmp_path, name, extra):
+        make(name).save_pretrained(tmp_path)
+        change(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(3, 3)}))
+        with pytest.raises(CheckpointError, match="holds 1 tensors that .* does not have: "):
+            loaded(tmp_path, name)
+
+
+class TestRefusals:
+    def test_an_expert_is_missing(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        change(tmp_path, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.4.w2.weight"))
+        with pytest.raises(
+            CheckpointError, match=r"made of .* has the shape \(11, 16, 24\), and the model's .*\(12, 16"
+        ):
+            loaded(tmp_path, "mixtral")
+
+    def test_an_expert_of_another_shape(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        key = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
+        change(tmp_path, lambda tensors: tensors.update({key: torch.zeros(2, 2)}))
+        with pytest.raises(CheckpointError, match=r"transformers cannot make model.layers.1.mlp.experts.down_proj of"):
+            loaded(tmp_path, "mixtral")
+
+    def test_a_tensor_and_what_it_is_made_of(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        key = "model.layers.1.mlp.experts.down_proj"
+        change(tmp_path, lambda tensors: tensors.update({key: torch.zeros(12, 16, 24)}))
+        with pytest.raises(CheckpointError, match="which is it"):
+            loaded(tmp_path, "mixtral")
+
+    def test_a_refused_checkpoint_leaves_the_model_usable(self, tmp_path):
+        make("llama").save_pretrained(tmp_path)
+        model = make("gpt2")
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        sharded = accelerate(model)
+        with pytest.raises(CheckpointError, match="lacks"):
+            torchacc.checkpoint.load(tmp_path, model=sharded)
+        check_equal(torchacc.full_state_dict(sharded), wanted)
+        assert sharded_model(sharded).unusable is None
+
+    def test_a_pickle(self, tmp_path):
+        torch.save(make("gpt2").state_dict(), tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="only pytorch_model.bin, a pickle.*convert it to safetensors"):
+            loaded(tmp_path, "gpt2")
+
+    def test_a_quantized_checkpoint(self, tmp_path):
+        make("gpt2").save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="is quantized: .*dequantize"):
+            loaded(tmp_path, "gpt2")
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+    @pytest.mark.parametrize(
+        ("name", "end"), [("gpt2", "attn.c_attn.weight"), ("mixtral", "w1.weight")], ids=["as it is", "converted"]
+    )
+    def test_quantized_weights(self, tmp_path, name, end, dtype):
+        make(name).save_pretrained(tmp_path)
+        change(
+            tmp_path, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items() if k.endswith(end)})
+        )
+        with pytest.raises(CheckpointError, match=f"is {dtype}, and without what it was quantized with"):
+            loaded(tmp_path, name)
+
+
+class TestUnknownInternals:
+    @pytest.fixture(params=["version", "signature"])
+    def unknown(self, request, monkeypatch):
+        if request.param == "version":
+            monkeypatch.setattr(hub, "_CONVERSIONS", SpecifierSet("<5"))
+        else:
+            monkeypatch.setattr(core_model_loading, "rename_source_key", lambda source_key, mapping: None)
+
+    @pytest.mark.usefixtures("unknown")
+    def test_what_needs_them_is_refused(self, tmp_path):
+        make("mixtral").save_pretrained(tmp_path)
+        message = r"lacks 6 of .*gate_up_proj.*How transformers 5.* converts .*save_original_format=False"
+        with pytest.raises(CheckpointError, match=message):
+            loaded(tmp_path, "mixtral")
+
+    @pytest.mark.usefixtures("unknown")
+    def test_what_fits_by_name_is_loaded_with_a_warning(self, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)
+        model = make("gpt2")
+        model.save_pretrained(tmp_path)
+        check_equal(loaded(tmp_path, "gpt2"), model.state_dict())
+        assert "is loaded by the names in it. How transformers" in caplog.text
+
+    @pytest.mark.usefixtures("unknown")
+    def test_torchacc_checkpoints_do_not_need_them(self, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)
+        model = make("mixtral")
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        torchacc.checkpoint.save(tmp_path / "new", model=accelerate(model))
+        check_equal(loaded(tmp_path / "new", "mixtral"), wanted)
+        assert "How transformers" not in caplog.text
+
+
+class TestFromPretrained:
+    @every_model
+    def test_it_opens_what_torchacc_saves(self, tmp_path, name):
+        model = make(name)
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        ties = tied(model)
+        torchacc.checkpoint.save(tmp_path / "new", model=accelerate(model), max_shard_size=8000)
+        auto = getattr(transformers, AUTO.get(MODELS[name][0], "AutoModelForCausalLM"))
+        opened, info = auto.from_pretrained(tmp_path / "new", output_loading_info=True)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+        assert type(opened).__name__ == MODELS[name][0]
+        assert {p.dtype for p in opened.parameters()} == {torch.float32}
+        check_equal(opened.state_dict(), wanted)
+        assert tied(opened) == ties
+
+    def check_refused(self, folder, model, reason, caplog, monkeypatch):
+        """Check that it is said, that `from_pretrained()` opens nothing, and that torchacc loads it."""
+        monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        sharded = accelerate(model)
+        torchacc.checkpoint.save(folder, model=sharded)
+        assert "gets no config.json" in caplog.text
+        assert reason in caplog.text
+        with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            for parameter in sharded.parameters():
+                parameter.zero_()
+        torchacc.checkpoint.load(folder, model=sharded)
+        check_equal(torchacc.full_state_dict(sharded), wanted)
+
+    def test_what_it_would_convert(self, tmp_path, register, caplog, monkeypatch):
+        transpose = core_model_loading.WeightConverter(
+            "self_attn.q_proj.weight", "self_attn.q_proj.weight", [core_model_loading.Transpose(0, 1)]
+        )
+        register("LlamaForCausalLM", transpose)
+        reason = "it would convert model.layers.0.self_attn.q_proj.weight"
+        self.check_refused(tmp_path / "new", make("llama"), reason, caplog, monkeypatch)
+
+    def test_what_it_would_not_tie(self, tmp_path, caplog, monkeypatch):
+        model = make("llama")
+        model.lm_head.weight = model.model.embed_tokens.weight
+        reason = "it would not find lm_head.weight, and make up values"
+        self.check_refused(tmp_path / "new", model, reason, caplog, monkeypatch)
+
+    def test_a_head_that_was_taken_off(self, tmp_path, caplog, monkeypatch):
+        model = make("llama")
+        model.lm_head = nn.Identity()
+        self.check_refused(tmp_path / "new", model, "it would not find lm_head.weight", caplog, monkeypatch)
+
+    def test_buffers_of_the_users_own_are_no_reason(self, tmp_path):
+        model = make("gpt2")
+        model.register_buffer("count", torch.arange(5))
+        torchacc.checkpoint.save(tmp_path / "new", model=accelerate(model))
+        assert (tmp_path / "new" / "config.json").exists()
+
+
+@pytest.mark.slow
+class TestSeveralDevices:
+    @pytest.mark.parametrize(
+        ("engine", "num_processes"),
+        [
+            ("native", 2),
+            pytest.param("xla-multiprocess", 2, marks=pytest.mark.xla),
+            pytest.param("xla-spmd", 1, marks=pytest.mark.xla),
+        ],
+    )
+    @pytest.mark.parametrize("flat", [False, True], ids=["", "flattened"])
+    def test_mixtral_from_the_hub_and_back(self, tmp_path, engine, num_processes, flat):
+        if engine == "xla-spmd" and flat:
+            pytest.skip("xla-spmd flattens nothing")
+        model = make("mixtral")
+        model.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
+        fsdp = {"size": 2, "use_spmd": engine == "xla-spmd", "flatten_parameters": flat}
+        config = {"backend": engine.partition("-")[0], "dist": {"fsdp": fsdp}}
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+        done = subprocess.run(
+            [sys.executable, *(launcher if num_processes > 1 else []), str(PROGRAM), json.dumps(config)]
+            + [str(tmp_path / "hub"), str(tmp_path / "new")],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-5000:]
+        torchacc.checkpoint.verify(tmp_path / "new")
+        opened, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        check_equal(opened.state_dict(), model.state_dict())
+        ids = torch.arange(12).reshape(2, 6) % VOCAB
+        wanted = model(input_ids=ids, labels=ids).loss.item()
+        losses = {float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("LOSS")}
+        assert losses
+        assert all(loss == pytest.approx(wanted, rel=1e-5) for loss in losses)

@@ -1,0 +1,510 @@
+"""Find a model's tensors in a checkpoint's folder: by their names, or as transformers converts a Hugging Face one.
+
+transformers 5 has some models in memory in another form than in files: tensors are renamed, those of experts stacked,
+fused ones cut up. What becomes of what is asked of transformers itself, as `from_pretrained()` does it; here it is
+done for one tensor at a time.
+"""
+
+import copy
+import functools
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from torchacc.checkpoint import state
+from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.tensor_files import Slot
+from torchacc.engines.base import ShardedModel
+from torchacc.errors import CheckpointError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_CONVERSIONS = SpecifierSet(">=5,<6")
+"""Versions of transformers whose conversions may be the ones known here: those of 5.23, by name and by signature."""
+_RENAME_ARGUMENTS = ["source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"]
+_FORMER_BUFFERS = re.compile(r"(^|\.)attn\.masked_bias$")
+"""What transformers 4 saved with GPT-2 and its like: a constant, which 5 does not list for all that had it."""
+_EXACT = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+"""What a weight may be stored as; anything else is quantized, and no weight without its scales."""
+
+_skeletons: WeakKeyDictionary[ShardedModel, nn.Module] = WeakKeyDictionary()
+
+
+class Stored(Protocol):
+    """A whole tensor, as the model has it, that can be read from a folder."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it lies there in."""
+
+    @property
+    def origin(self) -> str:
+        """Where it lies, for an error's message."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return a run of its elements, flat, on the host."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor that lies in the folder as it is in the model."""
+
+    folder: Folder
+    name: str
+    """Its name there."""
+    slot: Slot
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.slot.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it lies there in."""
+        return self.slot.dtype
+
+    @property
+    def origin(self) -> str:
+        """Where it lies."""
+        return f"{self.slot.path}: {self.name}"
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return a run of its elements, flat, on the host, verified."""
+        return self.folder.read(self.name, self.slot, start, stop)
+
+
+def find(sharded: ShardedModel, folder: Folder) -> dict[str, Stored]:
+    """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
+
+    Raises:
+        CheckpointError: The folder lacks some, holds others, or they have other shapes.
+    """
+    wanted = _Wanted(sharded)
+    by_name = _by_name(wanted, folder)
+    is_fitting = not (by_name.missing or by_name.unexpected)
+    # What torchacc saved is as it was in memory. Elsewhere a name that fits is not enough: transformers may have
+    # another layout in mind, and transposes.
+    if _is_of_transformers(sharded.model) and not (is_fitting and folder.is_verified):
+        try:
+            found = _converted(wanted, folder, _Conversions(_skeleton(sharded)))
+        except _UnknownInternals as error:
+            if not is_fitting:
+                raise CheckpointError(f"{by_name.misfit(wanted, folder)} {error}") from None
+            _log.warning("%s is loaded by the names in it. %s", folder.path, error)
+            found = by_name
+    else:
+        found = by_name
+    if found.missing or found.unexpected:
+        raise CheckpointError(found.misfit(wanted, folder))
+    _check(wanted, found.tensors)
+    return found.tensors
+
+
+def why_not_opened(sharded: ShardedModel) -> str | None:
+    """Return why `from_pretrained()` would make another model of what `save()` writes, or None where it would not.
+
+    Reading it would do so silently, or with no more than a warning: what it misses it makes up.
+    """
+    if not _is_of_transformers(sharded.model):
+        return None
+    metas = {name: torch.empty(shape, device="meta") for name, shape in _Wanted(sharded).shapes.items()}
+    try:
+        skeleton = _skeleton(sharded)
+        conversions = _Conversions(skeleton)
+        own = skeleton.state_dict()
+        routes = conversions.route(metas, own)
+        made = {name: value for each in routes.conversions for name, value in each.run(metas.__getitem__).items()}
+    except _UnknownInternals:
+        return None
+    except CheckpointError as error:
+        return f"it would fail: {error}"
+    made |= {name: metas[key] for name, key in routes.renamed.items()}
+    altered = [name for name, value in made.items() if metas.get(name) is not value]
+    if altered:
+        return f"it would convert {_listed(altered)}, which is not stored as it expects"
+    missing = conversions.missed(set(own) - _with_tied(skeleton, made))
+    return f"it would not find {_listed(sorted(missing))}, and make up values" if missing else None
+
+
+class _UnknownInternals(Exception):  # noqa: N818
+    """How transformers converts this model's checkpoints is not known."""
+
+
+class _Found(NamedTuple):
+    """What of a model is in a folder."""
+
+    tensors: dict[str, Stored]
+    missing: list[str]
+    unexpected: list[str]
+
+    def misfit(self, wanted: "_Wanted", folder: Folder) -> str:
+        """Return what does not fit."""
+        problems = []
+        if self.missing:
+            problems.append(f"lacks {len(self.missing)} of the {len(wanted.shapes)} tensors of {wanted.model_class}: ")
+            problems[-1] += _listed(self.missing)
+        if self.unexpected:
+            problems.append(f"holds {len(self.unexpected)} tensors that {wanted.model_class} does not have: ")
+            problems[-1] += _listed(self.unexpected)
+        return (
+            f"{folder.path} {', and '.join(problems)}. Is it a checkpoint of another model, or without this one's "
+            "head? from_pretrained() makes up what is missing and passes over the rest, and its model can be given to "
+            "accelerate()."
+        )
+
+
+class _Wanted:
+    """The tensors that a model has."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.model_class = sharded.plan.units[-1].module_class
+        self.prefix: str = getattr(sharded.model, "base_model_prefix", "")
+        self.parameters = {planned.name for planned in sharded.plan.parameters}
+        buffers = dict(state.buffer_slots(sharded.model))
+        self.names = {planned.name: planned.names for planned in sharded.plan.parameters}
+        self.names |= {name: (name,) for name in buffers}
+        self.shapes = {planned.name: planned.shape for planned in sharded.plan.parameters}
+        self.shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+
+    @property
+    def known(self) -> dict[str, str]:
+        """Every name -> the first name of the same tensor."""
+        return {alias: name for name, names in self.names.items() for alias in names}
+
+
+def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
+    """Find what has its own name, or that with or without the base model's prefix, as it is without its head."""
+    tensors: dict[str, Stored] = {}
+    missing, used = [], set(wanted.known)
+    prefix = f"{wanted.prefix or '-'}."
+    for name, names in wanted.names.items():
+        others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
+        keys = [n for n in names if n in folder.model] or [n for n in others if n in folder.model]
+        if keys:
+            tensors[name] = _same([Plain(folder, key, folder.model[key]) for key in dict.fromkeys(keys)])
+            used.update(keys)
+        else:
+            missing.append(name)
+    unexpected = [name for name in folder.model if name not in used and name.removeprefix(prefix) not in used]
+    return _Found(tensors, missing, unexpected)
+
+
+def _converted(wanted: _Wanted, folder: Folder, conversions: "_Conversions") -> _Found:
+    """Find what transformers makes of a folder."""
+    if folder.has("config.json") and folder.read_json("config.json").get("quantization_config"):
+        raise CheckpointError(
+            f"{folder.path} is quantized: open it with from_pretrained(), dequantize it, and save it again"
+        )
+    known = wanted.known
+    routes = conversions.route(folder.model, known)
+    copies: dict[str, list[Stored]] = {}
+    unexpected = list(routes.unexpected)
+    for name, key in routes.renamed.items():
+        copies.setdefault(known[name], []).append(Plain(folder, key, folder.model[key]))
+    workshop = _Workshop(folder)
+    for conversion in routes.conversions:
+        for name, made in conversion.run(workshop.describe).items():
+            if name in known:
+                copies.setdefault(known[name], []).append(_Made(workshop, conversion, name, tuple(made.shape)))
+            else:
+                unexpected.append(name)
+    missing = [name for name in wanted.names if name not in copies]
+    excused = set(missing) - conversions.missed(set(missing)) - wanted.parameters
+    tensors = {name: _same(found) for name, found in copies.items()}
+    # A buffer that transformers does without is left as the model has computed it.
+    return _Found(
+        tensors, [name for name in missing if name not in excused], sorted(conversions.unexpected(set(unexpected)))
+    )
+
+
+def _check(wanted: _Wanted, tensors: Mapping[str, Stored]) -> None:
+    for name, stored in tensors.items():
+        if stored.shape != wanted.shapes[name]:
+            raise CheckpointError(
+                f"{stored.origin} has the shape {stored.shape}, and the model's {name} has {wanted.shapes[name]}"
+            )
+        if name in wanted.parameters and stored.dtype not in _EXACT:
+            raise CheckpointError(
+                f"{stored.origin} is {stored.dtype}, and without what it was quantized with no weight: open the "
+                "checkpoint with from_pretrained(), dequantize it, and save it again"
+            )
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A tied tensor that lies in the folder under several of its names."""
+
+    copies: tuple[Stored, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.copies[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.copies[0].dtype
+
+    @property
+    def origin(self) -> str:
+        return self.copies[0].origin
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        first = self.copies[0].read(start, stop)
+        for other in self.copies[1:]:
+            if other.shape != self.shape or not torch.equal(first, other.read(start, stop)):
+                raise CheckpointError(
+                    f"{self.origin} and {other.origin} are different, and one parameter in this model: build it with "
+                    "tie_word_embeddings=False"
+                )
+        return first
+
+
+def _same(copies: Sequence[Stored]) -> Stored:
+    return copies[0] if len(copies) == 1 else _Same(tuple(copies))
+
+
+@dataclass(frozen=True, eq=False)
+class _Conversion:
+    """Tensors of a folder of which transformers makes one of a model's, or several."""
+
+    transform: Any
+    """The `WeightConverter`, which has collected nothing yet."""
+    target: str
+    """The first of the names in the model."""
+    skeleton: nn.Module
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """Patterns of the transform, and names in the folder."""
+
+    def run(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert.
+
+        Args:
+            read: Returns a tensor of the folder by name; of one on the meta device only the shape is computed.
+
+        Returns:
+            The model's name to tensor.
+        """
+        transform = copy.deepcopy(self.transform)
+        for pattern, key in self.sources:
+            transform.add_tensor(self.target, key, pattern, functools.partial(read, key))
+        try:
+            made = transform.convert(self.target, model=self.skeleton, config=self.skeleton.config)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"transformers cannot make {self.target} of {_listed([key for _, key in self.sources])}: {error}"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class _Workshop:
+    """Makes a model's tensors, and keeps what the last conversion made beside the one that was asked for."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._kept: tuple[_Conversion, dict[str, torch.Tensor]] | None = None
+
+    def describe(self, key: str) -> torch.Tensor:
+        """Return a tensor of the folder without values."""
+        return torch.empty(self.folder.model[key].shape, dtype=self._dtype(key), device="meta")
+
+    def make(self, conversion: _Conversion, name: str) -> torch.Tensor:
+        """Return one of the tensors that a conversion makes, whole."""
+        if self._kept is None or self._kept[0] is not conversion or name not in self._kept[1]:
+            self._kept = None  # no two at once
+            self._kept = conversion, conversion.run(self._read)
+        return self._kept[1].pop(name)
+
+    def _read(self, key: str) -> torch.Tensor:
+        slot = self.folder.model[key]
+        return self.folder.read(key, slot).view(slot.shape).to(self._dtype(key))
+
+    def _dtype(self, key: str) -> torch.dtype:
+        # As from_pretrained() does it: first to the model's dtype, then the conversion.
+        dtype = self.folder.model[key].dtype
+        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that transformers makes of others."""
+
+    workshop: _Workshop
+    conversion: _Conversion
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.workshop.folder.model[self.conversion.sources[0][1]].dtype
+
+    @property
+    def origin(self) -> str:
+        keys = [key for _, key in self.conversion.sources]
+        return f"{self.workshop.folder.path}: {self.name}, made of {_listed(keys, 2)},"
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        flat = self.workshop.make(self.conversion, self.name).reshape(-1)
+        run = flat[start:stop]
+        return run if len(run) == len(flat) else run.clone()  # lest a part keep the whole
+
+
+class _Routes(NamedTuple):
+    """What becomes of the tensors of a folder."""
+
+    renamed: dict[str, str]
+    """Name in the model -> name in the folder."""
+    conversions: list[_Conversion]
+    unexpected: list[str]
+    """What the model does not have, by the name that it would have there."""
+
+
+class _Conversions:
+    """What transformers does with the tensors of a model's checkpoints; needs `_CONVERSIONS`.
+
+    It follows `transformers.core_model_loading.convert_and_load_state_dict_in_model()`, up to where that reads.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self._skeleton: Any = skeleton
+        self._internals = internals = _internals()
+        found = internals.get_model_conversion_mapping(skeleton)
+        self._renamings = [each for each in found if isinstance(each, internals.WeightRenaming)]
+        self._converters = [each for each in found if isinstance(each, internals.WeightConverter)]
+        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+
+    def route(self, stored: Iterable[str], names: Mapping[str, Any]) -> _Routes:
+        """Sort the tensors of a folder by what becomes of them.
+
+        Args:
+            stored: Names in the folder.
+            names: All names that the model has, as keys.
+        """
+        renamed: dict[str, str] = {}
+        conversions: dict[str, _Conversion] = {}
+        unexpected = []
+        for key in sorted(stored, key=self._internals.dot_natural_key):  # experts in the order of their numbers
+            target, pattern = self._renamed(key, names)
+            if target not in names:
+                unexpected.append(target)
+            elif pattern is not None:
+                new = _Conversion(self._by_pattern[pattern], target, self._skeleton)
+                conversions.setdefault(target, new).sources.append((pattern, key))
+            elif target in renamed:
+                raise CheckpointError(f"{renamed[target]} and {key} are both {target} in this model: which is it?")
+            else:
+                renamed[target] = key
+        both = sorted(renamed.keys() & conversions.keys())
+        if both:
+            raise CheckpointError(f"{both[0]} is in the checkpoint, and so is what it is made of: which is it?")
+        return _Routes(renamed, list(conversions.values()), unexpected)
+
+    def missed(self, missing: set[str]) -> set[str]:
+        """Return what transformers would not do without, of what is missing."""
+        return self._adjusted(missing, set())[0]
+
+    def unexpected(self, unexpected: set[str]) -> set[str]:
+        """Return what transformers would not pass over, of what the model does not have."""
+        return {name for name in self._adjusted(set(), unexpected)[1] if not _FORMER_BUFFERS.search(name)}
+
+    def _renamed(self, key: str, names: Mapping[str, Any]) -> tuple[str, str | None]:
+        rename, prefix = self._internals.rename_source_key, self._skeleton.base_model_prefix
+        target, pattern = rename(key, self._renamings, self._converters, prefix, names)
+        if target not in names and key in names:
+            target, pattern = rename(key, [], [], prefix, names)
+        return target, pattern
+
+    def _adjusted(self, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+        info = _LoadingInfo(missing, unexpected)
+        self._skeleton._adjust_missing_and_unexpected_keys(info)
+        return info.missing_keys, info.unexpected_keys
+
+
+@dataclass
+class _LoadingInfo:
+    """What transformers adjusts in its own `LoadStateDictInfo`."""
+
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+
+
+class _Internals(NamedTuple):
+    """What is used of transformers, beside `PreTrainedModel`."""
+
+    get_model_conversion_mapping: Callable[..., Any]
+    rename_source_key: Callable[..., tuple[str, str | None]]
+    dot_natural_key: Callable[[str], Any]
+    WeightRenaming: type
+    WeightConverter: Any
+
+
+def _internals() -> _Internals:
+    version = importlib.metadata.version("transformers")
+    unknown = _UnknownInternals(
+        f"How transformers {version} converts checkpoints is not known here: open it with from_pretrained(), save it "
+        "with save_pretrained(folder, save_original_format=False), and load that; or give the opened model to "
+        "accelerate()."
+    )
+    if not _CONVERSIONS.contains(version, prereleases=True):
+        raise unknown
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:
+        raise unknown from None
+    given = list(inspect.signature(rename_source_key).parameters)
+    if given[: len(_RENAME_ARGUMENTS)] != _RENAME_ARGUMENTS or not hasattr(WeightConverter, "add_tensor"):
+        raise unknown
+    return _Internals(get_model_conversion_mapping, rename_source_key, dot_natural_key, WeightRenaming, WeightConverter)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    bases = type(model).__mro__
+    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
+
+
+def _skeleton(sharded: ShardedModel) -> nn.Module:
+    """Return the model as `from_pretrained()` would build it, on the meta device.
+
+    The sharded one will not do: an engine may have changed the classes of its modules, by which transformers looks
+    conversions up, and the shapes of its parameters.
+    """
+    if sharded not in _skeletons:
+        name = sharded.plan.units[-1].module_class
+        built: Any = next(base for base in type(sharded.model).__mro__ if base.__name__ == name)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                _skeletons[sharded] = built(copy.deepcopy(sharded.model.config))
+        except Exception as error:
+            raise _UnknownInternals(
+                f"How transformers converts its checkpoints cannot be asked, as {name}(config) fails: {error}"
+            ) from error
+    return _skeletons[sharded]
+
+
+def _with_tied(skeleton: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return names with all others of the same parameters."""
+    tied: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        tied.setdefault(parameter, set()).add(name)
+    present = set(names)
+    return present.union(*(group for group in tied.values() if group & present))
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    return f"{', '.join(names[:most])}{', …' if len(names) > most else ''}"
