@@ -256,7 +256,7 @@ class Folder:
         self.state = self._slots("state")
         """Tensors that other states hold."""
         if not self.model:
-            raise CheckpointError(f"{self.path} holds no model.safetensors and no model.safetensors.index.json")
+            raise CheckpointError(self._nothing())
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +346,7 @@ class Folder:
 
     def _slots(self, stem: str) -> dict[str, Slot]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
-        name = next((name for name in (index, single) if self.has(name)), None)
+        name = next((name for name in (single, index) if self.has(name)), None)  # transformers' order
         if name is None:
             return {}
         if self.is_verified and name == index:
@@ -358,6 +358,16 @@ class Folder:
             # Offsets that are wrong would be read as other tensors' bytes, which are right by themselves.
             self._segment(path.name, self._segments[path.name][0], f"header of {path.name}")
         return slots
+
+    def _nothing(self) -> str:
+        nothing = f"{self.path} holds no model.safetensors and no model.safetensors.index.json"
+        pickled = sorted(path.name for path in self.path.glob("pytorch_model*.bin"))
+        if not pickled:
+            return nothing
+        return (
+            f"{nothing}, only {pickled[0]}, a pickle, which is not loaded: convert it to safetensors, by "
+            "from_pretrained() and save_pretrained()"
+        )
 
     def _file(self, name: str) -> int:
         if name not in self._files:
