@@ -63,21 +63,6 @@ class Holding:
         return flat_run(names, shapes, start, start + self.shard_numel)
 
 
-def whole(name: str, shape: Iterable[int]) -> Piece:
-    """Return the run that is all of a tensor."""
-    shape = tuple(shape)
-    return Piece(name, shape, 0, prod(shape))
-
-
-def rows(name: str, shape: Iterable[int], index: int, count: int) -> Piece:
-    """Return the run of one of `count` shards, of equally many rows each, the last ones possibly less or none."""
-    shape = tuple(shape)
-    per_row = prod(shape[1:])
-    each = -(-shape[0] // count)
-    start, stop = (min(each * i, shape[0]) * per_row for i in (index, index + 1))
-    return Piece(name, shape, start, stop)
-
-
 def flat_run(names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int) -> tuple[Piece, ...]:
     """Return what a run of several tensors, flattened one after another, has of each; empty pieces are left out."""
     pieces: list[Piece] = []

@@ -249,6 +249,8 @@ class Folder:
         self._last: tuple[tuple[str, int], bytes] | None = None
         if self.is_verified:
             self._read_manifest()
+        elif (self.path / "state.json").exists():
+            raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
         self.model = self._slots("model")
         """Parameters and buffers: where they lie, by original name."""
         self.optimizer = self._slots("optimizer")
@@ -307,6 +309,12 @@ class Folder:
         if count:
             self._read(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(run), name)
         return run
+
+    def expect(self, slot: Slot, start: int, stop: int) -> None:
+        """Let the system begin to read a run of a tensor's elements, which `read()` will ask for soon."""
+        size = slot.dtype.itemsize
+        file = self._file(slot.path.name)
+        os.posix_fadvise(file, slot.offset + start * size, (stop - start) * size, os.POSIX_FADV_WILLNEED)
 
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""

@@ -1,0 +1,188 @@
+"""A checkpoint's folder: written by several at once, complete or not there, read only as it was written."""
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchacc.checkpoint.folder import Folder, FolderWriter, locate, read_manifest, render_manifest, settle
+from torchacc.checkpoint.tensor_files import plan_safetensors
+from torchacc.errors import CheckpointError
+
+TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
+
+
+def write(final: Path, *, num_ranks: int = 2, fail: int | None = None, token: str = "t1") -> list[BaseException | None]:
+    """Write `TENSORS` by several ranks, a thread each; one may fail. Return what each raised."""
+    layouts = plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}, "model")
+    writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
+    writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
+    raised: list[BaseException | None] = [None] * num_ranks
+
+    def part(rank: int) -> None:
+        writer = writers[rank]
+        writer.join()
+        try:
+            if rank == fail:
+                raise OSError(28, "No space left on device")
+            for slot in (slot for layout in layouts.values() for slot in layout.slots.values()):
+                flat = next(
+                    t for name, t in TENSORS.items() if slot is layouts["model.safetensors"].slots[name]
+                ).flatten()
+                start, stop = flat.numel() * rank // num_ranks, flat.numel() * (rank + 1) // num_ranks
+                writer.write(slot, start, flat[start:stop])
+            if rank == 0:
+                writer.write_file("note.json", b'{"x": 1}')
+            writer.finish()
+        except (OSError, CheckpointError) as error:
+            writer.fail(error)
+            raised[rank] = error
+
+    threads = [threading.Thread(target=part, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def check(path: Path) -> None:
+    with Folder(path) as folder:
+        folder.verify()
+        for name, expected in TENSORS.items():
+            slot = folder.model[name]
+            assert torch.equal(folder.read(name, slot).view(slot.shape), expected)
+    found = load_file(path / "model.safetensors")
+    assert all(torch.equal(found[name], expected) for name, expected in TENSORS.items())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_what_several_ranks_write_is_one_checkpoint(tmp_path, num_ranks):
+    assert write(tmp_path / "c", num_ranks=num_ranks) == [None] * num_ranks
+    check(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
+    write(tmp_path / "c", num_ranks=5)
+    with Folder(tmp_path / "c") as folder:
+        for start, stop in ((0, 1), (3, 11), (5, 5), (11, 12)):
+            run = folder.read("a", folder.model["a"], start, stop)
+            assert torch.equal(run, TENSORS["a"].flatten()[start:stop])
+
+
+@pytest.mark.parametrize("fail", [0, 1])
+def test_a_rank_that_fails_fails_the_save_and_leaves_what_was_there(tmp_path, fail):
+    write(tmp_path / "c")
+    before = (tmp_path / "c" / "manifest.json").read_bytes()
+    raised = write(tmp_path / "c", fail=fail, token="t2")
+    assert all(raised)
+    assert "No space left" in str(raised[1 - fail])
+    assert (tmp_path / "c" / "manifest.json").read_bytes() == before
+    check(tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_replacement_that_was_cut_short_is_found(tmp_path):
+    write(tmp_path / "c")
+    (tmp_path / "c").rename(tmp_path / ".c.t9.replaced")
+    assert locate(tmp_path / "c").name == ".c.t9.replaced"
+    settle(tmp_path / "c")
+    check(tmp_path / "c")
+
+
+def test_leftovers_of_another_checkpoint_are_left_alone(tmp_path):
+    write(tmp_path / "c")
+    other = tmp_path / ".c.old.t1.incomplete"  # of "c.old"
+    other.mkdir()
+    settle(tmp_path / "c")
+    assert other.is_dir()
+
+
+def test_every_byte_counts(tmp_path):
+    """Any altered byte of any file is noticed by reading everything, or already by opening."""
+    write(tmp_path / "c", num_ranks=3)
+    draw = random.Random(0)
+    for path in sorted((tmp_path / "c").iterdir()):
+        intact = path.read_bytes()
+        for offset in draw.sample(range(len(intact)), min(40, len(intact))):
+            altered = bytearray(intact)
+            altered[offset] ^= 1 << draw.randrange(8)
+            path.write_bytes(altered)
+            with pytest.raises(CheckpointError), Folder(tmp_path / "c") as folder:
+                folder.verify()
+        path.write_bytes(intact)
+    check(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "note.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["missing", "truncated", "longer"])
+def test_a_file_that_is_not_whole_is_named(tmp_path, name, how):
+    write(tmp_path / "c")
+    path = tmp_path / "c" / name
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if how == "truncated" else path.read_bytes() + b" ")
+    message = f"{name}|no manifest" if how == "missing" and name == "manifest.json" else name
+    with pytest.raises(CheckpointError, match=message), Folder(tmp_path / "c") as folder:
+        folder.verify()
+
+
+def test_files_of_two_saves_do_not_mix(tmp_path):
+    write(tmp_path / "c")
+    write(tmp_path / "d", num_ranks=1)
+    manifest = read_manifest(tmp_path / "d")
+    (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "x", "files": manifest["files"]}))
+    save_file({name: t + 1 for name, t in TENSORS.items()}, tmp_path / "c" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="model.safetensors"), Folder(tmp_path / "c") as folder:
+        folder.verify()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/file", ".."])
+def test_only_files_of_the_folder_are_read(tmp_path, name):
+    write(tmp_path / "c")
+    content = read_manifest(tmp_path / "c")
+    files = {**content["files"], name: {"size": 0, "segments": []}}
+    (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "t", "files": files}))
+    with pytest.raises(CheckpointError, match="only files in its own folder"):
+        Folder(tmp_path / "c")
+
+
+def test_an_index_does_not_lead_elsewhere(tmp_path):
+    save_file(TENSORS, tmp_path / "secret.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="only files in its own folder are read"):
+        Folder(folder)
+
+
+def test_a_later_format_is_refused(tmp_path):
+    write(tmp_path / "c")
+    text = render_manifest({**read_manifest(tmp_path / "c"), "version": 2})
+    (tmp_path / "c" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="torchacc-checkpoint 2, and this version of torchacc reads"):
+        Folder(tmp_path / "c")
+
+
+def test_too_little_room_is_found_before_anything_is_written(tmp_path):
+    writer = FolderWriter(tmp_path / "c", "t", 0, 1)
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        writer.prepare({"model.safetensors": (b"", 1 << 60)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_foreign_folder_is_not_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="holds files that are no torchacc checkpoint"):
+        FolderWriter(tmp_path / "mine", "t", 0, 1).prepare({})
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        FolderWriter(tmp_path / "file", "t", 0, 1).prepare({})
