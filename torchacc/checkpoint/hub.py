@@ -173,6 +173,7 @@ class _Wanted:
     def __init__(self, sharded: ShardedModel) -> None:
         self.model_class = sharded.plan.units[-1].module_class
         self.prefix: str = getattr(sharded.model, "base_model_prefix", "")
+        self.has_values = sharded.unusable is None
         self.parameters = {planned.name for planned in sharded.plan.parameters}
         buffers = dict(state.buffer_slots(sharded.model))
         self.names = {planned.name: planned.names for planned in sharded.plan.parameters}
@@ -222,12 +223,13 @@ def _converted(wanted: _Wanted, folder: Folder, conversions: "_Conversions") -> 
                 copies.setdefault(known[name], []).append(_Made(workshop, conversion, name, tuple(made.shape)))
             else:
                 unexpected.append(name)
-    missing = [name for name in wanted.names if name not in copies]
-    excused = set(missing) - conversions.missed(set(missing)) - wanted.parameters
-    tensors = {name: _same(found) for name, found in copies.items()}
-    # A buffer that transformers does without is left as the model has computed it.
+    absent = {name for name in wanted.names if name not in copies}
+    # A buffer that transformers does without stays as it was computed, if it was: on the meta device it was not.
+    excused = absent - conversions.missed(absent) - wanted.parameters if wanted.has_values else set()
     return _Found(
-        tensors, [name for name in missing if name not in excused], sorted(conversions.unexpected(set(unexpected)))
+        {name: _same(found) for name, found in copies.items()},
+        [name for name in wanted.names if name in absent - excused],
+        sorted(conversions.unexpected(set(unexpected))),
     )
 
 

@@ -332,6 +332,29 @@ class TestExtraTensors:
             loaded(tmp_path, name)
 
 
+class TestBuffers:
+    """Persistent ones that a checkpoint lacks, and transformers does without."""
+
+    @pytest.fixture(autouse=True)
+    def _may_be_missing(self, monkeypatch):
+        monkeypatch.setattr(transformers.GPT2LMHeadModel, "_keys_to_ignore_on_load_missing", ["count"])
+
+    def load(self, folder, *, meta):
+        make("gpt2").save_pretrained(folder)
+        model = make("gpt2", meta=meta)
+        model.register_buffer("count", torch.arange(5, device="meta" if meta else "cpu"))
+        sharded = accelerate(model)
+        torchacc.checkpoint.load(folder, model=sharded)
+        return torchacc.full_state_dict(sharded)
+
+    def test_stay_as_they_were_computed(self, tmp_path):
+        assert torch.equal(self.load(tmp_path, meta=False)["count"], torch.arange(5))
+
+    def test_are_asked_for_where_nothing_was_computed(self, tmp_path):
+        with pytest.raises(CheckpointError, match="lacks 1 of .*: count"):
+            self.load(tmp_path, meta=True)
+
+
 class TestRefusals:
     def test_an_expert_is_missing(self, tmp_path):
         make("mixtral").save_pretrained(tmp_path)
