@@ -310,12 +310,6 @@ class Folder:
             self._read(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(run), name)
         return run
 
-    def expect(self, slot: Slot, start: int, stop: int) -> None:
-        """Let the system begin to read a run of a tensor's elements, which `read()` will ask for soon."""
-        size = slot.dtype.itemsize
-        file = self._file(slot.path.name)
-        os.posix_fadvise(file, slot.offset + start * size, (stop - start) * size, os.POSIX_FADV_WILLNEED)
-
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""
         for name, segments in self._segments.items():
