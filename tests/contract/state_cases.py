@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from casekit import ENGINE, MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
+from casekit import MULTIPROCESS, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
 from torch import nn
 
 import torchacc
 from torchacc import StateDictType
 
-LAYOUTS = {"": {}, "flat": {"flatten_parameters": True}} if ENGINE != NATIVE else {"": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "flat": {"flatten_parameters": True}}
 OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
@@ -92,7 +92,7 @@ def shared_folder() -> Iterator[Path]:
             shutil.rmtree(path)
 
 
-@case(each={f"{kind.value}{name}": (kind, options) for kind in StateDictType for name, options in LAYOUTS.items()})
+@case(each={f"{kind.value}-{name}": (kind, options) for kind in StateDictType for name, options in LAYOUTS.items()})
 def state_comes_back(how: tuple[StateDictType, dict[str, Any]]) -> None:
     kind, options = how
     model, optimizer, plain, plain_optimizer = trained(**options)

@@ -294,11 +294,10 @@ def test_what_is_no_module_is_refused(thing):
         plan(thing)
 
 
-def test_the_meta_device_is_refused():
+def test_the_meta_device_makes_no_difference():
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(ConfigError, match=r"meta device \(embedding.weight, …\)"):
-        plan(model)
+    assert plan(model) == plan(Net())
 
 
 def test_a_parameter_without_dimensions_is_refused_with_the_fix():
