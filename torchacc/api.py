@@ -259,9 +259,10 @@ def _attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[HANDLE] = sharded
-    model.register_forward_pre_hook(sharded.refuse_unusable, prepend=True)
+    model.register_forward_pre_hook(sharded.check_usable, prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
-    model.register_state_dict_post_hook(functools.partial(state.note_shards, sharded))
+    for module in model.modules():
+        module.register_state_dict_post_hook(functools.partial(state.note_shards, sharded))
     methods: dict[str, Callable[..., Any]] = {
         "load_state_dict": state.load_state_dict,
         "get_shard_metadata": state.shard_metadata,
@@ -302,12 +303,18 @@ def _watch_optimizers() -> None:
             sharded.after_step(optimizer)
 
     def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        models = _models_of(optimizer)
-        return state.with_metadata(models[0], optimizer, own) if len(models) == 1 else own
+        return state.with_metadata(_models_of(optimizer), optimizer, own)
 
     def to_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         models = _models_of(optimizer)
-        return state.optim_state_dict_to_load(models[0], optimizer, given) if len(models) == 1 else given
+        if not models:
+            return given
+        if len(models) > 1 or not state.holds_only(models[0], optimizer):
+            raise CheckpointError(
+                "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
+                "told apart: make one optimizer for each sharded model"
+            )
+        return state.optim_state_dict_to_load(models[0], optimizer, given)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

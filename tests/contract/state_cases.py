@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from casekit import MULTIPROCESS, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
+from casekit import MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
 from torch import nn
 
 import torchacc
@@ -280,7 +280,7 @@ def altered_checkpoint_is_refused_by_every_rank() -> None:
         torchacc.dist.rendezvous("altered")
         with pytest.raises(torchacc.CheckpointError, match=r"model.safetensors is not as it was written"):
             torchacc.checkpoint.load(folder / "b", model=model, optimizer=optimizer)
-        with pytest.raises(torchacc.EngineError, match="the model cannot run: loading .* has failed"):
+        with pytest.raises(torchacc.EngineError, match="the model cannot run, step or be saved: loading .* has failed"):
             model(part(X))
         torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
         check_same(snapshot(model, optimizer), before)
@@ -337,3 +337,136 @@ def states_are_copies() -> None:
         for name, value in state.items():
             one, two = getattr(value, "data", value), getattr(other[name], "data", other[name])
             assert torch.equal(one, two), name
+
+
+COPIES: dict[str, Any] = {
+    "moved": lambda model: {name: value.cpu().clone() for name, value in model.state_dict().items()},
+    "with-metadata": lambda model: {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "shard_metadata": model.get_shard_metadata(),
+    },
+    "local": lambda model: torchacc.state_dict(model, StateDictType.LOCAL_STATE_DICT),
+    "gradients": lambda model: [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+}
+
+
+@case([NATIVE, MULTIPROCESS], each=COPIES)
+def copies_of_shards_are_not_cut_down_to_rank0s(take: Any) -> None:
+    model, _, _, _ = trained()
+    loss_of(model(part(X))).backward()
+    with shared_folder() as folder:
+        with pytest.raises(torchacc.CheckpointError, match="rank 0 alone would keep its own"):
+            torchacc.save(take(model), folder / "a.pth")
+        assert not (folder / "a.pth").exists()
+
+
+@case()
+def parts_of_a_model_are_saved_whole() -> None:
+    model, _, plain, _ = trained()
+    with shared_folder() as folder:
+        torchacc.save(dict(model.named_parameters()), folder / "parameters.pth")
+        torchacc.save(model.layers.state_dict(), folder / "layers.pth")
+        whole = torchacc.full_state_dict(model)
+        for name, value in torch.load(folder / "parameters.pth").items():
+            assert torch.equal(value, whole[name]), name
+        layers = torch.load(folder / "layers.pth")
+        assert list(layers) == list(plain.layers.state_dict())
+        for name, value in layers.items():
+            assert torch.equal(value, whole[f"layers.{name}"]), name
+
+
+@case()
+def weights_of_another_shape_are_refused() -> None:
+    """Also of as many elements, or as many as this process keeps."""
+    torch.manual_seed(1)
+    model = accelerate(nn.Sequential(nn.Linear(8, 4), nn.Tanh()))
+    optimizer = adamw(model)
+    step(model, part(X), optimizer)
+    state, moments = torchacc.full_state_dict(model), torchacc.optim_state_dict(model, optimizer)
+    for shape in ((8, 4), (2, 8), (32,)):
+        with pytest.raises(torchacc.CheckpointError, match="'0.weight' has the shape"):
+            model.load_state_dict({**state, "0.weight": torch.ones(shape)})
+        wrong = copy.deepcopy(moments)
+        wrong["state"][0]["exp_avg"] = torch.ones(shape)
+        with pytest.raises(torchacc.CheckpointError, match="'0.weight' has the shape"):
+            optimizer.load_state_dict(wrong)
+    check_same(torchacc.full_state_dict(model), state)
+
+
+@case()
+def what_has_no_weights_is_not_saved() -> None:
+    with torch.device("meta"):
+        model = Odd()
+    accelerate(model)
+    with shared_folder() as folder:
+        acts = [
+            lambda: torchacc.checkpoint.save(folder / "a", model=model),
+            lambda: torchacc.save(model.state_dict(), folder / "a"),
+            lambda: torchacc.full_state_dict(model),
+            lambda: torchacc.state_dict(model, StateDictType.LOCAL_STATE_DICT),
+        ]
+        for act in acts:
+            with pytest.raises(torchacc.EngineError, match="has no weights yet"):
+                act()
+        assert not list(folder.iterdir())
+
+
+@case([NATIVE, MULTIPROCESS])
+def checkpoint_may_be_moved_as_soon_as_it_is_saved() -> None:
+    model, _, _, _ = trained()
+    with shared_folder() as folder:
+        for index in range(5):
+            torchacc.checkpoint.save(folder / "new", model=model)
+            if RANK == 0:
+                (folder / "new").rename(folder / f"{index}")
+            torchacc.dist.rendezvous("moved")
+
+
+@case()
+def checkpoint_by_any_name() -> None:
+    model, _, _, _ = trained()
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "lr[0.1]*", model=model, extra=1)
+        torchacc.checkpoint.save(folder / "step1", model=model, extra=2)
+        torchacc.dist.rendezvous("saved")
+        if RANK == 0:
+            (folder / "lr[0.1]*").rename(folder / ".lr[0.1]*.t1.replaced")
+            (folder / "latest").symlink_to("step1", target_is_directory=True)
+        torchacc.dist.rendezvous("moved")
+        assert torchacc.checkpoint.load(folder / "lr[0.1]*", model=model) == 1
+        torchacc.checkpoint.save(folder / "latest", model=model, extra=3)
+        assert torchacc.checkpoint.load(folder / "step1", model=model) == 3
+        assert (folder / "latest").is_symlink()
+
+
+@case()
+def mistakes_are_found_before_the_model_is_touched() -> None:
+    model, optimizer, _, _ = trained()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 5])
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model, optimizer=optimizer)
+        torchacc.checkpoint.save(folder / "b", model=model, optimizer=optimizer, scheduler=scheduler)
+        step(model, part(X), optimizer)
+        before = snapshot(model, optimizer)
+        with pytest.raises(torchacc.CheckpointError, match="saved without a scheduler"):
+            torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer, scheduler=scheduler)
+        with pytest.raises(torchacc.CheckpointError, match="saved with AdamW, and this optimizer is SGD"):
+            torchacc.checkpoint.load(folder / "a", model=model, optimizer=other)
+        check_same(snapshot(model, optimizer), before)
+        torchacc.checkpoint.load(folder / "b", model=model, optimizer=optimizer, scheduler=scheduler)
+        scheduler.step(3)  # with a Counter of its own
+        step(model, part(X), optimizer)
+
+
+@case()
+def error_on_one_rank_is_raised_on_all() -> None:
+    model, _, _, _ = trained()
+    group = model._torchacc.engine.group
+
+    def act() -> None:
+        if RANK == 0:
+            raise TypeError("what")
+
+    with pytest.raises(torchacc.CheckpointError, match="TypeError: what"):
+        group.agreed(act)

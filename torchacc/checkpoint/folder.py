@@ -4,6 +4,7 @@ The processes meet through the file system alone, so that writing can go on in a
 and its guarantees are in `docs/design/checkpoints.md`.
 """
 
+import glob
 import json
 import os
 import shutil
@@ -78,6 +79,10 @@ class FolderWriter:
         """
         try:
             self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self.final == Path.cwd():
+                raise CheckpointError(
+                    f"{self.final} is the working directory, which cannot be replaced: name another folder"
+                )
             if self.final.exists() and not self.final.is_dir():
                 raise CheckpointError(f"{self.final} is a file: name a folder to save a checkpoint in")
             if self.final.is_dir() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
@@ -192,11 +197,17 @@ class FolderWriter:
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
     def _raise_failures(self) -> None:
-        for path in sorted(self.folder.glob("rank-*.failed")):
-            reason = ""
-            with suppress(OSError):
-                reason = path.read_text(encoding="utf-8")
-            raise CheckpointError(f"{self.final} was not saved: {path.stem}: {reason or 'failed'}")
+        names: list[str] = []
+        with suppress(FileNotFoundError):  # rank 0 has renamed the folder just now: nobody has failed
+            names = sorted(os.listdir(self.folder))
+        for name in names:
+            if name.endswith(".failed"):
+                reason = ""
+                with suppress(OSError):
+                    reason = (self.folder / name).read_text(encoding="utf-8")
+                raise CheckpointError(
+                    f"{self.final} was not saved: {name.removesuffix('.failed')}: {reason or 'failed'}"
+                )
 
     def _commit(self, parts: Sequence[Mapping[str, list[list[Any]]]]) -> None:
         files: dict[str, list[Segment]] = {}
@@ -249,7 +260,7 @@ class Folder:
         self._last: tuple[tuple[str, int], bytes] | None = None
         if self.is_verified:
             self._read_manifest()
-        elif (self.path / "state.json").exists():
+        elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or _is_incomplete(self.path):
             raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
         self.model = self._slots("model")
         """Parameters and buffers: where they lie, by original name."""
@@ -287,7 +298,10 @@ class Folder:
 
     def read_json(self, name: str) -> Any:
         """Return what a JSON file says."""
-        return json.loads(self.read_file(name))
+        try:
+            return json.loads(self.read_file(name))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / name} makes no sense: {error}") from None
 
     def read(self, name: str, slot: Slot, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return a run of a tensor's elements.
@@ -459,9 +473,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads "
             f"{_FORMAT} {_VERSION}"
         )
-    for name in content["files"]:
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise CheckpointError(f"{file} names {name!r}: only files in its own folder are read")
+    try:
+        for name, entry in content["files"].items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise CheckpointError(f"{file} names {name!r}: only files in its own folder are read")
+            sizes = [int(size) for size, found in entry["segments"] if isinstance(found, str)]
+            if min([int(entry["size"]), *sizes]) < 0 or len(sizes) != len(entry["segments"]):
+                raise ValueError(name)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{file} makes no sense: torchacc has not written it") from None
     return dict(content)
 
 
@@ -473,6 +493,8 @@ def locate(path: Path) -> Path:
     """
     if path.is_dir():
         return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: name the folder that it is in")
     for other in _leftovers(path):
         if (other / MANIFEST).exists():
             return other
@@ -515,8 +537,13 @@ def _aside(path: Path, token: str) -> Path:
 
 def _leftovers(path: Path) -> list[Path]:
     """Return the folders of interrupted saves of a path, those first that would be the newest."""
-    found = [other for kind in ("incomplete", "replaced") for other in path.parent.glob(f".{path.name}.*.{kind}")]
+    name = glob.escape(path.name)
+    found = [other for kind in ("incomplete", "replaced") for other in path.parent.glob(f".{name}.*.{kind}")]
     return [other for other in found if other.name.count(".") == path.name.count(".") + 3]
+
+
+def _is_incomplete(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".incomplete")
 
 
 def _token_of(path: Path) -> str | None:

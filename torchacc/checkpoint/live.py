@@ -90,7 +90,8 @@ def save(
         max_shard_size=max_shard_size,
         copied=False,
     )
-    pending.write()
+    # Also so that no rank goes on, and moves the folder, before all have seen that it is complete.
+    engine.group.agreed(pending.write)
     engine.set_random_state(drawn)
     _log.info("saved %s in %.1f s (%s bytes)", path, time.monotonic() - began, f"{pending.nbytes:,}")
 
@@ -125,27 +126,29 @@ def snapshot(
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
+    group.agreed(sharded.check_usable)
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = _random_state(sharded)
     contents = _Contents(sharded, optimizer)
     layouts = contents.lay_out(max_shard_size)
     met = group.all_gather_objects((secrets.token_hex(4), drawn))
-    writer = FolderWriter(Path(path).absolute(), met[0][0], job.rank, job.num_processes)
+    writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
 
     def prepare() -> _Other:
         if job.rank:
             return _Other()
         other = _other_state(sharded, [draws for _, draws in met], optimizer, scheduler, loader, extra)
-        layouts.update(other.lay_out())
         other.files |= {**indices(layouts), **_pretrained_files(sharded, tokenizer)}
-        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
+        files = {**layouts, **other.lay_out()}
+        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()})
         return other
 
     other = group.agreed(prepare)
     group.agreed(writer.join)
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
-    runs = _chain(contents.runs(slots), ((slots[name], 0, tensor) for name, tensor in other.tensors.items()))
+    others = {name: slot for layout in other.lay_out().values() for name, slot in layout.slots.items()}
+    runs = _chain(contents.runs(slots), ((others[name], 0, tensor) for name, tensor in other.tensors.items()))
     staging = _spare.pop(sharded, None) or Staging()
     pending = Pending(
         writer,
@@ -445,7 +448,8 @@ def _pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]
     with tempfile.TemporaryDirectory() as folder:
         for part in (config, getattr(model, "generation_config", None), tokenizer):
             if part is not None and hasattr(part, "save_pretrained"):
-                part.save_pretrained(folder)
+                # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
+                part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     reason = hub.why_not_opened(sharded) if "config.json" in files else None
     if reason is not None:
@@ -467,6 +471,16 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
     if absent:
         raise CheckpointError(f"{folder.path} holds no state of the {' and the '.join(absent)}: load the model alone")
+    described = folder.read_json("state.json") if folder.has("state.json") else {}
+    unsaved = [name for name in ("scheduler", "loader") if needed[name] is not None and described.get(name) is None]
+    if unsaved:
+        raise CheckpointError(f"{folder.path} was saved without a {' and a '.join(unsaved)}: load it without")
+    saved_class = folder.read_json("optimizer.json").get("class") if optimizer is not None else None
+    if saved_class not in (None, type(optimizer).__name__):  # None: imported, where it is not known
+        raise CheckpointError(
+            f"{folder.path} was saved with {saved_class}, and this optimizer is {type(optimizer).__name__}: load the "
+            "model alone, or make the optimizer that it was saved with"
+        )
     return _Reader(sharded, folder)
 
 
@@ -497,11 +511,6 @@ class _Reader:
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
         described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors())
-        if described["class"] not in (None, type(optimizer).__name__):  # None: imported, where it is not known
-            raise CheckpointError(
-                f"{self.folder.path} was saved with {described['class']}, and this optimizer is "
-                f"{type(optimizer).__name__}: load the model alone, or make the optimizer that it was saved with"
-            )
         groups = state.match_groups(self._sharded, optimizer, [group["parameters"] for group in described["groups"]])
         keys: dict[str, list[str]] = {}
         for stored in self.folder.optimizer:
@@ -528,8 +537,6 @@ class _Reader:
         described = plain.decode(self.folder.read_json("state.json"), self._state_tensors())
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
-                if described[name] is None:
-                    raise CheckpointError(f"{self.folder.path} was saved without a {name}: load it without one")
                 part.load_state_dict(described[name])
         self._random_states = described["random"]
         return described["extra"]

@@ -1,6 +1,7 @@
 """States as JSON and tensors: what a scheduler, a data loader or a user keeps, without pickle."""
 
 import base64
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torchacc.errors import CheckpointError
 
 _TAG = "$"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
@@ -33,12 +35,14 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, torch.Tensor | np.ndarray) and _is_plain(value):
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
         while path in tensors:  # of the keys 1 and "1"
             path += "'"
         tensors[path] = torch.as_tensor(value).detach().cpu().clone()
         return {_TAG: kind, "value": path}
+    if isinstance(value, Counter):  # of MultiStepLR, which calls its methods
+        return {_TAG: "counter", "value": _encode_mapping(dict(value), tensors, path)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
     if isinstance(value, list | tuple | set | frozenset):
@@ -64,13 +68,22 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(inner)
     if kind == "dtype":
-        return getattr(torch, inner)
+        return _DTYPES[inner]
+    if kind == "counter":
+        return Counter(decode(inner, tensors))
     if kind in ("tensor", "array"):
         return tensors[inner].clone() if kind == "tensor" else tensors[inner].numpy().copy()
     items = [decode(item, tensors) for item in inner]
     if kind == "dict":
         return dict(items)
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a safetensors file can hold a tensor or array: of numbers, and strided."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided
+    return value.dtype.kind in "biufc"
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:

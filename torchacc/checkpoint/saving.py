@@ -3,16 +3,18 @@
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from torchacc.checkpoint import state
+from torchacc.checkpoint.folder import as_bytes
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -21,6 +23,7 @@ from torchacc.errors import CheckpointError
 
 _RANK_FILE = re.compile(r"rank-(\d+)-of-(\d+)(?:-model|-optimizer)?\.pth")
 _METADATA = "shard_metadata"
+_FILE_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
 def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> None:
@@ -49,19 +52,25 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     job = read_job()
     group = ProcessGroup(job)
     target = Path(path)
-    sharded = _is_sharded(obj)
+    group.agreed(lambda: _check_usable(obj))
+    sharded = any(group.all_gather_objects(_is_sharded(obj)))
     save_id = group.broadcast_object(secrets.token_hex(4))
     paths = group.all_gather_objects(str(target.absolute()))
     by_rank = not master_only or (sharded and any(group.all_gather_objects(target.is_dir())))
     if by_rank:
-        several_paths = len(set(paths)) == job.num_processes > 1 or (job.num_processes == 1 and target.suffix == ".pth")
+        several_paths = len(set(paths)) == job.num_processes > 1
+        several_paths |= job.num_processes == 1 and target.suffix in _FILE_SUFFIXES
         if not several_paths or target.is_dir():
             target = target / f"rank-{job.rank}-of-{job.num_processes}{_kind(obj)}.pth"
         content = _stamped(_on_host(obj), save_id)
     else:
+        group.agreed(lambda: _refuse_loss(obj, group.job))
+        _refuse_other_copies(obj, group)
         content = _whole(obj) if sharded else _on_host(obj)
     writes = by_rank or job.rank == 0
     group.agreed(lambda: _write(content, target) if writes else None)
+    if by_rank and job.rank == 0 and _RANK_FILE.fullmatch(target.name):
+        _remove_older_sets(target, job)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -86,19 +95,86 @@ def _kind(obj: Any) -> str:
 
 def _is_sharded(tree: Any) -> bool:
     """Return whether an object holds a part of something of which other processes hold the rest."""
-    if isinstance(tree, Mapping):
-        metadata = tree.get(_METADATA)
+    for part in _mappings(tree):
+        metadata = part.get(_METADATA)
         if isinstance(metadata, Mapping) and metadata["world_size"] > 1:
             return True
-    found: list[bool] = []
+    owners = [state.shard_of(tensor) for tensor in _tensors(tree)]
+    if any(hasattr(tensor, "to_local") for tensor in _tensors(tree)):
+        return True
+    return any(owner is not None and owner[0].num_shards > 1 for owner in owners)
 
-    def look(tensor: torch.Tensor) -> None:
-        owner = state.shard_of(tensor)
-        found.append(hasattr(tensor, "to_local") or (owner is not None and owner[0].num_shards > 1))
 
-    map_tensors(look, tree)
-    nested = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return any(found) or any(_is_sharded(part) for part in nested if isinstance(part, Mapping | list | tuple))
+def _check_usable(tree: Any) -> None:
+    for tensor in _tensors(tree):
+        if (owner := state.shard_of(tensor)) is not None:
+            owner[0].check_usable()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
+def _refuse_loss(tree: Any, job: Job) -> None:
+    """Refuse what is said, or can be seen, to be a part of something, and cannot be put together."""
+    for tensor in _tensors(tree):
+        if hasattr(tensor, "to_local") and state.shard_of(tensor) is None:
+            raise CheckpointError(f"a DTensor of shape {tuple(tensor.shape)} {_UNKNOWN}")
+    for part in _mappings(tree):
+        metadata = part.get(_METADATA)
+        if isinstance(metadata, Mapping) and metadata["world_size"] > 1:
+            others = [t for t in _tensors({k: v for k, v in part.items() if k != _METADATA}) if _may_be_shard(t)]
+            if others:
+                raise CheckpointError(f"a tensor of shape {tuple(others[0].shape)} beside shard_metadata {_UNKNOWN}")
+
+
+_UNKNOWN = (
+    "is a copy of a shard, or one that this function does not know, of which rank 0 alone would keep its own: save "
+    "what model.state_dict() and optimizer.state_dict() return as it is, or pass master_only=False"
+)
+
+
+def _may_be_shard(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that is not put together could be a part of something: neither a buffer nor a number."""
+    known = state.shard_of(tensor) is not None or state.is_buffer(tensor)
+    return tensor.dim() > 0 and tensor.is_floating_point() and not known
+
+
+def _refuse_other_copies(tree: Any, group: ProcessGroup) -> None:
+    """Refuse tensors of which each process has another: rank 0 would keep its own only. Collective."""
+    own = [_digest(tensor) if _may_be_shard(tensor) else (tuple(tensor.shape), "") for tensor in _tensors(tree)]
+    digests = group.all_gather_objects(own)
+    for other in digests:
+        differing = next((a for a, b in zip(digests[0], other, strict=False) if a != b and (a[1] or b[1])), None)
+        if differing is not None or len(other) != len(digests[0]):
+            what = "its tensors are others" if differing is None else f"a tensor of shape {differing[0]} is another"
+            raise CheckpointError(
+                f"{what} on other ranks, and rank 0 alone would keep its own. A copy of a shard? Save what "
+                "model.state_dict() and optimizer.state_dict() return as it is, or pass master_only=False"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    host = tensor.detach().cpu().contiguous()
+    return tuple(tensor.shape), xxhash.xxh3_64(as_bytes(host)).hexdigest() if host.numel() else ""
+
+
+def _mappings(tree: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(tree, Mapping):
+        yield tree
+    for part in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ():
+        yield from _mappings(part)
+
+
+def _remove_older_sets(target: Path, job: Job) -> None:
+    """Remove the files of other numbers of ranks: a set that is complete again must not be mixed with an older one."""
+    kind = target.name.partition(f"-of-{job.num_processes}")[2]
+    for path in target.parent.iterdir():
+        match = _RANK_FILE.fullmatch(path.name)
+        if match and int(match[2]) != job.num_processes and path.name.endswith(f"-of-{match[2]}{kind}"):
+            path.unlink()
 
 
 def _on_host(tree: Any) -> Any:
@@ -156,11 +232,6 @@ def _whole_optimizer(own: Mapping[str, Any]) -> Any:
     models = {owner[0] for owner in map(state.shard_of, values) if owner is not None}
     if len(models) == 1:
         return state.whole_optim_state_dict(models.pop(), own, rank0_only=True)
-    if any(value.dim() for value in values):
-        raise CheckpointError(
-            "this optimizer state holds copies of this rank's shards, of which rank 0 alone would keep its own: save "
-            "what optimizer.state_dict() returns as it is, or with master_only=False"
-        )
     return {key: value for key, value in own.items() if key != _METADATA}
 
 
@@ -175,7 +246,7 @@ def _write(content: Any, target: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(partial, mmap=True)
+        _read(partial, target, mmap=True)
         partial.replace(target)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from None
@@ -186,20 +257,24 @@ def _write(content: Any, target: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _read(path: Path, *, mmap: bool = False) -> Any:
+def _read(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any:
+    """Read a file, called by another name in errors while it is still being written."""
+    name = name or path
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "Unsupported" in line), str(error)[:200])
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
+        )
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, and reading it could run code: {reason}. Save "
-            "state_dict()s, numbers and strings"
+            f"{name} holds more than tensors and plain values, and reading it could run code: {reason[:200]}. Save "
+            "state_dict()s, tensors, numbers and strings"
         ) from None
     except FileNotFoundError:
-        raise CheckpointError(f"there is no {path}") from None
+        raise CheckpointError(f"there is no {name}") from None
     except (RuntimeError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
-        raise CheckpointError(f"{path} cannot be read, it is truncated or damaged: {reason}") from None
+        raise CheckpointError(f"{name} cannot be read, it is truncated or damaged: {reason}") from None
 
 
 def _own_file(folder: Path, job: Job) -> Path:

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchacc.engines.base import ShardedModel
+from torchacc.engines.base import HANDLE, ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding, Piece
 
 _shards = WeakTensorKeyDictionary()
 """Tensors of states that were handed out -> their model, and the parameter that they lie like."""
+_buffers = WeakTensorKeyDictionary()
+"""Tensors of states that were handed out and are buffers."""
 
 
 class LocalState(dict[str, Any]):
@@ -67,6 +69,7 @@ def full_state_dict(
         rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for it.
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
     """
+    sharded.check_usable()
     whole: dict[str, torch.Tensor] = {}
     for parameter, holding in sharded.holdings.items():
         whole |= gathered(sharded, holding, parameter, rank0_only=rank0_only)
@@ -80,6 +83,7 @@ def full_state_dict(
 
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """Return what this process holds of each parameter, as a `TensorShard`, and the buffers, by original name."""
+    sharded.check_usable()
     found: dict[str, Any] = {}
     for parameter, holding in sharded.holdings.items():
         found |= _cut_up(sharded, holding, parameter)
@@ -88,21 +92,31 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
 
 def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
+    sharded.check_usable()
     state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: to_host(sharded, value) for name, value in state.items()}
 
 
-def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
-    """Remember the shards in a model's own `state_dict()`; a hook of it."""
-    names = dict(module.named_parameters(remove_duplicate=False))
-    for key, value in state_dict.items():
-        if key in names:
-            _shards[value] = (sharded, names[key])
+def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Remember the shards and buffers in a module's own `state_dict()`; a hook of it."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
+            _buffers[state_dict[prefix + name]] = True
+    for name, parameter in module._parameters.items():
+        if parameter in sharded.holdings and isinstance(state_dict.get(prefix + name), torch.Tensor):
+            _shards[state_dict[prefix + name]] = (sharded, parameter)
 
 
 def shard_of(tensor: torch.Tensor) -> tuple[ShardedModel, nn.Parameter] | None:
     """Return whose shard a tensor of a model's or an optimizer's own `state_dict()` is, if of any."""
+    if isinstance(tensor, nn.Parameter) and (sharded := vars(tensor).get(HANDLE)) is not None:
+        return sharded, tensor
     return _shards.get(tensor)  # type: ignore[no-any-return]
+
+
+def is_buffer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a model's own `state_dict()` is a buffer, of which each process has its own."""
+    return tensor in _buffers
 
 
 def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,7 +187,8 @@ def load_state_dict(
             raise CheckpointError(
                 f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
             )
-    locals_ = [(parameter, _cut(sharded, holding, found)) for parameter, holding, found in loads]
+    is_local = _is_local([(holding, found) for _, holding, found in loads])
+    locals_ = [(parameter, _cut(sharded, holding, found, is_local)) for parameter, holding, found in loads]
     with torch.no_grad():
         for parameter, local in locals_:
             sharded.assign(parameter, local.to(parameter.dtype))
@@ -307,35 +322,53 @@ def optim_state_dict_to_load(
         saved = _from_rank0(sharded, saved)
     by_key = _saved_by_key(sharded, optimizer, saved)
     own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    held = [
+        _holding_and_entries(sharded, parameter, by_key) for g in optimizer.param_groups for parameter in g["params"]
+    ]
+    is_local = _is_local(
+        [(holding, parts) for holding, entries in held for parts in entries.values() if _are_tensors(parts)]
+    )
     state: dict[int, dict[str, Any]] = {}
     groups = []
     for group, given in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         ids = []
         for parameter in group["params"]:
             ids.append(next(own_ids))
-            entries = _entries_of(sharded, holding_of(sharded, parameter), by_key)
+            _, entries = held[ids[-1]]
             if entries:
-                state[ids[-1]] = {key: _laid_out(sharded, parameter, key, parts) for key, parts in entries.items()}
+                state[ids[-1]] = {
+                    key: _laid_out(sharded, parameter, key, parts, is_local) for key, parts in entries.items()
+                }
         kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
         groups.append({**kept, "params": ids})
     return LocalState({"state": state, "param_groups": groups})
 
 
-def with_metadata(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+def with_metadata(
+    models: Sequence[ShardedModel], optimizer: torch.optim.Optimizer, own: dict[str, Any]
+) -> dict[str, Any]:
     """Return what an optimizer's own `state_dict()` gave, with what makes it understood without the model.
 
-    That is `param_names` in each group, the parameters' names in the model's own `state_dict()`, and `shard_metadata`.
+    That is `param_names` in each group, the parameters' names in the model's own `state_dict()`, and `shard_metadata`;
+    left out where the optimizer holds parameters of several models, or of none.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for sharded in models:
+        for parameter in sharded.holdings:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_laid_out_like(parameter, value):
                     _shards[value] = (sharded, parameter)
+    if len(models) != 1 or not holds_only(models[0], optimizer):
+        return own
     groups = [
-        {**given, "param_names": [holding_of(sharded, parameter).key for parameter in group["params"]]}
+        {**given, "param_names": [holding_of(models[0], parameter).key for parameter in group["params"]]}
         for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
     ]
-    return {**own, "param_groups": groups, "shard_metadata": shard_metadata(sharded)}
+    return {**own, "param_groups": groups, "shard_metadata": shard_metadata(models[0])}
+
+
+def holds_only(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all of an optimizer's parameters are a model's."""
+    return all(parameter in sharded.holdings for group in optimizer.param_groups for parameter in group["params"])
 
 
 def match_groups(
@@ -385,6 +418,8 @@ def gathered(
     flat = sharded.gather(holding, local, rank0_only=rank0_only)
     if flat is None:
         return {}
+    if len(holding.members) == 1:
+        return {name: flat.view(shape) for name, shape in holding.members}
     parts = flat.split([prod(shape) for _, shape in holding.members])
     return {name: part.clone().view(shape) for (name, shape), part in zip(holding.members, parts, strict=True)}
 
@@ -458,18 +493,33 @@ def _misfit(sharded: ShardedModel, missing: list[str], unexpected: list[str]) ->
     return " ".join(parts) + " pass strict=False to load what fits"
 
 
-def _cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any]) -> torch.Tensor:
+def _is_local(states: Sequence[tuple[Holding, Mapping[str, Any]]]) -> bool:
+    """Return whether a state's tensors are this process's own: all of them are, or none is.
+
+    A single tensor cannot tell: a whole one of half the rows, of another model, looks like one of two shards.
+    """
+    for holding, found in states:
+        for name, value in found.items():
+            if hasattr(value, "to_local") or (name == holding.key and holding.key not in holding.names):
+                return True
+            shape = dict(holding.members).get(name)
+            is_whole = isinstance(value, TensorShard) or tuple(value.shape) == shape
+            if is_whole and shape is not None and prod(shape) != holding.shard_numel:
+                return False
+    return True
+
+
+def _cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any], is_local: bool) -> torch.Tensor:
     """Return what this process is to hold, from whole tensors, from shards, or from its own local tensor."""
-    local_numel = sum(piece.numel for piece in holding.pieces)
     shapes = dict(holding.members)
-    if holding.key in found and (local := _as_local(sharded, holding, found[holding.key])) is not None:
-        return local[:local_numel]
+    if is_local and holding.key in found and (local := _as_local(sharded, holding, found[holding.key])) is not None:
+        return local[: sum(piece.numel for piece in holding.pieces)]
     for name, value in found.items():  # also of what this process has nothing of, so that all of them raise
         given = value.piece.shape if isinstance(value, TensorShard) else tuple(value.shape)
-        if given != shapes[name]:
+        if given != shapes.get(name):
             raise CheckpointError(
-                f"{name!r} has the shape {given}, the model's is {shapes[name]}, of which each of {sharded.num_shards} "
-                f"processes keeps {holding.shard_numel} elements"
+                f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
+                f"{sharded.num_shards} processes keeps {holding.shard_numel} elements"
             )
     parts = [_run_of(found[piece.name], piece) for piece in holding.pieces]
     return torch.cat(parts) if parts else torch.empty(0)
@@ -487,15 +537,21 @@ def _run_of(value: Any, piece: Piece) -> torch.Tensor:
 
 
 def _as_local(sharded: ShardedModel, holding: Holding, value: Any) -> torch.Tensor | None:
-    """Return the process's own tensor flat, or None where a value is a whole one or a shard by original name."""
+    """Return the process's own tensor flat, or None where a value is none, by its shape."""
     if isinstance(value, TensorShard):
         return None
     if hasattr(value, "to_local"):
         return sharded.fetch([value])[0]
-    if holding.names == (holding.key,) and tuple(value.shape) == holding.members[0][1]:
-        return None
-    held = (holding.shard_numel, sum(piece.numel for piece in holding.pieces))
-    return value.detach().cpu().reshape(-1) if value.numel() in held else None
+    return value.detach().cpu().reshape(-1) if tuple(value.shape) in _local_shapes(holding) else None
+
+
+def _local_shapes(holding: Holding) -> set[tuple[int, ...]]:
+    """Return the shapes that a shard may have: with its padding, or without."""
+    held = {holding.shard_numel, sum(piece.numel for piece in holding.pieces)}
+    if holding.names != (holding.key,):
+        return {(numel,) for numel in held}
+    _, *row = holding.members[0][1]
+    return {(numel // max(prod(row), 1), *row) for numel in held}
 
 
 def _saved_by_key(
@@ -576,24 +632,38 @@ def _entries_of(
     return {key: {name: entry[key] for name, entry in members.items()} for key in first}
 
 
-def _laid_out(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any]) -> Any:
+def _holding_and_entries(
+    sharded: ShardedModel, parameter: nn.Parameter, by_key: Mapping[str, Mapping[str, Any]]
+) -> tuple[Holding, dict[str, dict[str, Any]]]:
+    holding = holding_of(sharded, parameter)
+    return holding, _entries_of(sharded, holding, by_key)
+
+
+def _are_tensors(parts: Mapping[str, Any]) -> bool:
+    """Return whether the values are tensors with dimensions, in place of a step or another number."""
+    return all(isinstance(v, TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values())
+
+
+def _laid_out(
+    sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool
+) -> Any:
     """Return one state of a parameter as it lies here."""
     holding = sharded.holdings[parameter]
     first = next(iter(parts.values()))
-    if isinstance(first, TensorShard) or (isinstance(first, torch.Tensor) and _is_of_elements(holding, parts)):
-        return sharded.place(parameter, _cut(sharded, holding, parts))
+    if _are_tensors(parts) and not _is_of_another_shape(sharded, holding, first):
+        return sharded.place(parameter, _cut(sharded, holding, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(holding, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
 
 
-def _is_of_elements(holding: Holding, parts: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a state has one value for each element of its parameter."""
-    if holding.key in parts and holding.names != (holding.key,):
-        return parts[holding.key].dim() > 0
-    shapes = dict(holding.members)
-    held = (holding.shard_numel, sum(piece.numel for piece in holding.pieces))
-    return all(v.dim() > 0 and (tuple(v.shape) == shapes[name] or v.numel() in held) for name, v in parts.items())
+def _is_of_another_shape(sharded: ShardedModel, holding: Holding, value: Any) -> bool:
+    """Return whether a state is one that some optimizers keep of whole rows or columns, where there are whole ones."""
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
+        return False
+    shape = holding.members[0][1]
+    reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))
+    return tuple(value.shape) != shape and reduced
 
 
 def differ(one: Any, other: Any) -> bool:

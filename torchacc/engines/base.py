@@ -164,7 +164,7 @@ class ShardedModel(ABC):
             rank0_only: Whether other processes than rank 0 get None, and need no memory for the whole.
         """
         if self.num_shards == 1:
-            return None if rank0_only and self.engine.job.rank else local[: holding.numel]
+            return None if rank0_only and self.engine.job.rank else local[: holding.numel].clone()
         padded = local if len(local) == holding.shard_numel else local.new_zeros(holding.shard_numel)
         padded[: len(local)] = local
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
@@ -224,10 +224,14 @@ class ShardedModel(ABC):
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
 
-    def refuse_unusable(self, module: nn.Module, args: Any) -> None:
-        """Stand before everything that a forward begins with."""
+    def check_usable(self, *_: Any) -> None:
+        """Refuse to go on with weights that were not loaded; a hook before everything that a forward begins with.
+
+        Raises:
+            EngineError: They were not.
+        """
         if self.unusable is not None:
-            raise EngineError(f"the model cannot run: {self.unusable}")
+            raise EngineError(f"the model cannot run, step or be saved: {self.unusable}")
 
     def watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
         """Learn of the moment when gradients are cleared."""
@@ -255,6 +259,7 @@ class ShardedModel(ABC):
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed.
         """
+        self.check_usable()
         if self._window_is_open:
             raise EngineError(
                 "optimizer.step() after a backward inside of torchacc.accumulate(): the gradients are not reduced over "

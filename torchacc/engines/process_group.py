@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from torchacc.env import Job
-from torchacc.errors import CheckpointError, EngineError
+from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 
 _T = TypeVar("_T")
+_OURS = (CheckpointError, ConfigError, DataError, EngineError)
 
 _DRAIN_SECS = 2.0
 """How long the end of a process waits for threads that do not come to rest."""
@@ -103,16 +104,14 @@ class ProcessGroup:
             rank0_only: Whether only the job's rank 0 gets them; the others, and all of other subgroups, get None.
         """
         if not rank0_only:
-            whole = shard.new_empty(dist.get_world_size(group) * shard.numel())
-            dist.all_gather_into_tensor(whole, shard, group=group)
-            return whole
+            gathered = shard.new_empty(dist.get_world_size(group) * shard.numel())
+            dist.all_gather_into_tensor(gathered, shard, group=group)
+            return gathered
         if dist.get_global_rank(group, 0) != 0:
             return None
-        parts = None
-        if self.job.rank == 0:
-            parts = list(shard.new_empty(dist.get_world_size(group), shard.numel()))
-        dist.gather(shard, parts, dst=0, group=group)
-        return None if parts is None else torch.cat(parts)
+        whole = shard.new_empty(dist.get_world_size(group), shard.numel()) if self.job.rank == 0 else None
+        dist.gather(shard, None if whole is None else list(whole), dst=0, group=group)
+        return None if whole is None else whole.view(-1)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes. Collective: every process."""
@@ -129,20 +128,20 @@ class ProcessGroup:
             act: What to do; it is not collective, or fails alike everywhere.
 
         Raises:
-            CheckpointError: The message of the first process that failed to read, write or understand something.
+            CheckpointError: The message of the first process that failed.
         """
         failure: Exception | None = None
         try:
             result = act()
-        except (CheckpointError, OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, the others are to hear of it
             failure = error
-        texts = self.all_gather_objects(None if failure is None else str(failure))
+        texts = self.all_gather_objects(None if failure is None else _described(failure))
         failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
         if failed is None:
             return result
         if failure is None:
             raise CheckpointError(f"rank {failed}: {texts[failed]}")
-        raise failure if isinstance(failure, CheckpointError) else CheckpointError(str(failure)) from failure
+        raise failure if isinstance(failure, _OURS) else CheckpointError(_described(failure)) from failure
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.
@@ -161,6 +160,10 @@ class ProcessGroup:
                 "Every process must call the same rendezvous in the same order"
             )
         return [other for _, other in met]
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, (*_OURS, OSError)) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
