@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchacc import data
-from torchacc.checkpoint import state
+from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
 from torchacc.engines import compat, failure, registry
@@ -175,11 +175,11 @@ def optim_state_dict(
     """
     sharded, config = sharded_model(model), config or FullStateDictConfig()
     if state_dict_type is StateDictType.FULL_STATE_DICT:
-        return state.full_optim_state_dict(
+        return optimizer_state.full_optim_state_dict(
             sharded, optimizer, rank0_only=config.rank0_only, cpu_offload=config.offload_to_cpu
         )
     if state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return state.sharded_optim_state_dict(sharded, optimizer)
+        return optimizer_state.sharded_optim_state_dict(sharded, optimizer)
     return optimizer.state_dict()
 
 
@@ -266,9 +266,9 @@ def _attach(sharded: ShardedModel) -> None:
     methods: dict[str, Callable[..., Any]] = {
         "load_state_dict": state.load_state_dict,
         "get_shard_metadata": state.shard_metadata,
-        "sharded_optim_state_dict": state.sharded_optim_state_dict,
-        "full_optim_state_dict": state.full_optim_state_dict,
-        "optim_state_dict_to_load": state.optim_state_dict_to_load,
+        "sharded_optim_state_dict": optimizer_state.sharded_optim_state_dict,
+        "full_optim_state_dict": optimizer_state.full_optim_state_dict,
+        "optim_state_dict_to_load": optimizer_state.optim_state_dict_to_load,
     }
     for name, function in methods.items():
         setattr(model, name, functools.partial(function, sharded))
@@ -303,18 +303,18 @@ def _watch_optimizers() -> None:
             sharded.after_step(optimizer)
 
     def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        return state.with_metadata(_models_of(optimizer), optimizer, own)
+        return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
 
     def to_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         models = _models_of(optimizer)
         if not models:
             return given
-        if len(models) > 1 or not state.holds_only(models[0], optimizer):
+        if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
             raise CheckpointError(
                 "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
                 "told apart: make one optimizer for each sharded model"
             )
-        return state.optim_state_dict_to_load(models[0], optimizer, given)
+        return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

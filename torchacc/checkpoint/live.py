@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchacc.checkpoint import hub, plain, state
+from torchacc.checkpoint import hub, optimizer_state, plain, state
 from torchacc.checkpoint.folder import Folder, FolderWriter
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.engines.base import ShardedModel, sharded_model
@@ -311,7 +311,7 @@ class _Contents:
     def _add_states(self, parameter: nn.Parameter, entries: Mapping[str, Any]) -> None:
         holding = state.holding_of(self._sharded, parameter)
         for key, value in entries.items():
-            if state.is_laid_out_like(parameter, value):
+            if optimizer_state.is_laid_out_like(parameter, value):
                 self._add(self.optimizer, value, holding, f"/{key}")
             elif isinstance(value, torch.Tensor):
                 if value.dim() and self._sharded.num_shards > 1:
@@ -422,7 +422,9 @@ def _described(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
             values |= dict.fromkeys(state.holding_of(sharded, parameter).names, plain_values)
     groups = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
-        for group, names in zip(optimizer.param_groups, state.optimizer_names(sharded, optimizer), strict=True)
+        for group, names in zip(
+            optimizer.param_groups, optimizer_state.optimizer_names(sharded, optimizer), strict=True
+        )
     ]
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
@@ -511,7 +513,9 @@ class _Reader:
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
         described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors())
-        groups = state.match_groups(self._sharded, optimizer, [group["parameters"] for group in described["groups"]])
+        groups = optimizer_state.match_groups(
+            self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
+        )
         keys: dict[str, list[str]] = {}
         for stored in self.folder.optimizer:
             name, _, key = stored.rpartition("/")
@@ -528,7 +532,7 @@ class _Reader:
                 ids.append(next_id)
                 next_id += 1
             saved_groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": ids})
-        optimizer.load_state_dict(state.LocalState({"state": entries, "param_groups": saved_groups}))
+        optimizer.load_state_dict(optimizer_state.LocalState({"state": entries, "param_groups": saved_groups}))
 
     def load_other(self, scheduler: Any, loader: Any) -> Any:
         """Load the scheduler and the loader's position; return `extra`."""
@@ -558,7 +562,7 @@ class _Reader:
         found: dict[str, Any] = {}
         by_member = [[*keys.get(name, ()), *values.get(name, ())] for name in holding.names]
         if any(set(other) != set(by_member[0]) for other in by_member):
-            raise CheckpointError(state.flattened_apart(holding, "kinds of state"))
+            raise CheckpointError(optimizer_state.flattened_apart(holding, "kinds of state"))
         for key in by_member[0]:
             slots = {name: self.folder.optimizer.get(f"{name}/{key}") for name in holding.names}
             present = {name: slot for name, slot in slots.items() if slot is not None}
@@ -569,8 +573,8 @@ class _Reader:
                 found[key] = self._sharded.place(parameter, self._read(holding, tensors))
                 continue
             alike = [self._whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
-            if any(state.differ(alike[0], other) for other in alike):
-                raise CheckpointError(state.flattened_apart(holding, f"values of {key!r}"))
+            if any(optimizer_state.differ(alike[0], other) for other in alike):
+                raise CheckpointError(optimizer_state.flattened_apart(holding, f"values of {key!r}"))
             found[key] = alike[0]
         return found
 

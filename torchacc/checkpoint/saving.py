@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
-from torchacc.checkpoint import state
+from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.folder import as_bytes
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
@@ -231,7 +231,7 @@ def _whole_optimizer(own: Mapping[str, Any]) -> Any:
     values = [value for entry in own["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
     models = {owner[0] for owner in map(state.shard_of, values) if owner is not None}
     if len(models) == 1:
-        return state.whole_optim_state_dict(models.pop(), own, rank0_only=True)
+        return optimizer_state.whole_optim_state_dict(models.pop(), own, rank0_only=True)
     return {key: value for key, value in own.items() if key != _METADATA}
 
 

@@ -1,0 +1,337 @@
+"""The state of an optimizer of a sharded model in memory: whole, in shards, or as this process keeps it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.checkpoint import state
+from torchacc.engines.base import ShardedModel
+from torchacc.errors import CheckpointError
+from torchacc.layout import Holding, Piece
+
+
+class LocalState(dict[str, Any]):
+    """An optimizer's state that lies as its parameters do here, and is loaded as it is."""
+
+
+def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the original names of the parameters of each of an optimizer's groups, in the order of their ids.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the model's.
+    """
+    return [
+        _in_order(sharded, [state.holding_of(sharded, parameter) for parameter in group["params"]])
+        for group in optimizer.param_groups
+    ]
+
+
+def full_optim_state_dict(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """Return an optimizer's unsharded state. Collective: every process.
+
+    Args:
+        sharded: The model whose parameters the optimizer holds.
+        optimizer: The optimizer.
+        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for it.
+        cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
+
+    Returns:
+        What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
+        as `param_names` in each group.
+    """
+    return whole_optim_state_dict(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
+
+
+def whole_optim_state_dict(
+    sharded: ShardedModel, own: Mapping[str, Any], *, rank0_only: bool, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """Return `full_optim_state_dict()` from what the optimizer's own `state_dict()` gave. Collective: every process."""
+    by_key = {holding.key: (parameter, holding) for parameter, holding in sharded.holdings.items()}
+    held = [[by_key[key] for key in group["param_names"]] for group in own["param_groups"]]
+    names = [_in_order(sharded, [holding for _, holding in group]) for group in held]
+    ids = {name: index for index, name in enumerate(name for group in names for name in group)}
+    found: dict[int, dict[str, Any]] = {}
+    for group, members in zip(own["param_groups"], held, strict=True):
+        for own_id, (parameter, holding) in zip(group["params"], members, strict=True):
+            for key, value in own["state"].get(own_id, {}).items():
+                if is_laid_out_like(parameter, value):
+                    parts: dict[str, Any] = state.gathered(sharded, holding, value, rank0_only=rank0_only)
+                    parts = {name: state.moved(sharded, part, cpu_offload) for name, part in parts.items()}
+                else:
+                    parts = {name: _own_copy(sharded, value) for name in holding.names}
+                for name, part in parts.items():
+                    found.setdefault(ids[name], {})[key] = part
+    if rank0_only and sharded.engine.job.rank:
+        return {}
+    groups = [
+        {**_settings(group), "params": [ids[name] for name in own_names], "param_names": own_names}
+        for group, own_names in zip(own["param_groups"], names, strict=True)
+    ]
+    return {"state": dict(sorted(found.items())), "param_groups": groups}
+
+
+def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
+    found: dict[str, dict[str, Any]] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        holding = state.holding_of(sharded, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            parts: dict[str, Any] = (
+                state.cut_up(sharded, holding, value)
+                if is_laid_out_like(parameter, value)
+                else {name: _own_copy(sharded, value) for name in holding.names}
+            )
+            for name, part in parts.items():
+                found.setdefault(name, {})[key] = part
+    names = optimizer_names(sharded, optimizer)
+    groups = [{**_settings(group), "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": found, "param_groups": groups}
+
+
+def optim_state_dict_to_load(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, rank0_only: bool = False
+) -> LocalState:
+    """Return an optimizer's state as it lies here, from a full state or a local one; `load_state_dict()` takes it.
+
+    Args:
+        sharded: The model whose parameters the optimizer holds.
+        optimizer: The optimizer that is to load it.
+        saved: What `full_optim_state_dict()` gave in any engine, an optimizer of the unsharded model, or this
+            optimizer's own `state_dict()` at this number of devices.
+        rank0_only: Whether rank 0 alone has it, and hands it on, one tensor at a time; then collective.
+
+    Raises:
+        CheckpointError: Groups, names or shapes do not fit.
+    """
+    if isinstance(saved, LocalState):
+        return saved
+    if rank0_only:
+        saved = _from_rank0(sharded, saved)
+    by_key = _saved_by_key(sharded, optimizer, saved)
+    own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+    held = [
+        _holding_and_entries(sharded, parameter, by_key) for g in optimizer.param_groups for parameter in g["params"]
+    ]
+    is_local = state.are_local(
+        [(holding, parts) for holding, entries in held for parts in entries.values() if _are_tensors(parts)]
+    )
+    found: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, given in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        ids = []
+        for parameter in group["params"]:
+            ids.append(next(own_ids))
+            _, entries = held[ids[-1]]
+            if entries:
+                found[ids[-1]] = {
+                    key: _laid_out(sharded, parameter, key, parts, is_local) for key, parts in entries.items()
+                }
+        kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
+        groups.append({**kept, "params": ids})
+    return LocalState({"state": found, "param_groups": groups})
+
+
+def with_metadata(
+    models: Sequence[ShardedModel], optimizer: torch.optim.Optimizer, own: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what an optimizer's own `state_dict()` gave, with what makes it understood without the model.
+
+    That is `param_names` in each group, the parameters' names in the model's own `state_dict()`, and `shard_metadata`;
+    left out where the optimizer holds parameters of several models, or of none.
+    """
+    for sharded in models:
+        for parameter in sharded.holdings:
+            for value in optimizer.state.get(parameter, {}).values():
+                if is_laid_out_like(parameter, value):
+                    state.shards[value] = (sharded, parameter)
+    if len(models) != 1 or not holds_only(models[0], optimizer):
+        return own
+    groups = [
+        {**given, "param_names": [state.holding_of(models[0], parameter).key for parameter in group["params"]]}
+        for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**own, "param_groups": groups, "shard_metadata": state.shard_metadata(models[0])}
+
+
+def holds_only(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all of an optimizer's parameters are a model's."""
+    return all(parameter in sharded.holdings for group in optimizer.param_groups for parameter in group["params"])
+
+
+def match_groups(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Sequence[Sequence[str]]
+) -> list[list[nn.Parameter]]:
+    """Return the parameters of each of an optimizer's groups, which must be the groups that were saved.
+
+    Args:
+        sharded: The model.
+        optimizer: The optimizer.
+        saved: Original names of each saved group's parameters.
+
+    Raises:
+        CheckpointError: The groups are others.
+    """
+    own = optimizer_names(sharded, optimizer)
+    if len(own) != len(saved):
+        raise CheckpointError(f"the saved optimizer has {len(saved)} groups, this one has {len(own)}")
+    for index, (names, given) in enumerate(zip(own, saved, strict=True)):
+        if set(names) != set(given):
+            raise CheckpointError(_other_group(index, given, names))
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def flattened_apart(holding: Holding, what: str) -> str:
+    """Return why the states of parameters that are flattened together cannot be loaded."""
+    return (
+        f"{', '.join(holding.names)} are flattened into one parameter here, and have different {what}: set "
+        "config.dist.fsdp.flatten_parameters = False"
+    )
+
+
+def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
+    """Return whether a value of an optimizer's state is sharded as its parameter is."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _in_order(sharded: ShardedModel, holdings: Sequence[Holding]) -> list[str]:
+    """Return original names as an unsharded optimizer has them: those that are flattened in the model's order."""
+    names = [name for holding in holdings for name in holding.names]
+    if all(holding.names == (holding.key,) for holding in holdings):
+        return names
+    order = {name: index for index, name in enumerate(sharded.parameter_names)}
+    return sorted(names, key=order.__getitem__)
+
+
+def _own_copy(sharded: ShardedModel, value: Any) -> Any:
+    return state.to_host(sharded, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+def _saved_by_key(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the saved state of each parameter by its key, or by its original names."""
+    own_names = optimizer_names(sharded, optimizer)
+    own_keys = [[state.holding_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
+    groups = saved["param_groups"]
+    if len(groups) != len(own_names):
+        raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
+    by_key: dict[str, dict[str, Any]] = {}
+    for index, (group, names, keys) in enumerate(zip(groups, own_names, own_keys, strict=True)):
+        given = group.get("param_names") or next(
+            (own for own in (names, keys) if len(own) == len(group["params"])), None
+        )
+        if given is None or sorted(given) not in (sorted(names), sorted(keys)):
+            raise CheckpointError(_other_group(index, given or group["params"], names))
+        by_key |= {key: saved["state"].get(id_, {}) for key, id_ in zip(given, group["params"], strict=True)}
+    return by_key
+
+
+def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
+    group = sharded.engine.group
+    pieces = {piece.name: piece for holding in sharded.holdings.values() for piece in holding.pieces}
+    skeleton = None
+    if sharded.engine.job.rank == 0:
+        skeleton = {
+            "param_groups": saved["param_groups"],
+            "state": {
+                own: {
+                    key: state.TensorShard(Piece("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
+                    if isinstance(value, torch.Tensor) and value.dim()
+                    else value
+                    for key, value in entry.items()
+                }
+                for own, entry in saved["state"].items()
+            },
+        }
+    received: dict[str, Any] = group.broadcast_object(skeleton)
+    names = {
+        own: name
+        for given in received["param_groups"]
+        for own, name in zip(given["params"], given["param_names"], strict=True)
+    }
+    for own, entry in received["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, state.TensorShard):
+                whole = saved["state"][own][key] if skeleton is not None else None
+                if whole is None:
+                    whole = torch.empty(value.piece.shape, dtype=value.data.dtype)
+                flat = group.broadcast(whole.cpu().contiguous()).reshape(-1)
+                piece = pieces.get(names[own], Piece(names[own], value.piece.shape, 0, 0))
+                entry[key] = state.TensorShard(piece, flat[piece.start : piece.stop].clone())
+    return received
+
+
+def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
+    strange = sorted(str(name) for name in set(given) ^ set(names))
+    return (
+        f"group {index} of the saved optimizer has {len(given)} parameters, this one's has {len(names)}: they differ "
+        f"in {', '.join(strange[:8])}{', …' if len(strange) > 8 else ''}. Make the same groups as when it was saved"
+    )
+
+
+def _entries_of(
+    sharded: ShardedModel, holding: Holding, by_key: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return each state of a parameter, as its values by key or by original name."""
+    if holding.key in by_key:
+        return {key: {holding.key: value} for key, value in by_key[holding.key].items()}
+    members = {name: by_key[name] for name in holding.names}
+    keys = [set(entry) for entry in members.values()]
+    if any(other != keys[0] for other in keys):
+        raise CheckpointError(flattened_apart(holding, "kinds of state"))
+    first = next(iter(members.values()))
+    return {key: {name: entry[key] for name, entry in members.items()} for key in first}
+
+
+def _holding_and_entries(
+    sharded: ShardedModel, parameter: nn.Parameter, by_key: Mapping[str, Mapping[str, Any]]
+) -> tuple[Holding, dict[str, dict[str, Any]]]:
+    holding = state.holding_of(sharded, parameter)
+    return holding, _entries_of(sharded, holding, by_key)
+
+
+def _are_tensors(parts: Mapping[str, Any]) -> bool:
+    """Return whether the values are tensors with dimensions, in place of a step or another number."""
+    return all(
+        isinstance(v, state.TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values()
+    )
+
+
+def _laid_out(
+    sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool
+) -> Any:
+    """Return one state of a parameter as it lies here."""
+    holding = sharded.holdings[parameter]
+    first = next(iter(parts.values()))
+    if _are_tensors(parts) and not _is_of_another_shape(sharded, holding, first):
+        return sharded.place(parameter, state.cut(sharded, holding, parts, is_local))
+    if any(differ(first, other) for other in parts.values()):
+        raise CheckpointError(flattened_apart(holding, f"values of {key!r}"))
+    return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
+
+
+def _is_of_another_shape(sharded: ShardedModel, holding: Holding, value: Any) -> bool:
+    """Return whether a state is one that some optimizers keep of whole rows or columns, where there are whole ones."""
+    if isinstance(value, state.TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
+        return False
+    shape = holding.members[0][1]
+    reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))
+    return tuple(value.shape) != shape and reduced
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two values of an optimizer's state are not the same."""
+    if isinstance(one, torch.Tensor):
+        return not torch.equal(one, other)
+    return bool(one != other)
