@@ -1,13 +1,10 @@
 """Save a model that is being trained to a checkpoint, and load one into it, at any number of devices, in any engine."""
 
-import json
 import random
 import secrets
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,30 +15,24 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint import hub, optimizer_state, plain, state
+from torchacc.checkpoint.contents import (
+    Contents,
+    Other,
+    Run,
+    Staging,
+    indices,
+    other_state,
+    pretrained_files,
+    random_state,
+)
 from torchacc.checkpoint.folder import Folder, FolderWriter
-from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
+from torchacc.checkpoint.tensor_files import Slot
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
-
-_BATCH_BYTES = 64 << 20
-"""About how much is on the host at once while a checkpoint is written from devices."""
-MAX_SHARD_SIZE = 5_000_000_000
-"""Bytes of tensors in one file at most, unless told otherwise."""
-_MIN_SHARD_SIZE = 64_000_000
-"""Bytes for which a file of its own is worth while, so that processes need not wait for each other to write."""
-_MAX_WRITERS = 16
-"""For how many processes there are files of their own, lest a folder have hundreds."""
-_STAGING_BYTES = 64 << 20
-
-_ALIGNMENT = 16
-
-Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Run = tuple[Slot, int, torch.Tensor]
-"""Where elements go, which of the tensor's is the first, and the elements."""
 
 
 def save(
@@ -129,17 +120,17 @@ def snapshot(
     group.agreed(sharded.check_usable)
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
-    drawn = _random_state(sharded)
-    contents = _Contents(sharded, optimizer)
+    drawn = random_state(sharded)
+    contents = Contents(sharded, optimizer)
     layouts = contents.lay_out(max_shard_size)
     met = group.all_gather_objects((secrets.token_hex(4), drawn))
     writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
 
-    def prepare() -> _Other:
+    def prepare() -> Other:
         if job.rank:
-            return _Other()
-        other = _other_state(sharded, [draws for _, draws in met], optimizer, scheduler, loader, extra)
-        other.files |= {**indices(layouts), **_pretrained_files(sharded, tokenizer)}
+            return Other()
+        other = other_state(sharded, [draws for _, draws in met], optimizer, scheduler, loader, extra)
+        other.files |= {**indices(layouts), **pretrained_files(sharded, tokenizer)}
         files = {**layouts, **other.lay_out()}
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()})
         return other
@@ -159,30 +150,6 @@ def snapshot(
     )
     sharded.engine.set_random_state(drawn)
     return pending
-
-
-class Staging:
-    """Host memory that holds copies of tensors while they are written, and is used again for the next ones."""
-
-    def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-
-    def copies(self, runs: Iterable[Run]) -> Iterator[Run]:
-        """Copy all runs now, and return an iterator over the copies."""
-        blocks, position = iter([*self._blocks]), 0
-        block = next(blocks, None)
-        copied: list[Run] = []
-        for slot, start, data in runs:
-            needed = -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
-            while block is None or position + needed > len(block):
-                block, position = next(blocks, None), 0
-                if block is None:
-                    block = torch.empty(max(needed, _STAGING_BYTES), dtype=torch.uint8)
-                    self._blocks.append(block)
-            view = block[position : position + data.nbytes].view(data.dtype).view(data.shape)
-            copied.append((slot, start, view.copy_(data)))
-            position += needed
-        return iter(copied)
 
 
 _spare: WeakKeyDictionary[ShardedModel, Staging] = WeakKeyDictionary()
@@ -282,188 +249,6 @@ def verify(path: str | PathLike[str]) -> None:
     """
     with Folder(path) as folder:
         folder.verify()
-
-
-class _Contents:
-    """The tensors of a checkpoint, and who writes what of them."""
-
-    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
-        self._sharded = sharded
-        self._has_optimizer = optimizer is not None
-        self._sources: list[tuple[torch.Tensor, Holding, str]] = []
-        """Tensors that lie like a parameter: the parameter's holding, and what is added to the names."""
-        self._whole: dict[str, torch.Tensor] = state.buffers(sharded)
-        """What every process has."""
-        self.model: Tensors = {}
-        self.optimizer: Tensors = {}
-        for parameter, holding in sharded.holdings.items():
-            self._add(self.model, parameter, holding, "")
-        self.model = {name: self.model[name] for name in sharded.parameter_names}
-        self.model |= {name: (value.dtype, tuple(value.shape)) for name, value in self._whole.items()}
-        for group in optimizer.param_groups if optimizer is not None else ():
-            for parameter in group["params"]:
-                self._add_states(parameter, optimizer.state.get(parameter, {}) if optimizer is not None else {})
-
-    def _add(self, tensors: Tensors, source: torch.Tensor, holding: Holding, suffix: str) -> None:
-        self._sources.append((source, holding, suffix))
-        tensors.update({name + suffix: (source.dtype, shape) for name, shape in holding.members})
-
-    def _add_states(self, parameter: nn.Parameter, entries: Mapping[str, Any]) -> None:
-        holding = state.holding_of(self._sharded, parameter)
-        for key, value in entries.items():
-            if optimizer_state.is_laid_out_like(parameter, value):
-                self._add(self.optimizer, value, holding, f"/{key}")
-            elif isinstance(value, torch.Tensor):
-                if value.dim() and self._sharded.num_shards > 1:
-                    raise CheckpointError(
-                        f"the optimizer's {key!r} of {holding.key!r} has the shape {tuple(value.shape)}, which is not "
-                        "the parameter's, and lies sharded in a way of its own: use config.dist.fsdp.use_spmd = True"
-                    )
-                for name in holding.names:
-                    self._whole[f"{name}/{key}"] = state.to_host(self._sharded, value)
-                    self.optimizer[f"{name}/{key}"] = (value.dtype, tuple(value.shape))
-
-    def lay_out(self, max_shard_size: int | None) -> dict[str, Layout]:
-        """Return the files of the model, and of the optimizer where there is one."""
-        parts = {"model": self.model, "optimizer": self.optimizer} if self._has_optimizer else {"model": self.model}
-        num_writers = self._sharded.num_shards * self._sharded.replica[1]
-        layouts: dict[str, Layout] = {}
-        for stem, tensors in parts.items():
-            nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
-            size = max(_MIN_SHARD_SIZE, -(-nbytes // min(num_writers, _MAX_WRITERS)))
-            layouts |= plan_safetensors(tensors, stem, max_shard_size or min(size, MAX_SHARD_SIZE))
-        return layouts
-
-    def runs(self, slots: Mapping[str, Slot]) -> Iterator[Run]:
-        """Yield what this process writes: where, from which element on, and the elements.
-
-        Each process begins with another file: those that write into one file wait for each other.
-        """
-        files = list(dict.fromkeys(slot.path for slot in slots.values()))
-        order = {path: index for index, path in enumerate(files)}
-        job = self._sharded.engine.job
-        first = len(files) * job.rank // job.num_processes
-
-        def turn(source: tuple[torch.Tensor, Holding, str]) -> int:
-            return (order[slots[source[1].names[0] + source[2]].path] - first) % len(files)
-
-        for batch in self._batches(sorted(self._sources, key=turn)):
-            local = self._sharded.fetch([source for source, _, _ in batch])
-            for (_, holding, suffix), data in zip(batch, local, strict=True):
-                for piece in holding.pieces:
-                    own = piece.part(*self._sharded.replica)
-                    yield slots[own.name + suffix], own.start, data[own.offset : own.offset + own.numel]
-        if self._sharded.engine.job.rank == 0:
-            for name, value in self._whole.items():
-                yield slots[name], 0, value
-
-    @staticmethod
-    def _batches(
-        sources: Iterable[tuple[torch.Tensor, Holding, str]],
-    ) -> Iterator[list[tuple[torch.Tensor, Holding, str]]]:
-        batch: list[tuple[torch.Tensor, Holding, str]] = []
-        filled = 0
-        for source in sources:
-            batch.append(source)
-            filled += source[1].shard_numel * source[0].element_size()
-            if filled >= _BATCH_BYTES:
-                yield batch
-                batch, filled = [], 0
-        if batch:
-            yield batch
-
-
-@dataclass
-class _Other:
-    """What is neither the model's nor an optimizer's tensor."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def lay_out(self) -> dict[str, Layout]:
-        """Return the file of the tensors."""
-        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
-        return plan_safetensors(described, "state") if described else {}
-
-
-def _other_state(
-    sharded: ShardedModel,
-    draws: list[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    loader: Any,
-    extra: Any,
-) -> _Other:
-    """Collect the states that are small, on rank 0."""
-    described = {
-        "model": sharded.plan.units[-1].module_class,
-        "engine": sharded.engine.kind,
-        "mesh": sharded.plan.topology.describe(),
-        "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "loader": loader.state_dict() if loader is not None else None,
-        "random": draws,
-        "extra": extra,
-    }
-    other = _Other()
-    files = {"state.json": plain.encode(described, other.tensors, "state")}
-    if optimizer is not None:
-        files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
-    other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
-    return other
-
-
-def _described(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has beside tensors: its groups, and values of its parameters."""
-    values: dict[str, dict[str, Any]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        plain_values = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
-        if plain_values:
-            values |= dict.fromkeys(state.holding_of(sharded, parameter).names, plain_values)
-    groups = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
-        for group, names in zip(
-            optimizer.param_groups, optimizer_state.optimizer_names(sharded, optimizer), strict=True
-        )
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
-
-
-def _random_state(sharded: ShardedModel) -> dict[str, Any]:
-    return {**sharded.engine.random_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def indices(layouts: Mapping[str, Layout]) -> dict[str, bytes]:
-    """Return the indices of what lies in several files."""
-    found = {}
-    for stem in ("model", "optimizer"):
-        of_stem = {name: layout for name, layout in layouts.items() if name.startswith(f"{stem}-")}
-        if of_stem:
-            found[f"{stem}.safetensors.index.json"] = safetensors_index(of_stem).encode()
-    return found
-
-
-def _pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
-    """Return what `save_pretrained()` of a model's config, and of a tokenizer, writes."""
-    model = sharded.model
-    config: Any = getattr(model, "config", None)
-    with tempfile.TemporaryDirectory() as folder:
-        for part in (config, getattr(model, "generation_config", None), tokenizer):
-            if part is not None and hasattr(part, "save_pretrained"):
-                # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
-                part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    reason = hub.why_not_opened(sharded) if "config.json" in files else None
-    if reason is not None:
-        del files["config.json"]
-        _log.warning(
-            "the checkpoint gets no config.json, so that from_pretrained() refuses it: %s. torchacc loads it", reason
-        )
-    if "config.json" in files:
-        described = json.loads(files["config.json"])
-        described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": "float32"}
-        files["config.json"] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
-    return files
 
 
 def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
