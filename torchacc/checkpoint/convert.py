@@ -1,7 +1,7 @@
 """Consolidate rank files into whole tensors, or reshard them for another number of ranks: no device, no job."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ def consolidate_sharded_model_checkpoints(
 ) -> tuple[dict[str, Any], str | None]:
     """Put a model together from the rank files of `torchacc.save(…, master_only=False)`, or of torch_xla's FSDP.
 
-    Needs no device, and memory for a few chunks only, however large the files are.
+    Needs no device, and memory for a few chunks only, however large the files are. The checksums of all that is read
+    are compared before the file gets its name.
 
     Args:
         ckpt_prefix: A folder, or what the paths of the files begin with.
@@ -36,7 +37,8 @@ def consolidate_sharded_model_checkpoints(
             `ckpt_prefix + "_consolidated.pth"`.
         save_model: Whether to write a file, `{"model": …}`; otherwise the tensors are put together in memory.
         workers: Threads that copy; None for one for each core, up to 8.
-        verify: Compare all checksums before, and what was written with the rank files afterwards.
+        verify: Compare the checksums of everything in the rank files before anything is written, and what was written
+            with the rank files afterwards. Without it, those of what is read are compared as it is copied.
         progress: Is told, from any thread, of bytes dealt with.
 
     Returns:
@@ -71,8 +73,15 @@ def find_model_files(prefix: str, suffix: str) -> RankFiles:
         CheckpointError: They are not a complete set.
     """
     if Path(prefix).is_dir():
-        return find_rank_files(Path(prefix).glob(suffix.lstrip("/")), "model", where=str(Path(prefix) / suffix))
-    return find_rank_files(map(Path, glob(prefix + suffix)), "model", where=prefix + suffix)
+        suffix = suffix.lstrip("/")
+        return find_rank_files(_matching(Path(prefix), suffix), "model", where=str(Path(prefix) / suffix))
+    # What exists is meant as it is named, whatever characters it has; anything else may be a pattern.
+    found = glob(escape(prefix) + suffix)
+    if not found:
+        ends = [index + 1 for index, character in enumerate(prefix) if character == "/"]
+        there = max((end for end in ends if Path(prefix[:end]).is_dir()), default=0)
+        found = glob(escape(prefix[:there]) + prefix[there:] + suffix)
+    return find_rank_files(map(Path, found), "model", where=prefix + suffix)
 
 
 def plan_conversion(
@@ -98,16 +107,24 @@ def plan_conversion(
         output: How to write a consolidated model.
 
     Raises:
-        CheckpointError: The files are not complete sets, or the options contradict one another.
+        CheckpointError: The files are not complete sets, or the options contradict one another; or, where no patterns
+            are given, the parts are of different numbers of ranks.
     """
     if num_ranks < 1:
         raise CheckpointError(f"{num_ranks} ranks cannot be written: give 1 to consolidate, or more to reshard")
     output, target = output or Output(), target or folder
     if num_ranks > 1 and output != Output(config_from=output.config_from):
         raise CheckpointError("a format, a dtype and a size of files are options of consolidating: reshard to 1")
+    given = {part: (patterns or {}).get(part) for part in parts}
+    found = {part: _find(folder, part, pattern) for part, pattern in given.items()}
+    counts = {part: len(files.files) for part, files in found.items()}
+    if len(set(counts.values())) > 1 and not any(given.values()):
+        each = " and ".join(f"the {part} of {count} ranks" for part, count in counts.items())
+        raise CheckpointError(
+            f"{folder} has {each}: they are not of one save. Say which with patterns, or take one part"
+        )
     plans = []
-    for part in parts:
-        files = _find(folder, part, (patterns or {}).get(part))
+    for part, files in found.items():
         name = (names or {}).get(part)
         if num_ranks > 1:
             plans.append(
@@ -137,10 +154,17 @@ def _find(folder: Path, part: Part, pattern: str | None) -> RankFiles:
         raise CheckpointError(f"{folder} is not a folder: name the one that the rank files are in")
     tried = [pattern] if pattern else [f"rank-*-of-*-{part}.pth", "rank-*-of-*.pth"]
     for each in tried:
-        paths = list(folder.glob(each))
+        paths = _matching(folder, each)
         if paths:
             return find_rank_files(paths, part, where=str(folder / each))
     raise CheckpointError(f"{folder} has no files {' or '.join(tried)}")
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return list(folder.glob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{pattern!r} is no pattern of files in {folder}: {error}") from None
 
 
 def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:

@@ -1,15 +1,16 @@
 """Carry out a conversion: which elements of which files become which of others, decided before anything is written.
 
 A plan is plain data. It is carried out in chunks by several threads, in memory that does not grow with the files; what
-it writes gets its name when all of it is complete.
+it writes gets its name when all of it is complete, and the checksum of every record that was read is right.
 """
 
 import os
+import resource
 import secrets
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from typing_extensions import override
 from torchacc.checkpoint.crc import Crc
 from torchacc.checkpoint.folder import sync_folder
 from torchacc.checkpoint.pth import Blank, Written, blanks_in, create_pth, damaged_record, seal_pth
+from torchacc.checkpoint.records import RecordChecks, Run, damaged
 from torchacc.checkpoint.tensor_files import Layout, Slot, preallocate, read_exactly, write_exactly
 from torchacc.errors import CheckpointError
 
@@ -53,6 +55,11 @@ class Copy:
         """Bytes that are written."""
         return self.numel * self.target.dtype.itemsize
 
+    @property
+    def source_offset(self) -> int:
+        """The first byte that is read, counted in the file."""
+        return self.source.offset + self.source_start * self.source.dtype.itemsize
+
     def chunks(self) -> Iterator["Copy"]:
         """Yield this in pieces of at most `CHUNK_BYTES`, read as written."""
         step = CHUNK_BYTES // max(self.source.dtype.itemsize, self.target.dtype.itemsize)
@@ -65,14 +72,17 @@ class Copy:
             )
 
     def read(self, buffer: bytearray) -> memoryview:
-        """Return the bytes to be written; they may lie in the buffer, which is as large as a chunk."""
+        """Return the bytes of the source; they lie in the buffer, which is as large as a chunk."""
         raw = memoryview(buffer)[: self.source_nbytes]
-        offset = self.source.offset + self.source_start * self.source.dtype.itemsize
         try:
             with self.source.path.open("rb", buffering=0) as file:
-                read_exactly(file.fileno(), raw, offset, self.source.path)
+                read_exactly(file.fileno(), raw, self.source_offset, self.source.path)
         except OSError as error:
             raise CheckpointError(f"{self.source.path} cannot be read: {error.strerror}") from None
+        return raw
+
+    def cast(self, raw: memoryview) -> memoryview:
+        """Return the bytes to be written, which may be those of the source."""
         if self.source.dtype == self.target.dtype:
             return raw
         cast = torch.frombuffer(raw, dtype=self.source.dtype).to(self.target.dtype)
@@ -199,32 +209,44 @@ def carry_out(
 ) -> None:
     """Write the files of a plan, all of them or none.
 
+    The checksum of every record of which anything is read is computed in passing, and compared before a file gets its
+    name.
+
     Args:
         plan: What to write.
         workers: Threads that copy; None for one for each core, up to 8.
         progress: Is told of the work as it is done, `plan.work()` bytes in all.
-        verify: Read the source files completely first and compare their checksums; and read what was written, before it
-            gets its name, and compare it with the sources.
+        verify: Compare the checksums of all records of the source files before anything is written, also of those that
+            are not needed; and read what was written, before it gets its name, and compare it with the sources.
 
     Raises:
-        CheckpointError: A target is one of the sources, cannot be written or does not fit; or a source is damaged.
+        CheckpointError: A target is one of the sources, cannot be written or does not fit; or a source is damaged: the
+            message names the file, the record and its tensor.
     """
     progress = progress or (lambda count: None)
     _refuse_targets(plan)
     if verify:
         verify_sources(plan, workers=workers, progress=progress)
     with _temporary_names(plan) as names:
-        slots = {blank: slot for file in plan.files for blank, slot in file.make(names[file.path]).items()}
+        slots: dict[Blank, Slot] = {}
+        for file in plan.files:
+            with _naming(file.path):
+                slots |= file.make(names[file.path])
         written = _write(plan, names, slots, workers, progress)
         for file in plan.files:
-            file.finish(names[file.path], written[names[file.path]])
+            with _naming(file.path):
+                file.finish(names[file.path], written[file.path])
         if verify:
             _compare(plan.copies, slots, workers, progress)
         _commit(plan, names)
 
 
 def load(blanks: Iterable[Blank], copies: Iterable[Copy], *, workers: int | None = None) -> dict[Blank, torch.Tensor]:
-    """Return in memory what copies make of blanks, and write nothing."""
+    """Return in memory what copies make of blanks, and write nothing.
+
+    Raises:
+        CheckpointError: A source is damaged.
+    """
     tensors = {blank: torch.zeros(blank.shape, dtype=blank.dtype) for blank in blanks}
     views = {blank: tensor.view(-1).view(torch.uint8).numpy().data for blank, tensor in tensors.items()}
 
@@ -250,8 +272,7 @@ def verify_sources(plan: Plan, *, workers: int | None = None, progress: Progress
             names = {
                 copy.target.name for copy in plan.copies if copy.source.path == path and copy.source.offset in span
             }
-            holding = f", which holds {', '.join(sorted(names))}" if names else ""
-            raise CheckpointError(f"{path} is damaged: the checksum of its record {record}{holding}, is wrong")
+            raise damaged(path, record, names)
         if progress is not None:
             progress(path.stat().st_size)
 
@@ -262,14 +283,15 @@ def verify_sources(plan: Plan, *, workers: int | None = None, progress: Progress
 def _write(
     plan: Plan, names: Mapping[Path, Path], slots: Mapping[Blank, Slot], workers: int | None, progress: Progress
 ) -> Mapping[Path, list[Written]]:
-    written: dict[Path, list[Written]] = {path: [] for path in names.values()}
+    written: dict[Path, list[Written]] = {path: [] for path in names}
+    finals = {name: path for path, name in names.items()}
 
     def put(chunk: Copy, data: memoryview) -> None:
         slot = slots[chunk.target]
         offset = slot.offset + chunk.target_start * slot.dtype.itemsize
-        with slot.path.open("r+b", buffering=0) as file:
+        with _naming(finals[slot.path], chunk.target.name), slot.path.open("r+b", buffering=0) as file:
             write_exactly(file.fileno(), data, offset)
-        written[slot.path].append(Written(offset, Crc.of(data)))
+        written[finals[slot.path]].append(Written(offset, Crc.of(data)))
         progress(len(data))
 
     _each_chunk(plan.copies, put, workers)
@@ -293,18 +315,26 @@ def _compare(copies: Sequence[Copy], slots: Mapping[Blank, Slot], workers: int |
 
 
 def _each_chunk(copies: Iterable[Copy], action: Callable[[Copy, memoryview], None], workers: int | None) -> None:
-    """Read every chunk and do something with its bytes, in several threads; each has one buffer for all its chunks."""
-    chunks, lock, stop = (chunk for copy in copies for chunk in copy.chunks()), threading.Lock(), threading.Event()
+    """Read every chunk and do something with its bytes, in several threads; each has one buffer for all its chunks.
+
+    What lies in the same records and is not to be copied is read as well, so that all their checksums are compared.
+    """
+    copies = list(copies)
+    checks = RecordChecks([_run(copy) for copy in copies])
+    chunks, lock, stop = _chunks(copies, checks), threading.Lock(), threading.Event()
 
     def work() -> None:
         buffer = bytearray(CHUNK_BYTES)
         try:
             while not stop.is_set():
                 with lock:
-                    chunk = next(chunks, None)
+                    chunk, counted, is_copied = next(chunks, (None, range(0), False))
                 if chunk is None:
                     return
-                action(chunk, chunk.read(buffer))
+                raw = chunk.read(buffer)
+                checks.add(chunk.source.path, chunk.source_offset, raw, counted)
+                if is_copied:
+                    action(chunk, chunk.cast(raw))
         except BaseException:
             stop.set()
             raise
@@ -317,9 +347,37 @@ def _each_chunk(copies: Iterable[Copy], action: Callable[[Copy, memoryview], Non
             stop.set()
 
 
+def _run(copy: Copy) -> Run:
+    start = copy.source_offset
+    return Run(copy.source.path, range(start, start + copy.source_nbytes), copy.target.name)
+
+
+def _chunks(copies: Sequence[Copy], checks: RecordChecks) -> Iterator[tuple[Copy, range, bool]]:
+    """Yield what to read: chunks, which bytes of the file are counted with them, and whether they are copied."""
+    for copy, counted in zip(copies, checks.counted, strict=True):
+        for chunk in copy.chunks():
+            yield chunk, counted, True
+    for path, span, name in checks.unread:
+        shape = (len(span),)
+        unread = Copy(Slot(path, torch.uint8, shape, span.start), 0, Blank(name, torch.uint8, shape), 0, len(span))
+        for chunk in unread.chunks():
+            yield chunk, span, False
+
+
 def _refuse_targets(plan: Plan) -> None:
     sources = {path.resolve() for path in plan.sources}
+    twice = [path for path, count in Counter(file.path.resolve() for file in plan.files).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]} would be written twice, with other contents: give each its own name")
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     for file in plan.files:
+        if file.path.is_dir():
+            raise CheckpointError(f"{file.path} is a folder: name the file to write, such as {file.path / 'model.pth'}")
+        if largest != resource.RLIM_INFINITY and file.nbytes > largest:
+            raise CheckpointError(
+                f"{file.path} takes more than {file.nbytes:,} bytes, and this process may write files of {largest:,}: "
+                "raise that limit (ulimit -f)"
+            )
         if file.path.resolve() in sources:
             raise CheckpointError(f"{file.path} is one of the files that are read: write elsewhere")
     for path in plan.stale:
@@ -344,20 +402,35 @@ def _temporary_names(plan: Plan) -> Iterator[dict[Path, Path]]:
         yield names
     except OSError as error:
         where = error.filename or next(iter(names)).parent
-        raise CheckpointError(f"{where} cannot be written: {error.strerror or error}; nothing is left of it") from None
+        raise _unwritten(where, error) from None
     finally:
         for name in names.values():
             with suppress(OSError):
                 name.unlink()
 
 
+@contextmanager
+def _naming(path: Path, tensor: str = "") -> Iterator[None]:
+    """Give errors of the system the final name of the file that is written, and the tensor."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritten(path, error, tensor) from None
+
+
+def _unwritten(path: Path | str, error: OSError, tensor: str = "") -> CheckpointError:
+    where = f" (at {tensor})" if tensor else ""
+    return CheckpointError(f"{path} cannot be written: {error.strerror or error}{where}; nothing is left of it")
+
+
 def _commit(plan: Plan, names: Mapping[Path, Path]) -> None:
     """Let the files reach the disk, and only then give them their names."""
-    for name in names.values():
-        with name.open("rb") as complete:
+    for path, name in names.items():
+        with _naming(path), name.open("rb") as complete:
             os.fsync(complete.fileno())
     for file in plan.files:
-        names[file.path].replace(file.path)
+        with _naming(file.path):
+            names[file.path].replace(file.path)
     for folder in {path.parent for path in names}:
         sync_folder(folder)
 

@@ -49,6 +49,8 @@ def read_optimizer(files: RankFiles) -> OptimizerState:
             for group, given in zip(groups, parts[0]["param_groups"], strict=True)
             for key, id_ in zip(group.keys, given["params"], strict=True)
         }
+        if len(ids) < sum(len(group.keys) for group in groups):
+            raise ValueError("a parameter is in it twice")
         states = {}
         for key, id_ in ids.items():
             by_rank = [part["state"].get(id_, {}) for part in parts]

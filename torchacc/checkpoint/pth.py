@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -36,10 +37,21 @@ class Blank:
 
 
 class Written(NamedTuple):
-    """A run of bytes that has been written to a file."""
+    """A run of bytes that has been written to a file, or read from one."""
 
     offset: int
     crc: Crc
+
+
+class Record(NamedTuple):
+    """A storage in a file."""
+
+    name: str
+    start: int
+    """Its first byte, counted in the file."""
+    size: int
+    crc: int
+    """The checksum of its bytes, as the file has it."""
 
 
 def read_pth(path: Path) -> Any:
@@ -56,10 +68,14 @@ def read_pth(path: Path) -> Any:
             records = {_record(info): info for info in archive.infolist()}
             if "data.pkl" not in records:
                 raise CheckpointError(f"{path} is a zip file, but not one that `torch.save` wrote")
+            if not any(info.CRC for info in records.values() if info.file_size):
+                raise CheckpointError(
+                    f"{path} has no checksums: save it again without torch.serialization.set_crc32_options(False)"
+                )
             if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
                 raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
-            with archive.open(records["data.pkl"]) as pickled:
-                return _Unpickler(pickled, path, lambda key: _span(file, path, records[f"data/{key}"])).load()
+            pickled = BytesIO(archive.read(records["data.pkl"]))  # all of it, which compares its checksum
+            return _Unpickler(pickled, path, lambda key: _span(file, path, records[f"data/{key}"])).load()
     except zipfile.BadZipFile as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}): it is truncated, damaged, or not a file that `torch.save` wrote"
@@ -109,11 +125,37 @@ def seal_pth(path: Path, written: Iterable[Written]) -> None:
         for info in infos:
             start, size = _span(file, path, info)
             if _record(info).startswith("data/"):
-                packed = struct.pack("<I", _checksum(runs, start, start + size))
+                packed = struct.pack("<I", joined_checksum(runs, start, start + size))
                 _patch(file, start + size + 4, packed)  # the data descriptor: PK\x07\x08, checksum, sizes
                 _patch(file, entry + 16, packed)
             file.seek(entry + 28)
             entry += 46 + sum(struct.unpack("<HHH", file.read(6)))  # name, extra field, comment
+
+
+def tensor_records(path: Path) -> list[Record]:
+    """Return the storages in a `.pth` file, in the order of their bytes.
+
+    Raises:
+        CheckpointError: The file is not a whole zip file.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            infos = [info for info in archive.infolist() if _record(info).startswith("data/")]
+            return sorted(
+                (Record(info.filename, *_span(file, path, info), info.CRC) for info in infos),
+                key=lambda record: record.start,
+            )
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def joined_checksum(runs: Sequence[Written], start: int, stop: int) -> int:
+    """Return the checksum of a part of a file, zeros but for these runs, which are in order and do not overlap."""
+    first, last = (bisect_left(runs, bound, key=lambda run: run.offset) for bound in (start, stop))
+    crc = Crc()
+    for run in runs[first:last]:
+        crc = crc.zeros(run.offset - start - crc.size).then(run.crc)
+    return crc.zeros(stop - start - crc.size).value
 
 
 def damaged_record(path: Path) -> tuple[str, range] | None:
@@ -129,7 +171,9 @@ def damaged_record(path: Path) -> tuple[str, range] | None:
                 return None
             start, size = _span(file, path, archive.getinfo(name))
             return name, range(start, start + size)
-    except (zipfile.BadZipFile, OSError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged directory fails in any way
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
@@ -260,15 +304,6 @@ def _span(file: IO[bytes], path: Path, info: zipfile.ZipInfo) -> _Span:
     if len(header) < 30 or header[:4] != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged at byte {info.header_offset}: no record of `torch.save` begins there")
     return _Span(info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30])), info.file_size)
-
-
-def _checksum(runs: Sequence[Written], start: int, stop: int) -> int:
-    """Return the checksum of a part of a file, zeros but for these runs, which are in order."""
-    first, last = (bisect_left(runs, bound, key=lambda run: run.offset) for bound in (start, stop))
-    crc = Crc()
-    for run in runs[first:last]:
-        crc = crc.zeros(run.offset - start - crc.size).then(run.crc)
-    return crc.zeros(stop - start - crc.size).value
 
 
 def _patch(file: IO[bytes], offset: int, packed: bytes) -> None:

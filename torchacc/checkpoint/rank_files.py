@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,16 @@ from torchacc.checkpoint.pth import read_pth
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding
+from torchacc.logging import get_logger
 
 Part = Literal["model", "optimizer"]
 
 _XLA_SHARD = "_fsdp_shard"
 _XLA_MULTIPLE = 128
+_MAX_SIZE = 2**63 - 1
+_MAX_NAMED = 8
 _NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
+_log = get_logger(__name__)
 
 
 class Cut(Enum):
@@ -60,8 +65,12 @@ class Block:
 
     def is_sharded_like(self, slot: Slot, count: int) -> bool:
         """Return whether a tensor can be the first of `count` shards of this, or of something of its shape."""
-        cuts = [cut for cut in Cut if cut is Cut.ROWS or self.from_xla]
-        return bool(slot.shape) and slot.numel in {prod(self.shard_shape(cut, count)) for cut in cuts}
+        shapes = [self.shard_shape(cut, count) for cut in Cut if cut is Cut.ROWS or self.from_xla]
+        return any(slot.shape in (shape, (prod(shape),)) for shape in shapes)
+
+    def has_rows_like(self, slot: Slot) -> bool:
+        """Return whether a tensor is flattened, or has rows of this one's shape."""
+        return len(slot.shape) == 1 or (bool(slot.shape) and slot.shape[1:] == self.shape[1:])
 
     @property
     def from_xla(self) -> bool:
@@ -82,18 +91,19 @@ class Sharded:
     def __post_init__(self) -> None:
         """Check that these can be the shards of one tensor."""
         first, count = self.slots[0], len(self.slots)
-        for holding, slot in zip(self.holdings, self.slots, strict=True):
-            held = sum(piece.numel for piece in holding.pieces)
-            if slot.numel not in (held, self.shard_numel) or slot.dtype != first.dtype:
-                raise CheckpointError(
-                    f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
-                    "these are not files of one save"
-                )
         if not self.block.is_sharded_like(first, count):
             raise CheckpointError(
                 f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
                 f"{self.block.shape}: the tensor and shard_metadata contradict each other"
             )
+        for holding, slot in zip(self.holdings, self.slots, strict=True):
+            held = sum(piece.numel for piece in holding.pieces)
+            fits = slot.numel in (held, self.shard_numel) and self.block.has_rows_like(slot)
+            if not fits or slot.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
+                    "these are not files of one save"
+                )
 
     @property
     def shard_numel(self) -> int:
@@ -182,19 +192,38 @@ class RankFiles:
                     f"{first.path} and {other.path} are sharded differently: they are not of one save"
                 )
         try:
-            return {block.key: block for block in _blocks(first.metadata)}
+            blocks = list(_blocks(first.metadata))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{first.path}: its shard_metadata makes no sense ({error!r})") from None
+        for names in ([block.key for block in blocks], [name for block in blocks for name, _ in block.members]):
+            twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+            if twice:
+                raise CheckpointError(f"{first.path}: its shard_metadata has {', '.join(sorted(twice))} twice")
+        return {block.key: block for block in blocks}
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files that are read."""
         return tuple(file.path for file in self.files)
 
-    @property
+    @cached_property
     def tied(self) -> Mapping[str, str]:
-        """Alias to the name that is stored; torch_xla does not note them."""
-        return self.files[0].metadata.get("tied") or {}
+        """A model's aliases, to the name that is stored; torch_xla does not note them."""
+        first = self.files[0]
+        tied: Mapping[str, str] = first.metadata.get("tied") or {}
+        sharded = {name for block in self.blocks.values() for name, _ in block.members}
+        stored = sharded | ({original_name(key) for key in first.part("model") or {}} - tied.keys())
+        for alias, name in tied.items():
+            if alias in sharded:
+                raise CheckpointError(
+                    f"{first.path}: its shard_metadata says that {alias} is tied to {name}, and has both: it "
+                    "contradicts itself"
+                )
+            if name not in stored:
+                raise CheckpointError(
+                    f"{first.path}: its shard_metadata says that {alias} is tied to {name}, which is not there"
+                )
+        return tied
 
     @property
     def order(self) -> Sequence[str]:
@@ -222,15 +251,23 @@ class RankFiles:
 
     def unsharded(self) -> dict[str, tuple[Any, torch.dtype | None]]:
         """Return what every rank has whole, such as buffers: original name to rank 0's value, and original dtype."""
-        state = self.files[0].part("model") or {}
-        info = self.files[0].metadata.get("buffer_info") or {}
-        # torch_xla writes other prefixes here than into the state dict.
-        dtypes = {original_name(key): entry["_orig_dtype"] for key, entry in info.items()}
-        found = {original_name(key): state[key] for key in state if key not in self.blocks and key not in self.tied}
-        return {
-            name: (value, dtypes.get(name, value.dtype) if isinstance(value, Slot) else None)
-            for name, value in found.items()
-        }
+        first = self.files[0]
+        dtypes = {}
+        for key, entry in (first.metadata.get("buffer_info") or {}).items():
+            dtype = entry.get("_orig_dtype") if isinstance(entry, Mapping) else None
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointError(f"{first.path}: its shard_metadata does not say which dtype the buffer {key} had")
+            dtypes[original_name(key)] = dtype  # torch_xla writes other prefixes here than into the state dict
+        found: dict[str, tuple[Any, torch.dtype | None]] = {}
+        sharded = {name for block in self.blocks.values() for name, _ in block.members}
+        for key, value in (first.part("model") or {}).items():
+            name = original_name(key)
+            if key in self.blocks or key in self.tied:
+                continue
+            if name in sharded or name in found:
+                raise CheckpointError(f"{first.path} has {name} twice, one of them as {key}")
+            found[name] = value, dtypes.get(name, value.dtype) if isinstance(value, Slot) else None
+        return found
 
     def _check_keys(self, states: Sequence[Mapping[str, Any]]) -> None:
         for file, state in zip(self.files, states, strict=True):
@@ -238,6 +275,8 @@ class RankFiles:
                 lacking, having = (file, self.files[0]) if key in states[0] else (self.files[0], file)
                 raise CheckpointError(f"{lacking.path} has no {key}, which {having.path} has: they are not of one save")
             for key in state:
+                if not isinstance(key, str):
+                    raise CheckpointError(f"{file.path}: its model has the key {key!r}, which is no parameter's name")
                 if key.rpartition(".")[2].startswith(_XLA_SHARD) and key not in self.blocks:
                     raise CheckpointError(f"{file.path}: {key} is a shard, but shard_metadata does not say of what")
 
@@ -251,7 +290,8 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
     """Find one complete set of rank files among files, and check that it is one.
 
     Files that are no rank files are passed over, as are those without the part; of replicas the lowest is taken.
-    Files that resharding wrote are passed over where their originals are there.
+    Files that resharding wrote are passed over where their originals are there. Of several saves the newest that is
+    complete is taken, with a warning, where each file says of which save it is.
 
     Args:
         paths: Where to look.
@@ -259,7 +299,8 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
         where: What `paths` came of, for messages.
 
     Raises:
-        CheckpointError: Ranks are missing, also because a file cannot be read, or there twice, or of different saves.
+        CheckpointError: Ranks are missing, also because a file cannot be read, or there twice; or the files are of
+            different saves, and which to take is not known.
     """
     found: list[RankFile] = []
     reasons: list[str] = []
@@ -272,21 +313,27 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
             found += [file] if file is not None and file.part(part) is not None else []
     originals = [file for file in found if not file.metadata.get("resharded")]
     try:
-        return RankFiles(part, _complete_set(originals or found, part))
+        chosen, passed_over = _choose(originals or found, part)
     except CheckpointError as error:
         raise CheckpointError("; ".join([f"{where}: {error}", *reasons])) from None
+    if passed_over:
+        newest = _listed([str(file.path) for file in chosen])
+        others = "; ".join([*passed_over, *reasons])
+        _log.warning("%s: the %s is of the newest complete save, %s; passed over: %s", where, part, newest, others)
+    return RankFiles(part, chosen)
 
 
 def read_rank_file(path: Path) -> RankFile | None:
     """Read a file, and return None if it is no rank file.
 
     Raises:
-        CheckpointError: It cannot be read, or it is named as a rank file and is none.
+        CheckpointError: It cannot be read, or it is named as a rank file and is none, or its metadata makes no sense.
     """
     contents = read_pth(path)
     for holder in (contents, contents.get("optimizer")) if isinstance(contents, Mapping) else ():
         metadata = holder.get("shard_metadata") if isinstance(holder, Mapping) else None
         if isinstance(metadata, Mapping) and {"rank", "world_size"} <= metadata.keys():
+            _check_metadata(path, metadata)
             return RankFile(path, contents, metadata)
     if _NAMED_AS_RANK_FILE.match(path.name):
         raise CheckpointError(
@@ -296,29 +343,90 @@ def read_rank_file(path: Path) -> RankFile | None:
     return None
 
 
-def _complete_set(files: Sequence[RankFile], part: Part) -> tuple[RankFile, ...]:
+def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Refuse values that are not of the type that they have in every rank file."""
+
+    def refuse(name: str, expected: str) -> None:
+        raise CheckpointError(f"{path}: its shard_metadata has {name} = {metadata[name]!r}: {expected}")
+
+    for name, least in (("world_size", 1), ("rank", 0), ("replica", 0)):
+        if name in metadata and (type(metadata[name]) is not int or metadata[name] < least):
+            refuse(name, f"a whole number, {least} or more, is expected")
+    if metadata["rank"] >= metadata["world_size"]:
+        refuse("rank", f"less than its world_size, {metadata['world_size']}, is expected")
+    for name in ("shard_info", "flatten_info", "buffer_info", "tied"):
+        found = metadata.get(name)
+        if found is not None and not (isinstance(found, Mapping) and all(isinstance(key, str) for key in found)):
+            refuse(name, "a dict by name is expected")
+    if not all(isinstance(name, str) for name in (metadata.get("tied") or {}).values()):
+        refuse("tied", "names are expected")
+    names = metadata.get("parameters") or []
+    if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
+        refuse("parameters", "a list of names is expected")
+    if not isinstance(metadata.get("save_id"), (str, type(None))):
+        refuse("save_id", "a string is expected")
+
+
+def _choose(files: Sequence[RankFile], part: Part) -> tuple[tuple[RankFile, ...], list[str]]:
+    """Return the files of one save, by rank, and what was passed over: the files of other saves, and why."""
     if not files:
         raise CheckpointError(
             f"no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'"
         )
+    saves: dict[tuple[int, str | None], list[RankFile]] = {}
+    for file in files:
+        saves.setdefault((file.world_size, file.metadata.get("save_id")), []).append(file)
+    if len(saves) == 1:
+        return _complete_set(files), []
+    if None in (ids := [save_id for _, save_id in saves]) or len(set(ids)) < len(ids):
+        raise _mixed(files)
+    complete: dict[tuple[int, str | None], tuple[RankFile, ...]] = {}
+    faults: dict[tuple[int, str | None], str] = {}
+    for save, own in saves.items():
+        try:
+            complete[save] = _complete_set(own)
+        except CheckpointError as error:
+            faults[save] = str(error)
+    times = {save: max(file.path.stat().st_mtime_ns for file in own) for save, own in complete.items()}
+    newest = [save for save, time in times.items() if time == max(times.values())]
+    if len(newest) != 1:
+        raise _mixed(files)
+    passed_over = [
+        f"{_listed([str(file.path) for file in own])} ({faults.get(save, 'an older save')})"
+        for save, own in saves.items()
+        if save != newest[0]
+    ]
+    return complete[newest[0]], passed_over
+
+
+def _mixed(files: Sequence[RankFile]) -> CheckpointError:
+    """Return the error of files that are of several saves."""
     first = files[0]
-    by_rank: dict[int, RankFile] = {}
-    for file in sorted(files, key=lambda file: file.replica):
+    for file in files:
         if file.world_size != first.world_size:
-            raise CheckpointError(
+            return CheckpointError(
                 f"{first.path} is of {first.world_size} ranks and {file.path} of {file.world_size}: choose one set, "
                 f"with a pattern like 'rank-*-of-{first.world_size}*.pth'"
             )
-        if file.metadata.get("save_id") != first.metadata.get("save_id"):
-            raise CheckpointError(f"{first.path} and {file.path} are of different saves: keep the files of one of them")
+    other = next(file for file in files if file.metadata.get("save_id") != first.metadata.get("save_id"))
+    return CheckpointError(f"{first.path} and {other.path} are of different saves: keep the files of one of them")
+
+
+def _complete_set(files: Sequence[RankFile]) -> tuple[RankFile, ...]:
+    """Return the files of one save by rank."""
+    count = files[0].world_size
+    by_rank: dict[int, RankFile] = {}
+    for file in sorted(files, key=lambda file: file.replica):
         other = by_rank.setdefault(file.rank, file)
         if other is not file and other.replica == file.replica:
             raise CheckpointError(f"{other.path} and {file.path} are both rank {file.rank}: keep one of them")
-    missing = sorted(set(range(first.world_size)) - by_rank.keys())
+    # How many there are is what a file says.
+    missing = list(islice((rank for rank in range(count) if rank not in by_rank), _MAX_NAMED))
     if missing:
-        ranks = ", ".join(map(str, missing))
-        raise CheckpointError(f"rank {ranks} of {first.world_size} is missing: put the files of all ranks together")
-    return tuple(by_rank[rank] for rank in range(first.world_size))
+        others = count - len(by_rank) - len(missing)
+        ranks = ", ".join(map(str, missing)) + (f" and {others:,} more" if others else "")
+        raise CheckpointError(f"rank {ranks} of {count} is missing: put the files of all ranks together")
+    return tuple(by_rank[rank] for rank in range(count))
 
 
 def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
@@ -326,17 +434,31 @@ def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
     for prefix, shards in metadata["shard_info"].items():
         for suffix, info in shards.items():
             key, full_name = (f"{prefix}.{name}" if prefix else name for name in (suffix, info["_orig_name"]))
-            shape = tuple(map(int, info["_orig_size"]))
+            shape = _shape(key, info["_orig_size"])
             if full_name in flatten_info:
                 parent = full_name.rpartition(".")[0]
                 names, shapes, _ = flatten_info[full_name]
                 full_names = [f"{parent}.{name}" if parent else name for name in names]
             else:
                 full_names, shapes = [full_name], [shape]
-            block = Block(key, tuple(zip(map(original_name, full_names), map(tuple, shapes), strict=True)), shape)
+            shapes = [_shape(key, own) for own in shapes]
+            block = Block(key, tuple(zip(map(original_name, full_names), shapes, strict=True)), shape)
+            if not block.members:
+                raise ValueError(f"{key} has no parameters")
             if sum(prod(member) for _, member in block.members) != block.numel:
                 raise ValueError(f"{key} has {block.numel} elements, and its parameters have others")
             yield block
+
+
+def _shape(key: str, sizes: Any) -> tuple[int, ...]:
+    if not (isinstance(sizes, (list, tuple)) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes)):
+        raise ValueError(f"{key} has the size {sizes!r}")
+    return tuple(sizes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _describe(slot: Slot) -> str:

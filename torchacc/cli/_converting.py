@@ -37,7 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where config.json and the tokenizer are copied from (default: where the rank files are)",
     )
     parser.add_argument("--workers", type=_positive, help="threads that copy (default: one for each core, up to 8)")
-    parser.add_argument("--verify", action="store_true", help="check all input first, and the output afterwards")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare all checksums of the input before anything is written, and read the output back; "
+        "without it, those of what is copied are compared in passing",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
 
 

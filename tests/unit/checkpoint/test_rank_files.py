@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from torchacc.checkpoint import copying
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.copying import carry_out
-from torchacc.checkpoint.pth import damaged_record, read_pth
+from torchacc.checkpoint.pth import damaged_record, read_pth, tensor_records
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -362,6 +363,137 @@ def test_large_tensors_are_copied_in_chunks(tmp_path, monkeypatch):
     assert damaged_record(Path(path)) is None
 
 
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 8]))
+
+
+@pytest.mark.parametrize("chunk", [24, copying.CHUNK_BYTES])
+@pytest.mark.parametrize("style", ["rows", "rows-left-out", "xla-flat"])
+def test_every_record_that_is_read_is_checked_without_asking(tmp_path, style, chunk, monkeypatch):
+    monkeypatch.setattr(copying, "CHUNK_BYTES", chunk)
+    old = tmp_path / "old"
+    paths = make(style).save(old, 3)
+    copies = plan_conversion(old, ["model"]).copies
+    read = {(copy.source.path, copy.source.offset) for copy in copies if copy.numel}
+    records = [(path, record) for path in paths for record in tensor_records(path) if (path, record.start) in read]
+    assert len(records) >= 7
+    for path, record in records:
+        last = record.start + record.size - 1  # padding, in some, which nobody copies
+        flip(path, last)
+        match = f"{path.name} is damaged: the checksum of its record {record.name}, which holds .*, is wrong"
+        with pytest.raises(CheckpointError, match=match):
+            consolidate_sharded_model_checkpoints(str(old), workers=3)
+        with pytest.raises(CheckpointError, match=match):
+            consolidate_sharded_model_checkpoints(str(old), save_model=False)
+        with pytest.raises(CheckpointError, match=match):
+            convert(old, "model", num_ranks=2, target=tmp_path / "new")
+        flip(path, last)
+    assert len(list(old.iterdir())) == 6
+    assert not list((tmp_path / "new").iterdir())
+    consolidate_sharded_model_checkpoints(str(old))
+
+
+def test_the_checksum_of_a_record_that_several_tensors_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 16)
+    made = make("rows")
+    paths = made.save(tmp_path, 1)
+    content = load(paths[0])
+    shared = torch.arange(60.0)
+    content["model"]["h.0.b"], content["model"]["h.1.b"] = (
+        shared[10:17],
+        shared[14:21],
+    )  # they overlap, within a larger one
+    torch.save(content, paths[0])
+    state, path = consolidate_sharded_model_checkpoints(str(tmp_path), workers=3)
+    assert_same([state["h.0.b"], state["h.1.b"]], [shared[10:17], shared[14:21]])
+    offset = read_pth(paths[0])["model"]["h.0.b"].offset
+    for element in (-10, 0, 5, 10, 40):
+        flip(paths[0], offset + 4 * element)
+        with pytest.raises(CheckpointError, match=r"which holds h\.0\.b, h\.1\.b, is wrong"):
+            consolidate_sharded_model_checkpoints(str(tmp_path))
+        flip(paths[0], offset + 4 * element)
+    assert_same(consolidate_sharded_model_checkpoints(str(tmp_path))[0], state)
+
+
+def age(paths: list[Path], secs: int) -> None:
+    for path in paths:
+        os.utime(path, (1_700_000_000 - secs,) * 2)
+
+
+class TestSeveralSaves:
+    """One folder has the files of saves of different numbers of ranks."""
+
+    @pytest.fixture
+    def saves(self, tmp_path):
+        old, new = make("rows"), make("rows")
+        new.params["wte.weight"] += 1
+        by_count = {4: old.save(tmp_path, 4, save_id="old"), 2: new.save(tmp_path, 2, save_id="new")}
+        age(by_count[4], 100)
+        age(by_count[2], 0)
+        return old, new, by_count
+
+    def test_the_newest_is_taken(self, tmp_path, saves, caplog):
+        old, new, by_count = saves
+        for made, newer, older in ((new, 2, 4), (old, 4, 2)):
+            age(by_count[newer], 0)
+            age(by_count[older], 100)
+            caplog.clear()
+            state, _ = consolidate_sharded_model_checkpoints(str(tmp_path))
+            assert_same(state["wte.weight"], made.params["wte.weight"])
+            before, after = caplog.text.split("passed over: ")
+            assert f"rank-0-of-{newer}-model.pth" in before
+            assert all(str(path) in after for path in by_count[older])
+
+    def test_one_that_is_not_complete_is_passed_over(self, tmp_path, saves, caplog):
+        old, _, by_count = saves
+        by_count[2][1].unlink()
+        state, _ = consolidate_sharded_model_checkpoints(str(tmp_path))
+        assert_same(state["wte.weight"], old.params["wte.weight"])
+        assert "rank-0-of-2-model.pth (rank 1 of 2 is missing" in caplog.text
+
+    def test_none_is_complete(self, tmp_path, saves):
+        by_count = saves[2]
+        by_count[2][1].unlink()
+        by_count[4][3].unlink()
+        with pytest.raises(CheckpointError, match=r"is of 2 ranks and .*rank-0-of-4-model.pth of 4: choose one set"):
+            consolidate_sharded_model_checkpoints(str(tmp_path))
+
+    def test_no_file_is_newer(self, tmp_path, saves):
+        age([path for paths in saves[2].values() for path in paths], 0)
+        with pytest.raises(CheckpointError, match="choose one set"):
+            consolidate_sharded_model_checkpoints(str(tmp_path))
+
+    def test_torch_xlas_do_not_say_of_which_they_are(self, tmp_path):
+        age(make("xla").save(tmp_path, 4), 100)
+        make("xla").save(tmp_path, 2)
+        with pytest.raises(CheckpointError, match="choose one set"):
+            consolidate_sharded_model_checkpoints(str(tmp_path))
+        consolidate_sharded_model_checkpoints(str(tmp_path), "rank-*-of-2-model.pth")
+
+    def test_a_model_and_an_optimizer_of_different_ones(self, tmp_path, saves):
+        for path in tmp_path.glob("rank-*-of-2-optimizer.pth"):
+            path.unlink()
+        with pytest.raises(CheckpointError, match="the model of 2 ranks and the optimizer of 4 ranks: they are not of"):
+            convert(tmp_path, "model", "optimizer")
+        convert(tmp_path, "optimizer")
+
+
+@pytest.mark.parametrize("prefix", ["{}", "{}/", "{}/rank-", "{}/[r]ank-"])
+def test_names_with_the_characters_of_patterns(tmp_path, prefix):
+    folder = tmp_path / "lr[0.1]*?"
+    make("rows").save(folder, 2)
+    (tmp_path / "lr0").mkdir()  # what the name would match as a pattern
+    state, path = consolidate_sharded_model_checkpoints(prefix.format(folder), save_path=str(tmp_path / "out.pth"))
+    assert state
+    for old in folder.glob("*-model.pth"):
+        old.rename(tmp_path / f"run[1]-{old.name}")
+    assert_same(consolidate_sharded_model_checkpoints(f"{tmp_path}/run[1]-", save_path=path)[0], state)
+
+
 class TestRefused:
     """What is wrong with a set of files is said, with the file and the tensor, and nothing is written."""
 
@@ -451,6 +583,108 @@ class TestRefused:
             self.change(path, lambda content: content["model"].update({"h.0.w": torch.zeros(3, 6, 2)}))
         self.refuse(tmp_path, r"rank-0-of-4-model.pth: h.0.w is float32 \(3, 6, 2\), which is not one of 4 shards of")
 
+    def test_the_same_elements_in_another_shape(self, tmp_path, paths):
+        self.change(paths[1], lambda content: content["model"].update({"h.0.w": torch.zeros(1, 2, 6)}))
+        self.refuse(
+            tmp_path, r"rank-1-of-4-model.pth: h.0.w is float32 \(1, 2, 6\), where rank 0 of 4 has .*\(1, 6, 2\)"
+        )
+        for path in paths:
+            self.change(path, lambda content: content["model"].update({"h.0.w": torch.zeros(6, 1, 2)}))
+        self.refuse(tmp_path, r"rank-0-of-4-model.pth: h.0.w is float32 \(6, 1, 2\), which is not one of 4 shards of")
+
+    @pytest.mark.parametrize(
+        ("metadata", "match"),
+        [
+            ({"rank": "1"}, r"rank-1-of-4-model.pth: its shard_metadata has rank = '1': a whole number"),
+            ({"rank": -1}, r"rank-1-of-4-model.pth: its shard_metadata has rank = -1"),
+            ({"rank": 4}, r"rank-1-of-4-model.pth: its shard_metadata has rank = 4: less than its world_size, 4"),
+            ({"world_size": None}, r"rank-1-of-4-model.pth: its shard_metadata has world_size = None"),
+            ({"replica": "0"}, r"rank-1-of-4-model.pth: its shard_metadata has replica = '0'"),
+            ({"save_id": []}, r"rank-1-of-4-model.pth: its shard_metadata has save_id = \[\]"),
+            ({"shard_info": [1]}, r"rank-1-of-4-model.pth: its shard_metadata has shard_info = \[1\]: a dict"),
+            ({"flatten_info": 3}, r"rank-1-of-4-model.pth: its shard_metadata has flatten_info = 3: a dict"),
+            ({"buffer_info": "x"}, r"rank-1-of-4-model.pth: its shard_metadata has buffer_info = 'x': a dict"),
+            ({"tied": {"a": 1}}, r"rank-1-of-4-model.pth: its shard_metadata has tied = .*: names"),
+            ({"parameters": {1: 2}}, r"rank-1-of-4-model.pth: its shard_metadata has parameters = .*: a list of names"),
+        ],
+    )
+    def test_metadata_of_other_types(self, tmp_path, paths, metadata, match):
+        self.change(paths[1], lambda content: content["shard_metadata"].update(metadata))
+        self.refuse(tmp_path, match)
+
+    @pytest.mark.parametrize(
+        ("metadata", "match"),
+        [
+            ({"world_size": 10**9}, r"rank 4, 5, .*, 11 and 999,999,988 more of 1000000000 is missing"),
+            ({"tied": {"a": "b"}}, "rank-0-of-4-model.pth: its shard_metadata says that a is tied to b, which is not"),
+            (
+                {"tied": {"h.0.b": "h.1.b"}},
+                "rank-0-of-4-model.pth: its shard_metadata says that h.0.b is tied to h.1.b, and has both",
+            ),
+            (
+                {"buffer_info": {"h.1.scale": {}}},
+                "rank-0-of-4-model.pth: its shard_metadata does not say which dtype the buffer h.1.scale had",
+            ),
+        ],
+    )
+    def test_metadata_that_lies_in_all(self, tmp_path, paths, metadata, match):
+        for path in paths:
+            self.change(path, lambda content: content["shard_metadata"].update(metadata))
+        self.refuse(tmp_path, match)
+
+    @pytest.mark.parametrize("size", [[-4, -6, 2], "462", [4.0], [2**63]])
+    def test_a_size_that_is_none(self, tmp_path, paths, size):
+        for path in paths:
+            self.change(path, lambda c: c["shard_metadata"]["shard_info"]["h.0"]["w"].update(_orig_size=size))
+        self.refuse(tmp_path, "rank-0-of-4-model.pth: its shard_metadata makes no sense .*h.0.w has the size")
+
+    def test_a_parameter_twice(self, tmp_path):
+        for path in make("flat").save(tmp_path, 2):
+            self.change(path, lambda c: c["shard_metadata"]["flatten_info"]["h.0.flat_param_0"][0].__setitem__(1, "w"))
+        self.refuse(tmp_path, "rank-0-of-2-model.pth: its shard_metadata has h.0.w twice")
+
+    def test_a_parameter_and_a_buffer_of_one_name(self, tmp_path):
+        for path in make("xla").save(tmp_path, 2):
+            self.change(path, lambda content: content["model"].update({"h.0.w": torch.zeros(1)}))
+        self.refuse(tmp_path, "rank-0-of-2-model.pth has h.0.w twice")
+
+    def test_a_name_that_is_none(self, tmp_path, paths):
+        for path in paths:
+            self.change(path, lambda content: content["model"].update({3: torch.zeros(1)}))
+        self.refuse(tmp_path, "rank-0-of-4-model.pth: its model has the key 3")
+
+    def test_a_parameter_twice_in_the_optimizer(self, tmp_path, paths):
+        for path in tmp_path.glob("*-optimizer.pth"):
+            self.change(path, lambda c: c["optimizer"]["param_groups"][0]["param_names"].__setitem__(0, "h.0.w"))
+        with pytest.raises(CheckpointError, match="a parameter is in it twice"):
+            convert(tmp_path, "optimizer")
+
+    def test_a_folder_as_target(self, tmp_path, paths):
+        (tmp_path / "there").mkdir()
+        with pytest.raises(CheckpointError, match="there is a folder: name the file to write, such as .*there/model"):
+            consolidate_sharded_model_checkpoints(str(tmp_path), save_path=str(tmp_path / "there"))
+        assert not list((tmp_path / "there").iterdir())
+
+    def test_one_name_for_two_files(self, tmp_path, paths):
+        with pytest.raises(CheckpointError, match="x.pth would be written twice"):
+            convert(tmp_path, "model", "optimizer", names={"model": "x.pth", "optimizer": "x.pth"})
+
+    def test_no_pattern(self, tmp_path, paths):
+        with pytest.raises(CheckpointError, match="is no pattern of files"):
+            consolidate_sharded_model_checkpoints(str(tmp_path), "")
+
+    @pytest.mark.parametrize("limit", [0, 500, 4000])  # the last one is found while writing
+    def test_a_limit_to_the_size_of_files(self, tmp_path, paths, limit):
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+        try:
+            self.refuse(
+                tmp_path,
+                "consolidated.pth (takes more than 1,.*raise that limit|cannot be written: File too large.*nothing)",
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
     def test_a_wrong_dtype(self, tmp_path, paths):
         self.change(paths[1], lambda content: content["model"].update({"h.0.w": torch.zeros(1, 6, 2).half()}))
         self.refuse(tmp_path, "rank-1-of-4-model.pth: h.0.w is float16")
@@ -472,6 +706,20 @@ class TestRefused:
         self.refuse(
             tmp_path, "rank-1-of-4-model.pth is damaged: the checksum of its record .*, which holds h.0.w, is wrong"
         )
+
+    def test_a_file_without_checksums(self, tmp_path, paths):
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            self.change(paths[1], lambda content: None)
+        finally:
+            torch.serialization.set_crc32_options(before)
+        self.refuse(tmp_path, "rank-1-of-4-model.pth has no checksums: save it again without")
+
+    def test_a_flipped_bit_in_the_pickle(self, tmp_path, paths):
+        data = paths[1].read_bytes()
+        flip(paths[1], data.index(b"parameters"))
+        self.refuse(tmp_path, "rank-1-of-4-model.pth cannot be read.*Bad CRC-32.*damaged")
 
     def test_a_full_disk(self, tmp_path, paths, monkeypatch):
         def pwrite(*_):
