@@ -20,9 +20,11 @@ from torchacc.checkpoint.consolidate import pretrained_files, tied_head
 from torchacc.checkpoint.contents import MAX_SHARD_SIZE, Tensors, indices
 from torchacc.checkpoint.dcp_files import DcpFolder, DcpWriter
 from torchacc.checkpoint.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.folder import Folder, FolderWriter, sync_folder
+from torchacc.checkpoint.folder import Folder
 from torchacc.checkpoint.live import Pending
+from torchacc.checkpoint.manifest import sync_folder
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors
+from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 

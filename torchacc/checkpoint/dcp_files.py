@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Buffer, override
 
-from torchacc.checkpoint.folder import sync_folder
+from torchacc.checkpoint.manifest import sync_folder
 from torchacc.errors import CheckpointError
 
 METADATA = ".metadata"

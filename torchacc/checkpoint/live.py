@@ -25,8 +25,9 @@ from torchacc.checkpoint.contents import (
     pretrained_files,
     random_state,
 )
-from torchacc.checkpoint.folder import Folder, FolderWriter
+from torchacc.checkpoint.folder import Folder
 from torchacc.checkpoint.tensor_files import Slot
+from torchacc.checkpoint.writing import FolderWriter
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding

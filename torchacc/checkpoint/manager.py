@@ -17,7 +17,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint import live
-from torchacc.checkpoint.folder import MANIFEST, settle
+from torchacc.checkpoint.manifest import MANIFEST, settle
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.logging import get_logger

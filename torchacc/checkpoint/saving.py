@@ -14,7 +14,7 @@ import xxhash
 from torch import nn
 
 from torchacc.checkpoint import optimizer_state, state
-from torchacc.checkpoint.folder import as_bytes
+from torchacc.checkpoint.manifest import as_bytes
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint.folder import Folder, FolderWriter, locate, read_manifest, render_manifest, settle
+from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.manifest import locate, read_manifest, render_manifest, settle
 from torchacc.checkpoint.tensor_files import plan_safetensors
+from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}

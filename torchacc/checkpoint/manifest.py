@@ -1,0 +1,152 @@
+"""A checkpoint's manifest, and the names under which its folder lies while it is written, replaced or complete."""
+
+import glob
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from torchacc.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_FORMAT = "torchacc-checkpoint"
+_VERSION = 1
+
+
+class Segment(NamedTuple):
+    """A run of bytes of a file that one checksum covers."""
+
+    start: int
+    size: int
+    digest: str
+
+
+def digest(data: Any) -> str:
+    """Return the checksum of bytes."""
+    return xxhash.xxh3_64(data).hexdigest()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous host tensor that is not empty."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def render_manifest(content: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, which has a checksum of its own."""
+    content = {"format": _FORMAT, "version": _VERSION, **content}
+    return json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":")) + "\n"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the content of a folder's manifest.
+
+    Raises:
+        CheckpointError: It is missing, altered, or of a later version.
+    """
+    file = path / MANIFEST
+    try:
+        text = file.read_bytes().decode()
+        content = json.loads(text)["content"]
+        intact = (
+            text
+            == json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":"))
+            + "\n"
+        )
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{file} is not as it was written: the checkpoint is altered or torn")
+    if content["format"] != _FORMAT or content["version"] != _VERSION:
+        raise CheckpointError(
+            f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads "
+            f"{_FORMAT} {_VERSION}"
+        )
+    try:
+        for name, entry in content["files"].items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise CheckpointError(f"{file} names {name!r}: only files in its own folder are read")
+            sizes = [int(size) for size, found in entry["segments"] if isinstance(found, str)]
+            if min([int(entry["size"]), *sizes]) < 0 or len(sizes) != len(entry["segments"]):
+                raise ValueError(name)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{file} makes no sense: torchacc has not written it") from None
+    return dict(content)
+
+
+def locate(path: Path) -> Path:
+    """Return where the checkpoint of a path lies: there, or beside it where replacing it was cut short.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: name the folder that it is in")
+    for other in _leftovers(path):
+        if (other / MANIFEST).exists():
+            return other
+    raise CheckpointError(f"there is no checkpoint {path}")
+
+
+def settle(path: Path) -> None:
+    """Complete a replacement that was cut short, and remove what interrupted saves of a path have left."""
+    if not path.exists():
+        with suppress(CheckpointError):
+            locate(path).rename(path)
+    for other in _leftovers(path):
+        shutil.rmtree(other, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Let what was made or renamed in a folder reach the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file, and let it reach the disk."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _compact(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def aside(path: Path, token: str) -> Path:
+    """Return where a checkpoint lies while it is being replaced."""
+    return path.parent / f".{path.name}.{token}.replaced"
+
+
+def _leftovers(path: Path) -> list[Path]:
+    """Return the folders of interrupted saves of a path, those first that would be the newest."""
+    name = glob.escape(path.name)
+    found = [other for kind in ("incomplete", "replaced") for other in path.parent.glob(f".{name}.*.{kind}")]
+    return [other for other in found if other.name.count(".") == path.name.count(".") + 3]
+
+
+def is_incomplete(path: Path) -> bool:
+    """Return whether a folder has the name of one that is still being written."""
+    return path.name.startswith(".") and path.name.endswith(".incomplete")
+
+
+def token_of(path: Path) -> str | None:
+    """Return which save a checkpoint is of; None where there is none that is complete."""
+    try:
+        return str(read_manifest(path)["token"])
+    except CheckpointError:
+        return None
