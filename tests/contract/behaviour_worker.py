@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-import state_cases  # noqa: F401  registers its cases
 import torch
 from casekit import (
     ADAM,
@@ -789,6 +788,8 @@ def shard_output_callable_is_called() -> None:
     assert all(mesh.get_logical_mesh().size == 2 and "fsdp" in mesh.axis_names for _, mesh in calls)
     check_still_trains(model, plain)
 
+
+import state_cases  # noqa: E402, F401  registers its cases, after those about random numbers
 
 if __name__ == "__main__":
     main()
