@@ -1,4 +1,4 @@
-"""Fixtures for every test: none may leave an environment variable or a thread behind."""
+"""For every test: the options, and that none leaves an environment variable or a thread behind."""
 
 import os
 import threading
@@ -13,6 +13,10 @@ _SECONDS_TO_END = 5.0
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ that tests make")
 
 
 @pytest.fixture(autouse=True)

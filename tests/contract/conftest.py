@@ -193,10 +193,6 @@ class Launcher:
             process.terminate()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ that tests make")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "covers(engines, models, variants): run a test of the contract for each combination, as `case`"
