@@ -118,7 +118,7 @@ def snapshot(
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
-    group.agreed(sharded.check_usable)
+    sharded.check_usable()
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = random_state(sharded)
