@@ -3,7 +3,6 @@
 `.safetensors` files are read and laid out here, `.pth` files in `pth`. Nothing here reads a tensor.
 """
 
-import errno
 import json
 import os
 from collections.abc import Mapping
@@ -126,23 +125,13 @@ def safetensors_index(layouts: Mapping[str, Layout]) -> str:
 
 
 def preallocate(path: Path, header: bytes, nbytes: int) -> None:
-    """Make a file of a size that begins with a header; the rest is zeros until it is written.
+    """Make a file of a size that begins with a header; the rest is zeros until it is written, and takes no room.
 
-    The room is taken now, where the file system can: so a full disk is found before anything is written, and writing is
-    faster.
-
-    Raises:
-        OSError: There is no room.
+    Taking the room beforehand (`posix_fallocate`) makes writing by several processes slower: `benchmarks/checkpoint.py`.
     """
     with path.open("wb") as file:
         file.write(header)
-        file.flush()
-        try:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            file.truncate(nbytes)
+        file.truncate(nbytes)
 
 
 def read_slots(path: Path) -> dict[str, Slot]:
