@@ -33,7 +33,7 @@ class Folder:
         self._segments: dict[str, list[Segment]] = {}
         self._starts: dict[str, list[int]] = {}
         self._files: dict[str, int] = {}
-        self._last: tuple[tuple[str, int], bytes] | None = None
+        self._last: tuple[tuple[str, int], bytearray] | None = None
         if self.is_verified:
             self._read_manifest()
         elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or is_incomplete(self.path):
@@ -118,7 +118,7 @@ class Folder:
             raise CheckpointError(f"{self.path} has no {MANIFEST}, and so no checksums to verify")
         for name, segments in self._segments.items():
             for segment in segments:
-                self._segment(name, segment, self._tensor_at(name, segment.start))
+                self._segment(name, segment)
 
     def _read_manifest(self) -> None:
         for name, entry in read_manifest(self.path)["files"].items():
@@ -170,9 +170,10 @@ class Folder:
         if not self.is_verified:
             read_exactly(self._file(name), buffer, offset, self.path / name)
             return
-        stop = offset + len(buffer)
-        index = bisect_right(self._starts[name], offset) - 1
-        for segment in self._segments[name][index:] if buffer else ():
+        stop, segments = offset + len(buffer), self._segments[name]
+        begin = bisect_right(self._starts[name], offset) - 1
+        for index in range(begin, len(segments) if buffer else begin):
+            segment = segments[index]
             first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
             if segment.start >= stop:
                 break
@@ -184,18 +185,19 @@ class Folder:
                 part = self._segment(name, segment, what)
                 buffer[first - offset : last - offset] = part[first - segment.start : last - segment.start]
 
-    def _segment(self, name: str, segment: Segment, what: str) -> bytes:
+    def _segment(self, name: str, segment: Segment, what: str | None = None) -> bytearray:
         """Return a verified segment; the last one is kept, as neighbours share it."""
         key = (name, segment.start)
         if self._last is None or self._last[0] != key:
             data = bytearray(segment.size)
             read_exactly(self._file(name), memoryview(data), segment.start, self.path / name)
             self._check(name, segment, data, what)
-            self._last = key, bytes(data)
+            self._last = key, data
         return self._last[1]
 
-    def _check(self, name: str, segment: Segment, data: memoryview | bytearray, what: str) -> None:
+    def _check(self, name: str, segment: Segment, data: memoryview | bytearray, what: str | None) -> None:
         if digest(data) != segment.digest:
+            what = what or self._tensor_at(name, segment.start)
             raise CheckpointError(
                 f"{self.path / name} is not as it was written: {what}, within the bytes {segment.start:,} to "
                 f"{segment.start + segment.size:,}. Load another checkpoint"

@@ -39,8 +39,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def render_manifest(content: Mapping[str, Any]) -> str:
     """Return the text of a manifest, which has a checksum of its own."""
-    content = {"format": _FORMAT, "version": _VERSION, **content}
-    return json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":")) + "\n"
+    return _sealed({"format": _FORMAT, "version": _VERSION, **content})
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -53,11 +52,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes().decode()
         content = json.loads(text)["content"]
-        intact = (
-            text
-            == json.dumps({"xxh3": digest(_compact(content).encode()), "content": content}, separators=(",", ":"))
-            + "\n"
-        )
+        intact = text == _sealed(content)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -121,6 +116,10 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sealed(content: Any) -> str:
+    return _compact({"xxh3": digest(_compact(content).encode()), "content": content}) + "\n"
 
 
 def _compact(content: Any) -> str:

@@ -10,11 +10,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from torchacc.checkpoint import optimizer_state, state
-from torchacc.checkpoint.manifest import as_bytes
+from torchacc.checkpoint.manifest import as_bytes, digest
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -64,7 +63,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
             target = target / f"rank-{job.rank}-of-{job.num_processes}{_kind(obj)}.pth"
         content = _stamped(_on_host(obj), save_id)
     else:
-        group.agreed(lambda: _refuse_loss(obj, group.job))
+        group.agreed(lambda: _refuse_loss(obj))
         _refuse_other_copies(obj, group)
         content = _whole(obj) if sharded else _on_host(obj)
     writes = by_rank or job.rank == 0
@@ -95,14 +94,19 @@ def _kind(obj: Any) -> str:
 
 def _is_sharded(tree: Any) -> bool:
     """Return whether an object holds a part of something of which other processes hold the rest."""
-    for part in _mappings(tree):
-        metadata = part.get(_METADATA)
-        if isinstance(metadata, Mapping) and metadata["world_size"] > 1:
-            return True
-    owners = [state.shard_of(tensor) for tensor in _tensors(tree)]
-    if any(hasattr(tensor, "to_local") for tensor in _tensors(tree)):
+    if any(_says_sharded(part) for part in _mappings(tree)):
         return True
-    return any(owner is not None and owner[0].num_shards > 1 for owner in owners)
+    tensors = _tensors(tree)
+    owners = map(state.shard_of, tensors)
+    return any(hasattr(tensor, "to_local") for tensor in tensors) or any(
+        owner is not None and owner[0].num_shards > 1 for owner in owners
+    )
+
+
+def _says_sharded(part: Mapping[Any, Any]) -> bool:
+    """Return whether a dict has the metadata of one of several shards."""
+    metadata = part.get(_METADATA)
+    return isinstance(metadata, Mapping) and metadata["world_size"] > 1
 
 
 def _check_usable(tree: Any) -> None:
@@ -117,14 +121,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _refuse_loss(tree: Any, job: Job) -> None:
+def _refuse_loss(tree: Any) -> None:
     """Refuse what is said, or can be seen, to be a part of something, and cannot be put together."""
     for tensor in _tensors(tree):
         if hasattr(tensor, "to_local") and state.shard_of(tensor) is None:
             raise CheckpointError(f"a DTensor of shape {tuple(tensor.shape)} {_UNKNOWN}")
     for part in _mappings(tree):
-        metadata = part.get(_METADATA)
-        if isinstance(metadata, Mapping) and metadata["world_size"] > 1:
+        if _says_sharded(part):
             others = [t for t in _tensors({k: v for k, v in part.items() if k != _METADATA}) if _may_be_shard(t)]
             if others:
                 raise CheckpointError(f"a tensor of shape {tuple(others[0].shape)} beside shard_metadata {_UNKNOWN}")
@@ -158,7 +161,7 @@ def _refuse_other_copies(tree: Any, group: ProcessGroup) -> None:
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     host = tensor.detach().cpu().contiguous()
-    return tuple(tensor.shape), xxhash.xxh3_64(as_bytes(host)).hexdigest() if host.numel() else ""
+    return tuple(tensor.shape), digest(as_bytes(host)) if host.numel() else ""
 
 
 def _mappings(tree: Any) -> Iterator[Mapping[Any, Any]]:
