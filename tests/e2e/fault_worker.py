@@ -293,7 +293,11 @@ def main() -> None:
     if mode == "train":
         rank = os.environ["RANK"]
         options = {"folder": folder, "steps": 2000, "every_steps": 10**6, "pause": 0.02}
-        train(kind, int(num_devices), lambda event, **details: print(rank, event, details, flush=True), **options)
+
+        def tell(event, **details) -> None:
+            os.write(1, f"{rank} {event} {details}\n".encode())  # print() lets ranks write into each other's lines
+
+        train(kind, int(num_devices), tell, **options)
         return
     run = Supervisor(kind, int(num_devices), Path(folder), int(rest[1]) if mode == "kill" else 0)
     if mode == "kill":

@@ -81,18 +81,18 @@ def test_sigterm_to_the_launcher_saves(tmp_path):
     )  # fmt: skip
     try:
         lines = []
-        for line in process.stdout:
+        for line in process.stdout:  # not communicate(), which would drop what this has read ahead
             lines.append(line)
-            if len(lines) > 20:
+            if len(lines) == 21:
                 process.send_signal(signal.SIGTERM)
-                break
-        printed = "".join(lines) + process.communicate(timeout=100)[0]
+        process.wait(timeout=100)
+        printed = "".join(lines)
     finally:
         process.kill()
     assert process.returncode != 0
     last = [max(map(int, re.findall(rf"^{rank} step .*'step': (\d+)", printed, re.MULTILINE))) for rank in (0, 1)]
     assert last[0] == last[1], printed[-3000:]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last[0]:08d}"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last[0]:08d}"], printed[-3000:]
     live.verify(tmp_path / "run" / f"step-{last[0]:08d}")
 
 

@@ -24,10 +24,12 @@ def write(final: Path, *, num_ranks: int = 2, fail: int | None = None, token: st
     writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
     writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
     raised: list[BaseException | None] = [None] * num_ranks
+    joined = threading.Barrier(num_ranks)
 
     def part(rank: int) -> None:
         writer = writers[rank]
         writer.join()
+        joined.wait()
         try:
             if rank == fail:
                 raise OSError(28, "No space left on device")
