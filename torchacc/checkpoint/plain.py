@@ -58,6 +58,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return what `encode` was given."""
     if isinstance(value, list):
+        if {type(item) for item in value}.isdisjoint((list, dict)):  # long ones are: generators' states
+            return value
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value

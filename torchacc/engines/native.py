@@ -233,6 +233,11 @@ class NativeModel(ShardedModel):
             stride=parameter.stride(),
         )
 
+    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Copy new values into the shard that is there."""
+        shard = _local(parameter.detach())
+        shard.copy_(local.view(shard.shape))
+
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         size = self.engine.topology.size("fsdp")
