@@ -19,6 +19,7 @@ from torchacc.checkpoint.state import StateDictType as StateDictType
 from torchacc.checkpoint.state import TensorShard as TensorShard
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
+from torchacc.engines.deferred import deferred_init as deferred_init
 from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
 from torchacc.errors import DataError as DataError
@@ -40,6 +41,7 @@ __all__ = [
     "accelerate",
     "accumulate",
     "checkpoint",
+    "deferred_init",
     "describe",
     "dist",
     "full_state_dict",

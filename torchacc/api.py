@@ -15,7 +15,7 @@ from torchacc import data
 from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
-from torchacc.engines import compat, failure, registry
+from torchacc.engines import compat, deferred, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
 from torchacc.engines.meta import materialise_buffers
 from torchacc.engines.replicas import align_replicas
@@ -41,7 +41,8 @@ def accelerate(
 
     Args:
         model: The model, on the CPU. Processes whose models differ all take rank 0's. One that was built on the meta
-            device never needs memory for the whole; `torchacc.checkpoint.load()` gives it its weights.
+            device never needs memory for the whole; `torchacc.checkpoint.load()` gives it its weights. One that
+            `deferred_init()` has built needs no more, and starts from its own initialisation.
         dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
             comes back gives each process its part of every global batch, on the device.
         config: How to shard; None for data parallelism over all processes. It is only read.
@@ -61,6 +62,7 @@ def accelerate(
     _refuse_second_time(model)
     plan = make_plan(model, engine.config, engine.topology)
     engine.check(model)
+    deferred.check_unchanged(model)
     _refuse_stale_optimizers(model, optimizer)
     _list_options_without_effect(engine)
 
@@ -71,13 +73,14 @@ def accelerate(
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
     _keep_float32_masters(model, plan.compute_dtype)
-    has_no_values = any(parameter.is_meta for parameter in model.parameters())
+    has_no_values = any(p.is_meta and not deferred.is_recorded(p) for p in model.parameters())
     materialise_buffers(model)
     sharded = engine.apply(model, plan, optimizer)
     if has_no_values:
         sharded.unusable = (
             "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) "
-            "loads them from a torchacc or a Hugging Face checkpoint"
+            "loads them from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
+            "torchacc.deferred_init() instead"
         )
     _attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])

@@ -44,6 +44,8 @@ VARIANTS = {
     "adamw": Variant(),
     "sgd": Variant(recipe="sgd"),
     "handed-in": Variant(options=("handed-in",)),
+    "deferred": Variant(options=("deferred",)),
+    "deferred-handed-in": Variant(options=("deferred", "handed-in")),
     "hybrid": Variant(dp=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}),
     "no-shard": Variant(fsdp={"sharding_strategy": "NO_SHARD"}),
     "bf16": Variant(compute={"bf16": True}, reference_options=("autocast",)),

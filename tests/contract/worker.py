@@ -63,15 +63,19 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         case: `id`, `model`, `recipe` (a key of `RECIPES`), `config` (or None), `num_devices`, and `options`, names of
-            what else is to be done: `handed-in`, `unequal-seeds`, `unequal-shapes`, `evaluate`, `ragged`, and for the
-            reference also `per-device` and `autocast`.
+            what else is to be done: `handed-in`, `deferred`, `unequal-seeds`, `unequal-shapes`, `evaluate`, `ragged`,
+            and for the reference also `per-device` and `autocast`.
     """
     options = case["options"]
     is_reference = case["config"] is None
     torch.manual_seed(RANK if "unequal-seeds" in options else 0)
     engine = "" if is_reference else case["config"]["backend"]
     other = "unequal-shapes" in options and RANK > 0
-    model = make_model("llama" if other else case["model"], chooses_experts=engine != "xla")
+    name = "llama" if other else case["model"]
+    if "deferred" in options:
+        model = torchacc.deferred_init(make_model, name, chooses_experts=engine != "xla")
+    else:
+        model = make_model(name, chooses_experts=engine != "xla")
     data = make_data(case["model"], ragged="ragged" in options)
     recipe = RECIPES[case["recipe"]]
     recipe.freeze(model, case["model"])

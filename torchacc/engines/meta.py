@@ -1,10 +1,11 @@
-"""Models that were built on the meta device: they have shapes and no values, which a checkpoint gives them."""
+"""Models on the meta device: a checkpoint gives them their values, or the initialisation that was recorded."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from torchacc.engines.deferred import take_values
 from torchacc.errors import ConfigError
 from torchacc.plan import PlannedParameter
 
@@ -15,12 +16,14 @@ _UNTOUCHED = -7919
 def materialise_buffers(model: nn.Module) -> None:
     """Give the buffers that lie on the meta device memory on the host, in place.
 
-    A persistent one is zeros until a checkpoint is loaded. One that no checkpoint holds is computed by the model's own
-    `_init_weights()`, as transformers' models have it.
+    One whose initialisation was recorded gets it. Of the others a persistent one is zeros until a checkpoint is
+    loaded, and one that no checkpoint holds is computed by the model's own `_init_weights()`, as transformers' models
+    have it.
 
     Raises:
         ConfigError: A buffer that no checkpoint holds cannot be computed.
     """
+    _make_recorded_buffers(model)
     for prefix, module in model.named_modules():
         on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in on_meta:
@@ -41,13 +44,25 @@ def materialise_buffers(model: nn.Module) -> None:
             )
 
 
+def _make_recorded_buffers(model: nn.Module) -> None:
+    made = {buffer: take_values(buffer) for buffer in model.buffers()}
+    for module in model.modules():
+        module._buffers.update({name: made[b] for name, b in module._buffers.items() if b is not None})
+
+
 def materialise_parameters(model: nn.Module, parameters: Iterable[PlannedParameter], device: torch.device) -> None:
-    """Replace parameters on the meta device by ones with memory, whose values are undefined, in place."""
+    """Replace parameters on the meta device by ones with memory, in place.
+
+    Their values are those that their initialisation gives them, where it was recorded, else undefined.
+    """
     for planned in parameters:
         old = model.get_parameter(planned.name)
         if not old.is_meta:
             continue
-        new = nn.Parameter(torch.empty(planned.shape, dtype=old.dtype, device=device), requires_grad=planned.trainable)
+        values = take_values(old)
+        if values.is_meta:
+            values = torch.empty(planned.shape, dtype=old.dtype, device=device)
+        new = nn.Parameter(values.to(device).contiguous(), requires_grad=planned.trainable)
         for name in planned.names:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = new

@@ -137,8 +137,7 @@ class NativeModel(ShardedModel):
             module = self.model.get_submodule(unit.name)
             # Here and not for the whole model, so that no more than one unit is ever whole.
             materialise_parameters(self.model, unit.parameters, self.engine.device)
-            originals |= {planned.name: self.model.get_parameter(planned.name) for planned in unit.parameters}
-            own = {id(originals[parameter.name]) for parameter in unit.parameters}
+            own = {id(self.model.get_parameter(parameter.name)) for parameter in unit.parameters}
             left = {parameter for parameter in module.parameters() if id(parameter) not in own}
             again = self.plan.gathers_again_in(unit)
             fully_shard(

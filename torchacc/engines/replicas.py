@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from torchacc.engines import deferred
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -22,10 +23,11 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
         broadcast: Copy without a look; otherwise only where the processes differ, with a line that says so.
 
     Raises:
-        ConfigError: The processes built models of different shapes.
+        ConfigError: The processes built models of different shapes, or deferred other random numbers.
     """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check_shapes(state, group)
+    _check_recipes(model, group)
     state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     if not broadcast:
         digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
@@ -51,6 +53,17 @@ def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
             raise ConfigError(
                 f"the processes built different models: {name!r} has the shape {shapes[0].get(name)} on rank 0 and "
                 f"{other.get(name)} on rank {rank}"
+            )
+
+
+def _check_recipes(model: nn.Module, group: ProcessGroup) -> None:
+    recipes = group.all_gather_objects(deferred.fingerprints(model))
+    for rank, other in enumerate(recipes):
+        if other != recipes[0]:
+            name = next(n for n in (*other, *recipes[0]) if other.get(n) != recipes[0].get(n))
+            raise ConfigError(
+                f"deferred_init() on rank {rank} would give {name!r} other values than on rank 0: call "
+                "torch.manual_seed() with the same number on every rank before it"
             )
 
 

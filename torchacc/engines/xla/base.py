@@ -11,6 +11,7 @@ from torch import nn
 
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine, ShardedModel
+from torchacc.engines.deferred import take_values
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.gather import Weight, find_slots, replace_parameter
 from torchacc.engines.xla.optimizer import prime
@@ -129,7 +130,7 @@ class XlaModel(ShardedModel):
         for planned in parameters:
             slots = find_slots(self.model, planned.names)
             original = self.model.get_parameter(planned.name)
-            new = nn.Parameter(shard(original.detach()), requires_grad=original.requires_grad)
+            new = nn.Parameter(shard(take_values(original).detach()), requires_grad=original.requires_grad)
             replace_parameter(slots, new)
             lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
             dtype = getattr(torch, self.plan.compute_dtype) if lowered else original.dtype

@@ -133,7 +133,7 @@ class MultiprocessModel(XlaModel):
         pairs = sorted(self.make_weights(unit.parameters, lambda whole: whole), key=alike)
         for index, (_, members) in enumerate(groupby(pairs, key=alike)):
             originals, weights = map(list, zip(*members, strict=True))
-            whole = flatten([original.detach() for original in originals])
+            whole = flatten([weight.shard.detach() for weight in weights])
             shard = nn.Parameter(self._place(whole), requires_grad=originals[0].requires_grad)
             module.register_parameter(f"flat_param_{index}", shard)
             for weight in weights:
