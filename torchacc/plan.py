@@ -5,7 +5,7 @@ which unit, what is tied and what is frozen, and the dtypes. Engines carry it ou
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torchacc.config import Config
 from torchacc.config.sections import FSDPConfig, did_you_mean
 from torchacc.errors import ConfigError
+from torchacc.tensor_parallel import LayerSplit, split_layers
 from torchacc.topology import STRATEGIES, Topology
 
 
@@ -69,6 +70,8 @@ class WrapPlan:
     """Whether units free their weights after their forward, and gather them again for their backward."""
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
+    split: LayerSplit = field(default_factory=LayerSplit)
+    """How layers are split over the axis `tp`."""
 
     def gathers_again_in(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
@@ -100,6 +103,7 @@ class WrapPlan:
         lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
+        lines += [str(self.split)] if self.split.size > 1 else []
         return "\n".join(lines)
 
 
@@ -119,9 +123,15 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
     modules = dict(model.named_modules())
     unit_names = set(select_units(model, config.dist.fsdp))
     owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
-    for parameter in _parameters(model):
+    parameters = list(_parameters(model))
+    for parameter in parameters:
         owned[_owner(parameter.names, unit_names)].append(parameter)
     root = owned.pop("")
+    if config.dist.tp.sequence_parallel and not owned:
+        raise ConfigError(
+            f"config.dist.tp.sequence_parallel = True splits the activations between units, and {type(model).__name__} "
+            "has no layers that become units by themselves: name them in config.dist.fsdp.wrap_layer_cls"
+        )
     units = [Unit(name, type(modules[name]).__name__, tuple(parameters)) for name, parameters in owned.items()]
     return WrapPlan(
         units=(*units, Unit("", type(model).__name__, tuple(root))),
@@ -129,6 +139,7 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
         compute_dtype="bfloat16" if config.compute.bf16 else "float32",
         gathers_again=STRATEGIES[config.dist.fsdp.sharding_strategy].gathers_again,
         flatten=config.dist.fsdp.flatten_parameters,
+        split=split_layers(model, config.dist.tp, topology, {p.names: p.shape for p in parameters}),
     )
 
 

@@ -69,8 +69,8 @@ class Topology:
         return prod(self.size(axis) for axis in self.data_axes)
 
     def size(self, axis: str) -> int:
-        """Return the number of devices along an axis."""
-        return dict(self.axes)[axis]
+        """Return the number of devices along an axis; 1 for one that the mesh does not have."""
+        return dict(self.axes).get(axis, 1)
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Return a device's position on each axis."""

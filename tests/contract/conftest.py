@@ -35,6 +35,8 @@ class Variant:
     fsdp: dict[str, Any] = field(default_factory=dict)
     compute: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
     options: tuple[str, ...] = ()
     reference_options: tuple[str, ...] = ()
     """Options of the unsharded run that this is compared with."""
@@ -48,6 +50,12 @@ VARIANTS = {
     "deferred-handed-in": Variant(options=("deferred", "handed-in")),
     "hybrid": Variant(dp=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}),
     "no-shard": Variant(fsdp={"sharding_strategy": "NO_SHARD"}),
+    "tp": Variant(tp=2),
+    "tp-sequence": Variant(tp=2, sequence_parallel=True),
+    "tp-replicas": Variant(recipe="sgd", tp=2, dp=2, sequence_parallel=True),
+    "tp-alone": Variant(recipe="sgd", tp=4),
+    "tp-handed-in": Variant(tp=2, options=("handed-in",)),
+    "tp-bf16": Variant(tp=2, compute={"bf16": True}, reference_options=("autocast",)),
     "bf16": Variant(compute={"bf16": True}, reference_options=("autocast",)),
     "flat": Variant(recipe="sgd", fsdp={"flatten_parameters": True}),
     "flat-handed-in": Variant(fsdp={"flatten_parameters": True}, options=("handed-in",)),
@@ -99,11 +107,13 @@ class Case:
     def as_input(self) -> dict[str, Any]:
         """Return what the worker reads."""
         variant = VARIANTS[self.variant]
-        fsdp = {"size": self.num_devices // variant.dp, "use_spmd": self.kind == "xla-spmd", **variant.fsdp}
+        size = self.num_devices // (variant.dp * variant.tp)
+        fsdp = {"size": size, "use_spmd": self.kind == "xla-spmd", **variant.fsdp}
+        tp = {"size": variant.tp, "sequence_parallel": variant.sequence_parallel}
         config = {
             "backend": self.kind.partition("-")[0],
             "compute": variant.compute,
-            "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp},
+            "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp, "tp": tp},
         }
         return self._input(self.id, config, variant.options)
 
@@ -126,7 +136,7 @@ class Case:
             "id": name,
             "model": self.model,
             "recipe": VARIANTS[self.variant].recipe,
-            "num_devices": self.num_devices,
+            "num_devices": self.num_devices // VARIANTS[self.variant].tp,
             "config": config,
             "options": options,
         }

@@ -55,6 +55,10 @@ flat = covers(
 unequal = covers(
     engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds", "unequal-seeds-synced"]
 )
+layers_split = covers(
+    engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5", "mixtral"], variants=["tp-sequence", "tp-alone"]
+)
+layers_split_otherwise = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in"])
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
 whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
@@ -71,6 +75,8 @@ def same_numbers(test):
         handed_in,
         deferred,
         flat,
+        layers_split,
+        layers_split_otherwise,
         unequal,
         evaluated,
         per_device,
@@ -216,6 +222,7 @@ def test_units_are_those_that_were_asked_for(outcome, case):
 
 @handed_in
 @deferred
+@covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-handed-in"])
 @covers(engines=ENGINES, models=["gpt2"], variants=["adamw"])
 def test_groups_of_parameters_stay(outcome, reference):
     assert outcome["group_sizes"] == reference["group_sizes"]
@@ -256,9 +263,11 @@ def test_processes_with_other_models_are_refused(refusal):
 
 
 bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
+bf16_layers_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["tp-bf16"])
 
 
 @bf16
+@bf16_layers_split
 def test_bfloat16_is_near_float32(outcome, plain_reference):
     assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=1e-3)
     assert outcome["norms"] == pytest.approx(plain_reference["norms"], rel=1e-2)
@@ -266,6 +275,7 @@ def test_bfloat16_is_near_float32(outcome, plain_reference):
 
 
 @bf16
+@bf16_layers_split
 def test_the_engines_agree_in_bfloat16(outcome, reference):
     """Each is as near to the unsharded run under autocast, so that they are near to one another."""
     assert outcome["losses"] == pytest.approx(reference["losses"], rel=1e-3)
@@ -283,6 +293,7 @@ def test_masters_and_the_optimizers_state_stay_in_float32(outcome):
 
 
 @covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
+@layers_split
 def test_a_training_step_compiles_in_the_first_two_steps_only(outcome):
     first, second, *later = outcome["num_compiles"]
     assert first > 0

@@ -62,9 +62,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     """Train, and return what can be compared.
 
     Args:
-        case: `id`, `model`, `recipe` (a key of `RECIPES`), `config` (or None), `num_devices`, and `options`, names of
-            what else is to be done: `handed-in`, `deferred`, `unequal-seeds`, `unequal-shapes`, `evaluate`, `ragged`,
-            and for the reference also `per-device` and `autocast`.
+        case: `id`, `model`, `recipe` (a key of `RECIPES`), `config` (or None), `num_devices` (those that see different
+            data), and `options`, names of what else is to be done: `handed-in`, `deferred`, `unequal-seeds`,
+            `unequal-shapes`, `evaluate`, `ragged`, and for the reference also `per-device` and `autocast`.
     """
     options = case["options"]
     is_reference = case["config"] is None

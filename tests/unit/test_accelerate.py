@@ -157,3 +157,21 @@ def test_recompute_of_transformers_under_xla(monkeypatch):
     model[0].gradient_checkpointing = True  # as transformers notes it on its layers
     with pytest.raises(torchacc.ConfigError, match="gradient_checkpointing_disable"):
         torchacc.accelerate(model, config=torchacc.Config(backend="xla"))
+
+
+@pytest.mark.parametrize("backend", ["xla", "native"])
+def test_layers_are_split_by_spmd_only(monkeypatch, backend):
+    launched_with(monkeypatch, 2)
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    config = torchacc.Config(backend=backend, dist={"tp": {"size": 2, "plan": {"weight": ["tp", None]}}})
+    with pytest.raises(torchacc.ConfigError, match=r"dist\.tp\.size = 2.*use_spmd = True"):
+        torchacc.accelerate(make_model(), config=config)
+
+
+def test_outputs_are_split_in_one_way(monkeypatch):
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    fsdp = {"size": 2, "use_spmd": True, "shard_output_callable": lambda output, mesh: None}
+    tp = {"size": 1, "sequence_parallel": True}
+    config = torchacc.Config(backend="xla", dist={"fsdp": {**fsdp, "wrap_layer_cls": "Block"}, "tp": tp})
+    with pytest.raises(torchacc.ConfigError, match=r"sequence_parallel.*shard_output_callable: leave one of them out"):
+        torchacc.accelerate(make_model(), config=config)

@@ -41,7 +41,6 @@ _NOT_YET = (
     _NotYet("dist.fsdp.activation_checkpointing", bool, "leave it at False"),
     _NotYet("dist.fsdp.cpu_offload", bool, "leave it at False"),
     _NotYet("dist.fsdp.sharding_strategy", "SHARD_GRAD_OP".__eq__, "use 'FULL_SHARD'"),
-    _NotYet("dist.tp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
 )

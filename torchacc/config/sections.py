@@ -169,11 +169,30 @@ def _every_axis_once(axes: list[Axis]) -> list[Axis]:
     return axes
 
 
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"regular expressions, and {pattern!r} is none: {error}") from None
+    return pattern
+
+
+def _every_axis_at_most_once(axes: list[str | None]) -> list[str | None]:
+    named = [axis for axis in axes if axis is not None]
+    if len(named) > len(set(named)):
+        raise ValueError(f"each axis at most once for a parameter, not {axes}")
+    return axes
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
 ClassNames = Annotated[Names, BeforeValidator(_class_names)]
 Patterns = Annotated[Names, BeforeValidator(_at_least_one)]
 AxisOrder = Annotated[list[Axis], AfterValidator(_every_axis_once)]
+PartitionSpec = Annotated[list[Literal["fsdp", "tp"] | None], AfterValidator(_every_axis_at_most_once)]
+TensorParallelPlan = Annotated[
+    dict[Annotated[StrictStr, AfterValidator(_regular_expression)], PartitionSpec], Field(min_length=1)
+]
 # A file cannot hold a function: to a schema, these two can only be null.
 WrapFunction = Annotated[Callable[[str, Any], bool], WithJsonSchema({"type": "null"})]
 ShardFunction = Annotated[Callable[..., Any], WithJsonSchema({"type": "null"})]
@@ -242,6 +261,12 @@ class TPConfig(Section):
 
     size: Count = 1
     """Number of devices that share a layer."""
+    plan: TensorParallelPlan | None = None
+    """What is split: regular expressions, searched for in the parameters' names, each with the axis of every dimension,
+    `tp`, `fsdp` or None, such as `{"up.weight$": ["tp", None]}`. The first that fits decides. None for the plan of the
+    model's family."""
+    sequence_parallel: StrictBool = False
+    """Split the activations between units along their length, over the same devices."""
 
 
 class PPConfig(Section):

@@ -43,7 +43,12 @@ class NativeEngine(Engine):
         return job.num_processes
 
     def check(self, model: nn.Module) -> None:
-        """Refuse more processes than this machine has accelerators."""
+        """Refuse to split layers, and more processes than this machine has accelerators."""
+        if self.topology.size("tp") > 1:
+            raise ConfigError(
+                f"config.dist.tp.size = {self.topology.size('tp')} is not available in the native engine yet: use "
+                "config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or config.dist.fsdp.size"
+            )
         if self.device.type == "cpu":
             return
         found = torch.accelerator.device_count()

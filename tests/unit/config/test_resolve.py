@@ -124,7 +124,6 @@ NOT_YET = {
     "dist.fsdp.activation_checkpointing": True,
     "dist.fsdp.cpu_offload": True,
     "dist.fsdp.sharding_strategy": "SHARD_GRAD_OP",
-    "dist.tp.size": 2,
     "dist.pp.size": 2,
     "dist.sp.size": 2,
 }

@@ -54,6 +54,15 @@ class MultiprocessEngine(XlaEngine):
         """Return the number of processes: each has one device."""
         return job.num_processes
 
+    def check(self, model: nn.Module) -> None:
+        """Refuse tensor parallelism: each process has a program of its own, and none is partitioned."""
+        super().check(model)
+        if self.topology.size("tp") > 1:
+            raise ConfigError(
+                f"config.dist.tp.size = {self.topology.size('tp')} with one XLA process per device: layers are split "
+                "in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
+            )
+
     def setup(self) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()

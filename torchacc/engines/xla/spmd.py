@@ -1,9 +1,11 @@
 """One process drives all devices: one program, which XLA partitions by the annotations made here."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,13 +15,18 @@ from torch import nn
 from torchacc.config import Config, requested_devices
 from torchacc.engines.base import remap_optimizer
 from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla.attention import HeadsStayApart
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.gather import Gatherer, Weight, install_unit
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layout import Holding
+from torchacc.logging import get_logger
 from torchacc.plan import WrapPlan
+from torchacc.tensor_parallel import ParameterSpec
+
+_log = get_logger(__name__)
 
 _ONE_PROGRAM = "one program holds the whole model: there is one copy of each parameter, by its own name"
 
@@ -49,6 +56,16 @@ class SpmdEngine(XlaEngine):
         import torch_xla.runtime as xr
 
         return int(xr.global_runtime_device_count())
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse two answers to the question how activations are split."""
+        super().check(model)
+        dist = self.config.dist
+        if dist.tp.sequence_parallel and dist.fsdp.shard_output_callable is not None:
+            raise ConfigError(
+                "config.dist.tp.sequence_parallel = True splits the outputs of units, and so does "
+                "config.dist.fsdp.shard_output_callable: leave one of them out"
+            )
 
     def setup(self) -> None:
         """Start the runtime with the mesh's devices."""
@@ -117,20 +134,31 @@ class SpmdEngine(XlaEngine):
         """Return how a tensor with this spec lies on the mesh."""
         return partition(spec, dict(self.topology.axes))
 
-    def parameter_spec(self, shape: Sequence[int]) -> Spec:
-        """Return how a parameter is split: its largest dimension that divides, over the fsdp axis."""
+    def parameter_spec(self, shape: Sequence[int], planned: ParameterSpec = ()) -> ParameterSpec:
+        """Return how a parameter is split.
+
+        Args:
+            shape: Its shape.
+            planned: What the tensor-parallel plan says of it. Where that leaves the fsdp axis, it goes to the largest
+                dimension that is left and divides.
+        """
         size = self.topology.size("fsdp")
-        fitting = [dim for dim, length in enumerate(shape) if length % size == 0 and length >= size]
-        if size == 1 or not fitting:
-            return (None,) * len(shape)
-        largest = max(fitting, key=lambda dim: shape[dim])
-        return tuple("fsdp" if dim == largest else None for dim in range(len(shape)))
+        spec = [axis if axis and self.topology.size(axis) > 1 else None for axis in planned or (None,) * len(shape)]
+        fitting = [dim for dim, n in enumerate(shape) if spec[dim] is None and n % size == 0 and n >= size]
+        if size > 1 and fitting and "fsdp" not in spec:
+            spec[max(fitting, key=lambda dim: shape[dim])] = "fsdp"
+        return tuple(spec)
 
 
 class SpmdModel(XlaModel):
     """A model that lies annotated on the mesh of an SPMD engine."""
 
     engine: SpmdEngine
+
+    def __init__(self, engine: SpmdEngine, model: nn.Module, plan: WrapPlan) -> None:
+        super().__init__(engine, model, plan)
+        self._specs: dict[torch.Tensor, ParameterSpec] = {}
+        """How each parameter is split."""
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the mesh and install the hooks that gather its weights."""
@@ -139,29 +167,42 @@ class SpmdModel(XlaModel):
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
-            pairs = list(self.make_weights(unit.parameters, self._place))
-            replaced |= {original: weight.shard for original, weight in pairs}
+            weights: list[Weight] = []
+            for planned in unit.parameters:
+                spec = engine.parameter_spec(planned.shape, self.plan.split.spec_of(planned.name))
+                for original, weight in self.make_weights([planned], partial(self._place, spec=spec)):
+                    replaced[original] = weight.shard
+                    self._specs[weight.shard] = spec
+                    weights.append(weight)
             if engine.is_partitioned:
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
-                split = [w for _, w in pairs if len(w.shape) > 1 and any(engine.parameter_spec(w.shape))]
-                install_unit(module, _SpmdGatherer(split, engine, gathers_again=self.plan.gathers_again_in(unit)))
-                self._constrain_output(module)
+                split = [weight for weight in weights if len(weight.shape) > 1 and "fsdp" in self._specs[weight.shard]]
+                again = self.plan.gathers_again_in(unit)
+                install_unit(module, _SpmdGatherer(split, engine, self._specs, gathers_again=again))
+                self._constrain_output(module, along_sequence=bool(unit.name))
+        if self.plan.split.sequence_parallel:
+            self._constrain_embeddings()
         self.move_buffers()
         self.install(self.run)
         if optimizer is not None:
-            remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
+            remap_optimizer(optimizer, replaced, lambda parameter, state: self.place(replaced[parameter], state))
         runtime.sync()
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward; where heads are split, with products that leave them where they are."""
+        with HeadsStayApart() if self.plan.split.size > 1 else nullcontext():
+            return super().run(inner, args, kwargs)
+
+    def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         if tensor.is_meta:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return self.engine.transfer([tensor], [self.engine.parameter_spec(tensor.shape)])[0]
+        return self.engine.transfer([tensor], [spec])[0]
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros that are split like a parameter."""
-        return self._place(torch.zeros(parameter.shape, dtype=parameter.dtype))
+        return self._place(torch.zeros(parameter.shape, dtype=parameter.dtype), self._specs[parameter])
 
-    def _constrain_output(self, module: nn.Module) -> None:
+    def _constrain_output(self, module: nn.Module, *, along_sequence: bool) -> None:
         engine, user_rule = self.engine, self.engine.config.dist.fsdp.shard_output_callable
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -169,11 +210,28 @@ class SpmdModel(XlaModel):
                 user_rule(output, engine.mesh)
                 return
             tensor = _first_tensor(output)
-            spec = engine.batch_spec(tensor) if tensor is not None else None
+            spec = self._activation_spec(tensor, along_sequence) if tensor is not None else None
             if tensor is not None and spec is not None:
                 engine.annotate(tensor, spec)
 
         module.register_forward_hook(hook)
+
+    def _constrain_embeddings(self) -> None:
+        """Split what the model's own embeddings return along the sequence, as that is what the first unit gets."""
+        units = [unit.name for unit in self.plan.units if unit.name]
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
+                self._constrain_output(module, along_sequence=True)
+
+    def _activation_spec(self, tensor: torch.Tensor, along_sequence: bool) -> Spec | None:
+        """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
+        spec, size = self.engine.batch_spec(tensor), self.engine.topology.size("tp")
+        if spec is None or not along_sequence or not self.plan.split.sequence_parallel or tensor.dim() != 3:
+            return spec
+        if tensor.shape[1] % size:
+            _warn_of_length(tensor.shape[1], size)
+            return spec
+        return (spec[0], "tp", None)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -195,25 +253,34 @@ class SpmdModel(XlaModel):
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that is split like a parameter."""
-        return self._place(local.view(parameter.shape))
+        return self._place(local.view(parameter.shape), self._specs[parameter])
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""
-        size = self.engine.topology.size("fsdp")
-        split = [p.numel // (size if any(self.engine.parameter_spec(p.shape)) else 1) for p in self.plan.parameters]
-        return sum(split)
+        size = self.engine.topology.size
+        return sum(
+            parameter.numel() // prod(size(axis) for axis in spec if axis) for parameter, spec in self._specs.items()
+        )
 
 
 class _SpmdGatherer(Gatherer):
     """Whole weights by annotation: XLA turns the change of sharding into an all-gather."""
 
-    def __init__(self, weights: Sequence[Weight], engine: SpmdEngine, *, gathers_again: bool) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        engine: SpmdEngine,
+        specs: Mapping[torch.Tensor, ParameterSpec],
+        *,
+        gathers_again: bool,
+    ) -> None:
         super().__init__(weights)
         self._engine = engine
+        self._specs = specs
         self.keeps_weights = not gathers_again
 
     def gather(self) -> list[torch.Tensor]:
-        return [_Gather.apply(weight.shard, weight.dtype, self) for weight in self.weights]
+        return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
 
     def gather_again(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
@@ -221,34 +288,35 @@ class _SpmdGatherer(Gatherer):
         shard = weight.shard.detach().clone()
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
-        return self.whole(shard, weight.dtype)
+        return self.whole(shard, weight)
 
-    def whole(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if shard.dtype == dtype:
+    def whole(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
+        if shard.dtype == weight.dtype:
             copy = shard.clone()
         else:
             # Said twice, so that the cast happens before the gather and half as much travels.
-            copy = shard.to(dtype)
-            self.split(copy)
-        self._engine.annotate(copy, (None,) * copy.dim())
+            copy = shard.to(weight.dtype)
+            self.split(copy, weight)
+        self._engine.annotate(copy, tuple(axis if axis == "tp" else None for axis in self._specs[weight.shard]))
         return copy
 
-    def split(self, tensor: torch.Tensor) -> None:
-        self._engine.annotate(tensor, self._engine.parameter_spec(tensor.shape))
+    def split(self, tensor: torch.Tensor, weight: Weight) -> None:
+        self._engine.annotate(tensor, self._specs[weight.shard])
 
 
 class _Gather(torch.autograd.Function):
     """The whole of a split parameter; the gradient is split again, which makes XLA reduce it."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, dtype: torch.dtype, gatherer: _SpmdGatherer) -> torch.Tensor:
-        ctx.gatherer, ctx.dtype = gatherer, shard.dtype
-        return gatherer.whole(shard, dtype)
+    def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
+        ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
+        return gatherer.whole(shard, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
-        ctx.gatherer.split(grad)
+        ctx.gatherer.split(grad, ctx.weight)
         return grad, None, None
 
 
@@ -257,3 +325,13 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
         return output
     values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
     return next((value for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
+
+
+@functools.cache  # once for each length
+def _warn_of_length(length: int, size: int) -> None:
+    _log.warning(
+        "sequences of length %d are no multiple of tp's %d devices, so that their activations stay whole on each: pad "
+        "them, as config.dataloader.buckets does",
+        length,
+        size,
+    )

@@ -1,0 +1,291 @@
+"""Decide which dimension of which parameter is split over the tensor-parallel axis, as plain data.
+
+A plan is an ordered list of rules: a regular expression that is searched for in a parameter's names, and the mesh axis
+of each of its dimensions. The first rule that fits decides; what no rule fits is not split. The plans of the main model
+families are written down here; a user's own is `config.dist.tp.plan`; a transformers model of another family may
+declare one itself.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torchacc.config.sections import TPConfig
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+from torchacc.topology import Topology
+
+_log = get_logger(__name__)
+
+ParameterSpec = tuple[str | None, ...]
+"""For each dimension of a parameter the mesh axis that it is split over; None where the plan leaves it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters that a pattern fits are split."""
+
+    pattern: str
+    """A regular expression, searched for in a parameter's names."""
+    spec: ParameterSpec
+    """The axes of the last dimensions; those before them, such as that of experts, are not split."""
+    count: str = ""
+    """What else has to divide, such as heads, which stay whole: the name of a number in the model's config."""
+    may_stay_whole: bool = False
+    """Whether a parameter that does not divide is left whole on each device, instead of being refused."""
+
+
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+_BY_OUTPUT, _BY_INPUT = ("tp", None), (None, "tp")  # of a weight (output, input), as nn.Linear and nn.Embedding have it
+_VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True)
+
+_LLAMA = (
+    _VOCABULARY,
+    Rule(r"\.q_proj\.weight$", _BY_OUTPUT, _HEADS),
+    Rule(r"\.q_proj\.bias$", ("tp",), _HEADS),
+    Rule(r"\.[kv]_proj\.weight$", _BY_OUTPUT, _KV_HEADS, may_stay_whole=True),
+    Rule(r"\.[kv]_proj\.bias$", ("tp",), _KV_HEADS, may_stay_whole=True),
+    Rule(r"\.o_proj\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"\.(gate|up)_proj\.weight$", _BY_OUTPUT),
+    Rule(r"\.down_proj\.weight$", _BY_INPUT),
+)
+_GPT2 = (  # whose Conv1D has its weight as (input, output)
+    Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"\.(c|q)_attn\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"\.(c|q)_attn\.bias$", ("tp",), _HEADS),
+    Rule(r"att(n|ention)\.c_proj\.weight$", _BY_OUTPUT, _HEADS),
+    Rule(r"\.c_fc\.weight$", _BY_INPUT),
+    Rule(r"\.c_fc\.bias$", ("tp",)),
+    Rule(r"\.mlp\.c_proj\.weight$", _BY_OUTPUT),
+)
+_BERT = (
+    Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"\.(query|key|value)\.weight$", _BY_OUTPUT, _HEADS),
+    Rule(r"\.(query|key|value)\.bias$", ("tp",), _HEADS),
+    Rule(r"attention\.output\.dense\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"\.intermediate\.dense\.weight$", _BY_OUTPUT),
+    Rule(r"\.intermediate\.dense\.bias$", ("tp",)),
+    Rule(r"\.\d+\.output\.dense\.weight$", _BY_INPUT),
+)
+_T5 = (
+    Rule(r"(shared|embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"\.relative_attention_bias\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"Attention\.[qkv]\.weight$", _BY_OUTPUT, _HEADS),
+    Rule(r"Attention\.o\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"\.wi(_\d)?\.weight$", _BY_OUTPUT),
+    Rule(r"\.wo\.weight$", _BY_INPUT),
+)
+_MIXTRAL = (
+    *_LLAMA,
+    Rule(r"\.experts\.gate_up_proj$", _BY_OUTPUT),
+    Rule(r"\.experts\.down_proj$", _BY_INPUT),
+)
+
+FAMILIES: Mapping[str, Sequence[Rule]] = {
+    "bert": _BERT,
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "t5": _T5,
+}
+"""The plans of model families, by transformers' `model_type`."""
+
+# transformers' words in the plans that its models declare. What is not named here is left whole, which is never wrong
+# where one program is partitioned.
+_DECLARED = {
+    "colwise": _BY_OUTPUT,
+    "colwise_gather_output": _BY_OUTPUT,
+    "colwise_rep": _BY_OUTPUT,
+    "packed_colwise": _BY_OUTPUT,
+    "rowwise": _BY_INPUT,
+    "rowwise_rep": _BY_INPUT,
+    "rowwise_split_input": _BY_INPUT,
+    "packed_rowwise": _BY_INPUT,
+}
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """How the layers of one model are split over the axis `tp`."""
+
+    size: int = 1
+    """Devices that share a layer."""
+    source: str = ""
+    """Whose plan it is: a family's name, or what else."""
+    specs: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    """First name of each parameter that the plan says something of -> the axis of each dimension."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """First name of each parameter that would be split, and is not -> why."""
+    sequence_parallel: bool = False
+    """Whether the activations between units are split along their length, too."""
+
+    def spec_of(self, name: str) -> ParameterSpec:
+        """Return the spec of a parameter by its first name; empty where the plan says nothing of it."""
+        return self.specs.get(name, ())
+
+    def __str__(self) -> str:
+        activations = ", activations between units along their length" if self.sequence_parallel else ""
+        lines = [f"  layers split over tp {self.size} by the plan of {self.source}{activations}"]
+        lines += _listed({name: f"({', '.join(axis or '-' for axis in spec)})" for name, spec in self.specs.items()})
+        lines += _listed({name: f"whole: {reason}" for name, reason in self.whole.items()})
+        return "\n".join(lines)
+
+
+Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
+"""All names of each parameter, the first one first -> its shape."""
+
+
+def split_layers(model: nn.Module, config: TPConfig, topology: Topology, shapes: Shapes) -> LayerSplit:
+    """Decide how a model's layers are split.
+
+    Args:
+        model: The model; it is only read.
+        config: `config.dist.tp`.
+        topology: The mesh.
+        shapes: The model's parameters.
+
+    Raises:
+        ConfigError: The plan does not fit the model, the model's sizes do not divide, or no plan is known for it.
+    """
+    size = topology.size("tp")
+    if config.plan is not None:
+        specs = _by_own_plan(config.plan, topology, shapes)
+        return LayerSplit(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
+    if size == 1:
+        return LayerSplit()
+    described = _described(model)
+    family = getattr(described, "model_type", "")
+    rules = FAMILIES.get(family) or _declared_rules(model, described)
+    specs, whole = _by_rules(rules, size, described, shapes)
+    if not any("tp" in spec for spec in specs.values()):
+        raise ConfigError(_no_plan(model, size, shapes))
+    if whole:
+        _log.info("%d parameters are not split over tp: %s", len(whole), "; ".join(map(str.strip, _listed(whole))))
+    return LayerSplit(size, family or type(model).__name__, specs, whole, config.sequence_parallel)
+
+
+def _by_rules(
+    rules: Sequence[Rule], size: int, described: Any, shapes: Shapes
+) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
+    """Return the specs of what the rules split, and why the rest of what they fit stays whole."""
+    specs: dict[str, ParameterSpec] = {}
+    whole: dict[str, str] = {}
+    for names, shape in shapes.items():
+        rule = next((rule for rule in rules if any(re.search(rule.pattern, name) for name in names)), None)
+        if rule is None or len(rule.spec) > len(shape):
+            continue
+        spec = (*[None] * (len(shape) - len(rule.spec)), *rule.spec)
+        obstacle = _obstacle(rule, spec, shape, size, described)
+        if obstacle is None:
+            specs[names[0]] = spec
+        elif rule.may_stay_whole:
+            whole[names[0]] = obstacle
+        else:
+            raise ConfigError(
+                f"config.dist.tp.size = {size} cannot split {names[0]!r} of shape {shape}: {obstacle}. Choose a size "
+                "that divides, and put the other devices on config.dist.fsdp.size; or write a plan of your own into "
+                "config.dist.tp.plan"
+            )
+    return specs, whole
+
+
+def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int, described: Any) -> str | None:
+    count = getattr(described, rule.count, None) if rule.count else None
+    if count is not None and count % size:
+        return f"{rule.count} = {count} is no multiple of {size}"
+    length = shape[spec.index("tp")]
+    return f"{length} is no multiple of {size}" if length % size else None
+
+
+def _by_own_plan(
+    plan: Mapping[str, Sequence[str | None]], topology: Topology, shapes: Shapes
+) -> dict[str, ParameterSpec]:
+    specs: dict[str, ParameterSpec] = {}
+    unused = dict(plan)
+    for names, shape in shapes.items():
+        fitting = [pattern for pattern in plan if any(re.search(pattern, name) for name in names)]
+        for pattern in fitting:
+            unused.pop(pattern, None)
+        if fitting:
+            specs[names[0]] = _checked_spec(fitting[0], tuple(plan[fitting[0]]), names[0], shape, topology)
+    for pattern in unused:
+        raise ConfigError(
+            f"config.dist.tp.plan has the pattern {pattern!r}, which is found in no parameter's name; "
+            f"{_candidates(shapes)}"
+        )
+    return specs
+
+
+def _checked_spec(
+    pattern: str, spec: ParameterSpec, name: str, shape: tuple[int, ...], topology: Topology
+) -> ParameterSpec:
+    given = f"config.dist.tp.plan[{pattern!r}] = {list(spec)}"
+    if len(spec) != len(shape):
+        raise ConfigError(
+            f"{given} has {len(spec)} entries, and fits {name!r} of shape {shape}: write one for each dimension, None "
+            r"where it is not split, and let the pattern tell weights from biases, such as '\.weight$'"
+        )
+    for axis, length in zip(spec, shape, strict=True):
+        if axis is not None and length % topology.size(axis):
+            raise ConfigError(
+                f"{given} splits {name!r} of shape {shape}, and {length} is no multiple of {axis}'s "
+                f"{topology.size(axis)} devices: write None there, or another size"
+            )
+    return spec
+
+
+def _described(model: nn.Module) -> Any:
+    """Return the config of the transformers model that this is, or that lies in it; None where there is none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if getattr(config, "model_type", None)), None)
+
+
+def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
+    """Translate the plan that a transformers model declares for its own tensor parallelism."""
+    declared = dict(getattr(described, "base_model_tp_plan", None) or {})
+    for module in model.modules():
+        declared |= getattr(type(module), "_tp_plan", None) or {}
+    rules: list[Rule] = []
+    for path, style in declared.items():
+        spec = _DECLARED.get(style)
+        if spec is None:
+            continue
+        place = r"(^|\.)" + re.escape(path).replace(r"\*", r"\d+")
+        count = _KV_HEADS if re.search(r"\b[kv]_proj$", path) else _HEADS if "attn" in path else ""
+        may_stay_whole = count == _KV_HEADS or "lm_head" in path
+        rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_whole))
+        if spec == _BY_OUTPUT:
+            rules.append(Rule(rf"{place}\.bias$", ("tp",), count, may_stay_whole))
+    return rules
+
+
+def _no_plan(model: nn.Module, size: int, shapes: Shapes) -> str:
+    return (
+        f"config.dist.tp.size = {size}, and it is not known how the layers of {type(model).__name__} are to be split: "
+        f"it is of none of the families {', '.join(FAMILIES)}, and declares no plan. Write one into "
+        "config.dist.tp.plan, an ordered mapping of patterns, searched for in parameters' names, to one axis for each "
+        r"dimension, such as {r'\.up\.weight$': ['tp', None], r'\.down\.weight$': [None, 'tp']}; " + _candidates(shapes)
+    )
+
+
+def _candidates(shapes: Shapes) -> str:
+    names = list(dict.fromkeys(_pattern(name) for name, *_ in shapes))
+    return f"its parameters are {', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
+
+
+def _pattern(name: str) -> str:
+    """Return a parameter's name with a * for each number: what repeated layers have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _listed(entries: Mapping[str, str]) -> Iterable[str]:
+    """Return a line for each of a mapping's entries, with those of repeated layers joined."""
+    counts = Counter((_pattern(name), text) for name, text in entries.items())
+    return [f"    {name}{f' ({count})' if count > 1 else ''}  {text}" for (name, text), count in counts.items()]
