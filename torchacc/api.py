@@ -68,7 +68,7 @@ def accelerate(
 
     if job.launched:
         failure.install_excepthook()
-    registry.activate(engine)
+    registry.activate(engine, plan)
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None

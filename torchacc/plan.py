@@ -4,7 +4,7 @@ A `WrapPlan` names the units (modules whose parameters are gathered and freed to
 which unit, what is tied and what is frozen, and the dtypes. Engines carry it out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from torchacc.config import Config
-from torchacc.config.sections import FSDPConfig, did_you_mean
+from torchacc.config.sections import FSDPConfig, MemoryConfig, did_you_mean
 from torchacc.errors import ConfigError
 from torchacc.tensor_parallel import LayerSplit, split_layers
 from torchacc.topology import STRATEGIES, Topology
@@ -70,6 +70,8 @@ class WrapPlan:
     """Whether units free their weights after their forward, and gather them again for their backward."""
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
+    recomputed: tuple[str, ...]
+    """Names of the modules whose activations are computed again in backward, none of them inside of another."""
     split: LayerSplit = field(default_factory=LayerSplit)
     """How layers are split over the axis `tp`."""
 
@@ -104,6 +106,7 @@ class WrapPlan:
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.split)] if self.split.size > 1 else []
+        lines += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
         return "\n".join(lines)
 
 
@@ -117,11 +120,12 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
 
     Raises:
         ConfigError: The model cannot be sharded as asked: it has no `forward`, no parameters, or no module of a class
-            that `wrap_layer_cls` names.
+            that `wrap_layer_cls` or `gc_cls` names.
     """
     _check_model(model)
     modules = dict(model.named_modules())
-    unit_names = set(select_units(model, config.dist.fsdp))
+    chosen = select_units(model, config.dist.fsdp)
+    unit_names = set(chosen)
     owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
     parameters = list(_parameters(model))
     for parameter in parameters:
@@ -140,6 +144,7 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
         gathers_again=STRATEGIES[config.dist.fsdp.sharding_strategy].gathers_again,
         flatten=config.dist.fsdp.flatten_parameters,
         split=split_layers(model, config.dist.tp, topology, {p.names: p.shape for p in parameters}),
+        recomputed=select_recomputed(model, config.memory, chosen),
     )
 
 
@@ -159,10 +164,43 @@ def select_units(model: nn.Module, config: FSDPConfig) -> list[str]:
         return _by_name(model, config.wrap_modules)
     if config.min_num_params is not None:
         return _by_size(model, config.min_num_params)
-    if config.wrap_layer_cls:
-        return _by_class(model, config.wrap_layer_cls)
-    inferred = infer_layer_classes(model)
-    return _by_class(model, inferred) if inferred else []
+    return _by_class(model, config.wrap_layer_cls or infer_layer_classes(model), "dist.fsdp.wrap_layer_cls")
+
+
+def select_recomputed(model: nn.Module, config: MemoryConfig, units: Sequence[str]) -> tuple[str, ...]:
+    """Choose the modules whose activations are computed again in backward.
+
+    These are the modules of the classes `gc_cls`, else the units; of them every `gc_every`-th, and of those the first
+    `gc_cnt`. A module inside of another one is left to that one. Without `gc` they are the layers for which
+    transformers' own switch, `model.gradient_checkpointing_enable()`, is on.
+
+    Raises:
+        ConfigError: `gc_cls` names a class that no module has, or there are no units to choose from.
+    """
+    if not config.gc:
+        own = [name for name, module in model.named_modules() if is_checkpointing_layer(module)]
+        return tuple(_outermost(name for name in own if model.get_submodule(name).gradient_checkpointing))
+    candidates = _by_class(model, config.gc_cls, "memory.gc_cls") if config.gc_cls else units
+    if not candidates:
+        raise ConfigError(
+            f"memory.gc = True computes the activations of units again, and {type(model).__name__} has no units: name "
+            "the classes to compute again in config.memory.gc_cls"
+        )
+    return tuple(_outermost(candidates)[:: config.gc_every][: config.gc_cnt])
+
+
+def is_checkpointing_layer(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers' layers, which know how to compute themselves again."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Leave out the names of modules inside of others; the outer ones come first, as in `named_modules()`."""
+    outer: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in outer):
+            outer.append(name)
+    return outer
 
 
 def infer_layer_classes(model: nn.Module) -> set[str]:
@@ -223,12 +261,12 @@ def _owner(names: Sequence[str], unit_names: set[str]) -> str:
     return max(candidates, key=len, default="")
 
 
-def _by_class(model: nn.Module, names: set[str]) -> list[str]:
-    candidates = {type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
+def _by_class(model: nn.Module, names: set[str], option: str) -> list[str]:
+    candidates = {type(module).__name__ for name, module in model.named_modules() if name}
     for name in sorted(names - candidates):
         hint = did_you_mean(name, candidates) or "none is like it."
         raise ConfigError(
-            f"config.dist.fsdp.wrap_layer_cls names {name!r}, and no module of {type(model).__name__} is of that "
+            f"config.{option} names {name!r}, and no module of {type(model).__name__} is of that "
             f"class: {hint} Its classes are {', '.join(sorted(candidates))}"
         )
     return _checked(model, [name for name, module in model.named_modules() if name and type(module).__name__ in names])
@@ -283,7 +321,7 @@ def _checked(model: nn.Module, names: list[str]) -> list[str]:
         module = model.get_submodule(name)
         if not _has_forward(module):
             raise ConfigError(
-                f"the module {name!r} ({type(module).__name__}) was chosen as an FSDP unit, and it has no forward() of "
+                f"the module {name!r} ({type(module).__name__}) was chosen by the config, and it has no forward() of "
                 f"its own: choose the modules inside of it, for example {name + '.*'!r}"
             )
     return names

@@ -32,6 +32,7 @@ class Strategy:
 STRATEGIES: Mapping[str, Strategy] = {
     "FULL_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
     "HYBRID_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
+    "SHARD_GRAD_OP": Strategy(_replicate_and_shard, gathers_again=False),
     "NO_SHARD": Strategy(_replicate_only, gathers_again=False),
 }
 

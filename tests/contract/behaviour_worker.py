@@ -3,9 +3,9 @@
     python behaviour_worker.py xla-spmd out/ [case ...]
     python -m torch.distributed.run --standalone --nproc_per_node=2 behaviour_worker.py native out/ [case ...]
 
-A case is a function below, in `state_cases.py` or in `deferred_cases.py`, and passes if it returns on every rank. It
-compares with a plain copy of its model on the CPU of the same process, which trains on the whole batch: after the
-runtime has started, as XLA cannot start later.
+A case is a function below, or in one of the `*_cases.py`, and passes if it returns on every rank. It compares with a
+plain copy of its model on the CPU of the same process, which trains on the whole batch: after the runtime has started,
+as XLA cannot start later.
 """
 
 import copy
@@ -789,7 +789,9 @@ def shard_output_callable_is_called() -> None:
     check_still_trains(model, plain)
 
 
-import deferred_cases  # noqa: E402, F401  registers its cases, after those about random numbers
+# These register their cases, after those about random numbers.
+import deferred_cases  # noqa: E402, F401
+import recompute_cases  # noqa: E402, F401
 import state_cases  # noqa: E402, F401
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Variant:
     recipe: str = "adamw"
     fsdp: dict[str, Any] = field(default_factory=dict)
     compute: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
     tp: int = 1
     sequence_parallel: bool = False
@@ -54,8 +55,14 @@ VARIANTS = {
     "tp-sequence": Variant(tp=2, sequence_parallel=True),
     "tp-replicas": Variant(recipe="sgd", tp=2, dp=2, sequence_parallel=True),
     "tp-alone": Variant(recipe="sgd", tp=4),
+    "tp-recompute": Variant(tp=2, memory={"gc": True}),
     "tp-handed-in": Variant(tp=2, options=("handed-in",)),
     "tp-bf16": Variant(tp=2, compute={"bf16": True}, reference_options=("autocast",)),
+    "shard-grad-op": Variant(fsdp={"sharding_strategy": "SHARD_GRAD_OP"}),
+    "recompute": Variant(memory={"gc": True}),
+    "recompute-accumulated": Variant(recipe="sgd", memory={"gc": True}),
+    "recompute-hybrid": Variant(dp=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}, memory={"gc": True}),
+    "recompute-flat": Variant(fsdp={"flatten_parameters": True}, memory={"gc": True}, options=("handed-in",)),
     "bf16": Variant(compute={"bf16": True}, reference_options=("autocast",)),
     "flat": Variant(recipe="sgd", fsdp={"flatten_parameters": True}),
     "flat-handed-in": Variant(fsdp={"flatten_parameters": True}, options=("handed-in",)),
@@ -113,6 +120,7 @@ class Case:
         config = {
             "backend": self.kind.partition("-")[0],
             "compute": variant.compute,
+            "memory": variant.memory,
             "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp, "tp": tp},
         }
         return self._input(self.id, config, variant.options)

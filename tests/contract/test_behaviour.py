@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 WORKER = Path(__file__).with_name("behaviour_worker.py")
 ROOT = Path(__file__).parents[2]
-SECONDS_TO_RUN = 300  # many times what an engine's cases take on two cores that do nothing else
+SECONDS_TO_RUN = 540  # many times what an engine's cases take on two cores that do nothing else
 NUM_RANKS = {"native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
 
 runpy.run_path(str(WORKER))  # registers the cases

@@ -46,6 +46,11 @@ every_model = covers(engines=ENGINES, models=MODELS, variants=["adamw", "sgd"])
 units_chosen = covers(
     engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name", "wrap-by-class", "no-shard"]
 )
+kept_weights = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2"], variants=["shard-grad-op"])
+recomputed = covers(engines=ON_TWO, models=["gpt2", "t5", "cnn"], variants=["recompute"])
+recomputed_and_accumulated = covers(engines=ON_TWO, models=["gpt2"], variants=["recompute-accumulated"])
+recomputed_in_replicas = covers(engines=ON_FOUR, models=["gpt2"], variants=["recompute-hybrid"])
+recomputed_from_flat = covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["recompute-flat"])
 hybrid = covers(engines=ON_FOUR, models=["gpt2", "cnn"], variants=["hybrid"])
 handed_in = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["handed-in"])
 deferred = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["deferred", "deferred-handed-in"])
@@ -58,7 +63,9 @@ unequal = covers(
 layers_split = covers(
     engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5", "mixtral"], variants=["tp-sequence", "tp-alone"]
 )
-layers_split_otherwise = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in"])
+layers_split_otherwise = covers(
+    engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
+)
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
 whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
@@ -71,6 +78,11 @@ def same_numbers(test):
     for marks in (
         every_model,
         units_chosen,
+        kept_weights,
+        recomputed,
+        recomputed_and_accumulated,
+        recomputed_in_replicas,
+        recomputed_from_flat,
         hybrid,
         handed_in,
         deferred,
@@ -183,6 +195,7 @@ def test_experts_are_chosen_that_compile_once(outcome):
 
 @every_model
 @hybrid
+@kept_weights
 def test_each_device_holds_its_share(outcome, case):
     described = outcome["description"]
     unique = [outcome["before"][group[0]] for group in outcome["names"]["parameters"]]
@@ -294,6 +307,7 @@ def test_masters_and_the_optimizers_state_stay_in_float32(outcome):
 
 @covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
 @layers_split
+@covers(engines=["xla-multiprocess-2", "xla-spmd-2"], models=["gpt2"], variants=["recompute", "recompute-accumulated"])
 def test_a_training_step_compiles_in_the_first_two_steps_only(outcome):
     first, second, *later = outcome["num_compiles"]
     assert first > 0

@@ -30,7 +30,7 @@ def make_config(**fsdp):
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch):
-    def start(engine):
+    def start(engine, plan):
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr(registry, "activate", start)

@@ -323,3 +323,63 @@ def test_gpt2s_tied_weight_is_hoisted_out_of_the_embedding():
 def test_a_function_that_chooses_nothing_is_refused():
     with pytest.raises(ConfigError, match="chose no module"):
         plan(Net(), wrap_modules=lambda name, module: False)
+
+
+# What is computed again
+
+
+def recomputed(model, wrap=None, **memory):
+    return make_plan(model, Config(memory={"gc": True, **memory}, dist={"fsdp": wrap or {}}), ALONE).recomputed
+
+
+def test_nothing_is_computed_again_unless_asked():
+    assert plan(Net()).recomputed == ()
+
+
+def test_units_are_computed_again():
+    assert recomputed(Net()) == ("blocks.0", "blocks.1")
+    assert recomputed(Net(), wrap={"wrap_layer_cls": "Attention"}) == ("blocks.0.attention", "blocks.1.attention")
+
+
+def test_classes_are_computed_again_whatever_the_units_are():
+    assert recomputed(Net(1), gc_cls={"Attention", "LayerNorm"}) == ("blocks.0.attention", "blocks.0.norm")
+    assert recomputed(Net(1), gc_cls=Attention) == ("blocks.0.attention",)
+
+
+def test_what_lies_inside_of_another_is_left_to_it():
+    assert recomputed(Net(1), gc_cls={"Block", "Attention"}) == ("blocks.0",)
+    assert recomputed(Net(1), wrap={"wrap_layer_cls": {"Block", "Attention"}}) == ("blocks.0",)
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"),
+    [({"gc_every": 2}, [0, 2, 4]), ({"gc_cnt": 3}, [0, 1, 2]), ({"gc_every": 2, "gc_cnt": 2}, [0, 2])],
+)
+def test_some_of_the_units_are_computed_again(memory, chosen):
+    assert recomputed(Net(5), **memory) == tuple(f"blocks.{index}" for index in chosen)
+
+
+def test_a_class_that_is_not_there_is_refused_with_what_is():
+    with pytest.raises(ConfigError, match=r"memory.gc_cls names 'Blok'.* did you mean 'Block'\?"):
+        recomputed(Net(), gc_cls="Blok")
+    with pytest.raises(ConfigError, match="'blocks' .* has no forward"):
+        recomputed(Net(), gc_cls="ModuleList")
+
+
+def test_a_model_without_units_has_to_name_what_to_compute_again():
+    with pytest.raises(ConfigError, match=r"Linear has no units: name the classes .* config.memory.gc_cls"):
+        recomputed(nn.Linear(2, 2))
+
+
+def test_the_switch_of_transformers_is_the_same():
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 31, "n_positions": 8, "n_embd": 8, "n_layer": 4, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    model.activation_checkpointing_enable(every_n_layers=2)
+    assert plan(model).recomputed == ("transformer.h.0", "transformer.h.2")
+    assert recomputed(model, gc_cls="GPT2MLP", gc_cnt=1) == ("transformer.h.0.mlp",)
+
+
+def test_what_is_computed_again_is_printed():
+    plan = make_plan(Net(), Config(memory={"gc": True, "gc_cnt": 1}), ALONE)
+    assert str(plan).endswith("computed again in backward: blocks.0")

@@ -13,6 +13,7 @@ from torchacc.errors import ConfigError
 
 _AXES = ("dp", "fsdp", "tp", "pp", "sp")
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
+_RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,6 @@ class _NotYet:
     instead: str
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
 def _is_split(size: int) -> bool:
     return size > 1
 
@@ -35,12 +32,7 @@ def _is_split(size: int) -> bool:
 _NOT_YET = (
     _NotYet("compute.fp16", bool, "use config.compute.bf16 = True"),
     _NotYet("compute.acc_scaled_dot_attn", bool, "leave it at False"),
-    _NotYet("memory.gc", bool, "leave it at False"),
-    _NotYet("memory.gc_cls", _is_set, "leave it at None"),
-    _NotYet("memory.gc_cnt", _is_set, "leave it at None"),
-    _NotYet("dist.fsdp.activation_checkpointing", bool, "leave it at False"),
     _NotYet("dist.fsdp.cpu_offload", bool, "leave it at False"),
-    _NotYet("dist.fsdp.sharding_strategy", "SHARD_GRAD_OP".__eq__, "use 'FULL_SHARD'"),
     _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
 )
@@ -62,6 +54,7 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
     _refuse_not_yet(config)
     resolved = deepcopy(config)
     resolved.dist.dp.size = _dp_size(config, job, num_devices)
+    resolved.memory.gc = config.memory.gc or config.dist.fsdp.activation_checkpointing
     _refuse_lone_hybrid(resolved)
     resolved.freeze()
     return resolved
@@ -82,6 +75,20 @@ def _refuse_contradictions(config: Config) -> None:
     given = [f"dist.fsdp.{name}" for name in _WRAP_OPTIONS if getattr(config.dist.fsdp, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")
+    _refuse_choice_without_recompute(config)
+
+
+def _refuse_choice_without_recompute(config: Config) -> None:
+    memory = config.memory
+    if memory.gc or config.dist.fsdp.activation_checkpointing:
+        return
+    for name in _RECOMPUTE_OPTIONS:
+        value = getattr(memory, name)
+        if value != type(memory).model_fields[name].default:
+            raise ConfigError(
+                f"memory.{name} = {value!r} chooses what is computed again, and memory.gc is False, so that nothing "
+                f"is: set config.memory.gc = True, or leave config.memory.{name} out"
+            )
 
 
 def _refuse_not_yet(config: Config) -> None:

@@ -220,8 +220,10 @@ class MemoryConfig(Section):
     """Compute the activations of a unit again in the backward pass instead of keeping them (gradient checkpointing)."""
     gc_cls: ClassNames | None = None
     """Names of the module classes to compute again; None for the units of `dist.fsdp`."""
+    gc_every: Count = 1
+    """Compute every so many-th of those modules again, from the first one on; 1 for each."""
     gc_cnt: Count | None = None
-    """How many of those modules, from the first one on, to compute again; None for all."""
+    """How many of the modules so chosen, from the first one on, to compute again; None for all."""
 
 
 class DataLoaderConfig(Section):
@@ -328,7 +330,7 @@ class FSDPConfig(Section):
     use_orig_params: StrictBool = True
     """Let the optimizer see the model's own parameters, so that they can be in different groups."""
     activation_checkpointing: StrictBool = False
-    """Compute the activations of each unit again in the backward pass instead of keeping them."""
+    """The same switch as `memory.gc`."""
 
 
 class DistConfig(Section):

@@ -52,8 +52,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def setup(self) -> None:
-        """Start the runtime and the process group. Collective: every process."""
+    def setup(self, plan: WrapPlan) -> None:
+        """Start the runtime and the process group, for a model with this plan. Collective: every process."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils._pytree import register_dataclass, tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
+from torchacc.engines import recompute
 from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.process_group import hushed_stdout
@@ -58,7 +60,7 @@ class NativeEngine(Engine):
                 f"{self.device.type} devices: `torchrun --nproc_per_node={found} your_script.py`"
             )
 
-    def setup(self) -> None:
+    def setup(self, plan: WrapPlan) -> None:
         """Start the process group, and choose this process's device."""
         self.group.start()
         if self.device.type != "cpu":
@@ -153,6 +155,7 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
+        recompute.install(self.model, self.plan.recomputed, _checkpoint)
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
 
@@ -246,6 +249,18 @@ class NativeModel(ShardedModel):
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         size = self.engine.topology.size("fsdp")
         return sum(_largest_shard(parameter, size) for parameter in self.plan.parameters)
+
+
+def _checkpoint(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    has_run = False
+
+    def run(*args: Any) -> Any:
+        nonlocal has_run
+        again, has_run = has_run, True
+        with recompute.statistics_kept(module) if again else nullcontext():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False)
 
 
 def _let_pytree_see(output: Any) -> None:

@@ -11,6 +11,7 @@ from torchacc.engines.base import Engine
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
 from torchacc.logging import get_logger
+from torchacc.plan import WrapPlan
 from torchacc.topology import from_config
 
 _log = get_logger(__name__)
@@ -63,9 +64,9 @@ class _Active:
 _active = _Active()
 
 
-def activate(engine: Engine) -> None:
-    """Start an engine and make it the process's own. Collective: every process."""
-    engine.setup()
+def activate(engine: Engine, plan: WrapPlan) -> None:
+    """Start an engine for a model with this plan, and make it the process's own. Collective: every process."""
+    engine.setup(plan)
     if _active.engine is None:
         compat.hold_until_exit(compat.cuda_autocast_is_optional())
     _active.engine = engine

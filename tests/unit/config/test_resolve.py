@@ -115,15 +115,25 @@ def test_a_hybrid_needs_two_axes(fsdp, message):
     assert message in refusal({"dist": dist}, num_processes=4)
 
 
+@pytest.mark.parametrize("values", [{"memory": {"gc": True}}, {"dist": {"fsdp": {"activation_checkpointing": True}}}])
+def test_two_switches_for_recompute(values):
+    assert resolve(Config.from_dict(values), job(), num_devices=1).memory.gc
+    assert not resolve(Config(), job(), num_devices=1).memory.gc
+
+
+@pytest.mark.parametrize(("option", "value"), [("gc_cls", "Block"), ("gc_every", 2), ("gc_cnt", 1)])
+def test_a_choice_of_what_is_recomputed_needs_recompute(option, value):
+    message = refusal({"memory": {option: value}})
+    assert message.startswith(f"memory.{option} = ")
+    assert "set config.memory.gc = True" in message
+    asked = Config.from_dict({"memory": {option: value}, "dist": {"fsdp": {"activation_checkpointing": True}}})
+    assert resolve(asked, job(), num_devices=1).memory.gc
+
+
 NOT_YET = {
     "compute.fp16": True,
     "compute.acc_scaled_dot_attn": True,
-    "memory.gc": True,
-    "memory.gc_cls": ["Block"],
-    "memory.gc_cnt": 2,
-    "dist.fsdp.activation_checkpointing": True,
     "dist.fsdp.cpu_offload": True,
-    "dist.fsdp.sharding_strategy": "SHARD_GRAD_OP",
     "dist.pp.size": 2,
     "dist.sp.size": 2,
 }

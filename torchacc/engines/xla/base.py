@@ -2,7 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -10,14 +11,16 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
+from torchacc.engines import recompute
 from torchacc.engines.base import Engine, ShardedModel
 from torchacc.engines.deferred import take_values
 from torchacc.engines.xla import quirks, runtime
-from torchacc.engines.xla.gather import Weight, find_slots, replace_parameter
+from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
 from torchacc.engines.xla.optimizer import prime
+from torchacc.engines.xla.recompute import Recompute
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.plan import PlannedParameter, WrapPlan
+from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
 
 _log = get_logger(__name__)
 
@@ -40,11 +43,13 @@ class XlaEngine(Engine):
         return torch.device("xla:0")
 
     def check(self, model: nn.Module) -> None:
-        """Refuse transformers' recompute: PyTorch's checkpoint() knows no device `xla`."""
-        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        """Refuse recompute that a model does by itself: PyTorch's checkpoint() knows no device `xla`."""
+        by_itself = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+        if by_itself and not any(map(is_checkpointing_layer, by_itself)):
             raise ConfigError(
-                "model.gradient_checkpointing_enable() is not available under XLA yet, as torch.utils.checkpoint() "
-                'knows no device `xla`: call model.gradient_checkpointing_disable(), or use config.backend = "native"'
+                f"gradient checkpointing is on in this {type(by_itself[0]).__name__}, which calls "
+                "torch.utils.checkpoint() by itself, and that knows no device `xla`: call "
+                "model.gradient_checkpointing_disable(), and set config.memory.gc = True"
             )
 
     def random_state(self) -> dict[str, Any]:
@@ -101,9 +106,19 @@ class XlaModel(ShardedModel):
 
     def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
         super().__init__(engine, model, plan)
+        self._units: list[UnitHooks] = []
+        self._recompute = Recompute(self._units)
         self._step_freed_gradients = False
         self._warned = False
         self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+    def install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
+        """Gather a unit's weights around its forward."""
+        self._units.append(install_unit(module, gatherer))
+
+    def install_recompute(self) -> None:
+        """Let the plan's modules be computed again in backward, once their units are installed."""
+        recompute.install(self.model, self.plan.recomputed, self._recompute)
 
     def move_buffers(self) -> None:
         """Move the buffers to the device, a buffer that several modules share once."""
@@ -150,11 +165,21 @@ class XlaModel(ShardedModel):
         self._check_gradients_were_cleared()
         self._open_steps.clear()  # of steps that raised
         self.engine.has_recorded = True
+        runtime.note_random_seed()
+        self._recompute.patches = partial(self.patched, packed=kwargs.get("position_ids") is not None)
         with ExitStack() as stack:
-            stack.enter_context(quirks.patches(self.model, kwargs))
+            stack.enter_context(self._recompute.patches())
             if self.plan.compute_dtype != "float32":
                 stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
             return inner(*args, **kwargs)
+
+    def patched(self, *, packed: bool) -> AbstractContextManager[None]:
+        """Return a context of the patches that a forward needs, and whatever of it is computed again in backward.
+
+        Args:
+            packed: Whether the caller gives `position_ids`, so that several sequences may lie in a row.
+        """
+        return quirks.patches(self.model, packed=packed)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""

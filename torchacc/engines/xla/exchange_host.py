@@ -15,7 +15,10 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
+from torchacc.logging import get_logger
 from torchacc.topology import Topology
+
+_log = get_logger(__name__)
 
 
 class HostExchange(Exchange):
@@ -29,9 +32,16 @@ class HostExchange(Exchange):
         self._replicas = group.own_subgroup(topology.groups("dp"))
         self._gatherers: list[_HostGatherer] = []
         self._is_queued = False
+        self._keeps_all = False
 
     def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks; its weights are the program's input, and stay for it."""
+        if gathers_again and self.num_shards > 1 and not self._keeps_all:
+            self._keeps_all = True
+            _log.info(
+                "XLA's CPU client has no collectives of its own, so that whole weights stay from forward to backward, "
+                "as with SHARD_GRAD_OP; config.dist.fsdp.use_spmd = True frees them in between"
+            )
         self._gatherers.append(_HostGatherer(blocks, self))
         return self._gatherers[-1]
 

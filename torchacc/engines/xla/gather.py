@@ -7,9 +7,9 @@ not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,23 +52,28 @@ class Gatherer(ABC):
         """Return a whole weight for use in backward; not called where `keeps_weights` is set."""
         raise NotImplementedError
 
+    def gather_all_again(self) -> list[torch.Tensor]:
+        """Return the unit's whole weights for use in backward; not called where `keeps_weights` is set."""
+        return [self.gather_again(weight) for weight in self.weights]
 
-def install_unit(module: nn.Module, gatherer: Gatherer) -> None:
+
+def install_unit(module: nn.Module, gatherer: Gatherer) -> "UnitHooks":
     """Register the hooks that gather a unit's weights around its forward.
 
     Args:
         module: The unit.
         gatherer: Knows the unit's weights and how they are gathered.
     """
+    hooks = UnitHooks(module, gatherer)
     if not gatherer.weights:
-        return
-    hooks = _UnitHooks(gatherer)
+        return hooks
     module.register_forward_pre_hook(hooks.before)
     module.register_forward_hook(hooks.after, always_call=True)
     if not gatherer.shards_stand_alone:
         for weight in gatherer.weights:
             for owner, name in weight.slots:
                 owner.register_forward_pre_hook(_WholeWeightNeeded(weight.name, name))
+    return hooks
 
 
 def replace_parameter(slots: Sequence[Slot], new: nn.Parameter) -> None:
@@ -102,28 +107,60 @@ class _WholeWeightNeeded:
             )
 
 
-class _UnitHooks:
-    def __init__(self, gatherer: Gatherer) -> None:
-        self._gatherer = gatherer
+class WeightSource(Protocol):
+    """What a unit's whole weights come from while a module around it is recomputed."""
+
+    def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
+        """Return the whole weights of a unit."""
+
+
+class UnitHooks:
+    """What happens before and after a unit's forward."""
+
+    def __init__(self, module: nn.Module, gatherer: Gatherer) -> None:
+        self.module = module
+        self.gatherer = gatherer
+        self.whole: list[torch.Tensor] = []
+        """The whole weights that lie over the shards now."""
+        self.within: WeightSource | None = None
+        """The recomputed module that this unit runs in, which saves for backward by itself."""
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
-        whole = self._gatherer.gather()
-        for weight, tensor in zip(self._gatherer.weights, whole, strict=True):
-            for owner, name in weight.slots:
-                owner.__dict__[name] = tensor
-                _refresh_rnn(owner)
-        if not self._gatherer.keeps_weights and torch.is_grad_enabled():
-            self._saving.append(_save_notes(self._gatherer, whole))
+        """Gather."""
+        if self.within is not None:
+            self.lay(self.within.whole_weights(self.gatherer))
+            return
+        self.lay(self.gatherer.gather())
+        if not self.gatherer.keeps_weights and torch.is_grad_enabled():
+            self._saving.append(_save_notes(self.gatherer, self.whole))
             self._saving[-1].__enter__()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free."""
         if self._saving:
             self._saving.pop().__exit__()
-        for weight in self._gatherer.weights:
+        self.lift()
+
+    def lay(self, whole: list[torch.Tensor]) -> None:
+        """Lay whole weights over the shards."""
+        self.whole = whole
+        for weight, tensor in zip(self.gatherer.weights, whole, strict=True):
+            for owner, name in weight.slots:
+                owner.__dict__[name] = tensor
+                _refresh_rnn(owner)
+
+    def lift(self) -> None:
+        """Take the whole weights away from the shards."""
+        self.whole = []
+        for weight in self.gatherer.weights:
             for owner, name in weight.slots:
                 owner.__dict__.pop(name, None)
                 _refresh_rnn(owner)
+
+    def has_weights_in(self, modules: Collection[nn.Module]) -> bool:
+        """Return whether any of these modules looks up a weight of the unit."""
+        return any(owner in modules for weight in self.gatherer.weights for owner, _ in weight.slots)
 
 
 def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -20,7 +20,7 @@ from torchacc.engines.xla.blocks import Block, Rows, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
 from torchacc.engines.xla.exchange_device import DeviceExchange
 from torchacc.engines.xla.exchange_host import HostExchange
-from torchacc.engines.xla.gather import Weight, install_unit
+from torchacc.engines.xla.gather import Weight
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layout import Holding
@@ -63,11 +63,13 @@ class MultiprocessEngine(XlaEngine):
                 "in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
             )
 
-    def setup(self) -> None:
+    def setup(self, plan: WrapPlan) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()
         if runtime.runs_on_cpu():
             runtime.pin_to_share_of_cores(self.job)
+        if plan.recomputed:
+            runtime.use_plain_scheduler(recomputes=True)
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
         if not runtime.runs_on_cpu():
             runtime.check_num_processes(self.job)
@@ -118,7 +120,8 @@ class MultiprocessModel(XlaModel):
             replaced |= {original: block.shard for originals, block in made for original in originals}
             blocks = [block for _, block in made]
             self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again_in(unit)))
-            install_unit(module, self._gatherers[-1])
+            self.install_unit(module, self._gatherers[-1])
+        self.install_recompute()
         self.move_buffers()
         self.install(self.run)
         _models.add(self)

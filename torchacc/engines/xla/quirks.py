@@ -6,7 +6,7 @@ A patch of another library is a context, entered for one forward of a sharded mo
 import functools
 import importlib.metadata
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,17 +35,17 @@ def prepare(model: nn.Module, *, partitioned: bool) -> None:
 
 
 @contextmanager
-def patches(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def patches(model: nn.Module, *, packed: bool) -> Iterator[None]:
     """Hold the patches of other libraries for one forward.
 
     Args:
         model: The model that runs.
-        kwargs: The keyword arguments of its forward.
+        packed: Whether its caller gives `position_ids`, so that several sequences may lie in a row.
     """
     if not hasattr(model, "config") or not _has("transformers", _MASKING):
         yield
         return
-    with _masks_without_questions(packed=kwargs.get("position_ids") is not None):
+    with _masks_without_questions(packed=packed):
         yield
 
 

@@ -4,8 +4,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,10 +55,26 @@ def check_versions() -> None:
         )
 
 
-def use_plain_scheduler() -> None:
-    """Choose the scheduler that suits one process on the CPU, before the runtime starts, unless the user has chosen."""
-    if runs_on_cpu() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
+def use_plain_scheduler(*, recomputes: bool) -> None:
+    """Choose the plain scheduler on the CPU, before the runtime starts, unless the user has chosen.
+
+    Args:
+        recomputes: Whether a model computes activations again, which saves nothing with the other scheduler.
+    """
+    if not runs_on_cpu():
+        return
+    if not _is_running() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
         _log.debug("XLA_FLAGS=%s", _PLAIN_SCHEDULER)
+    elif recomputes and _PLAIN_SCHEDULER not in (env.get("XLA_FLAGS") or "").split():
+        reason = "it was chosen in XLA_FLAGS"
+        if _is_running():
+            reason = "the runtime started with it, before this model"
+        _log.warning(
+            "recompute will save no memory, and only cost time: XLA:CPU's concurrency-optimized scheduler undoes it, "
+            "and %s. Start with XLA_FLAGS=%s",
+            reason,
+            _PLAIN_SCHEDULER,
+        )
 
 
 def is_installed() -> bool:
@@ -153,7 +172,10 @@ def sync() -> None:
     """Compile and run what has been recorded so far."""
     import torch_xla
 
+    if _drawn.again and _drawn.seed is not None:
+        _set_seed(_drawn.seed)
     torch_xla.sync()
+    _drawn.seed, _drawn.again = None, False
 
 
 def to_device(tensors: Sequence[torch.Tensor], shardings: Sequence[Any] | None = None) -> list[torch.Tensor]:
@@ -218,9 +240,58 @@ def random_seed() -> int:
 
 def set_random_seed(seed: int) -> None:
     """Set the seed of XLA's next random numbers."""
+    _drawn.seed, _drawn.again = None, False
+    _set_seed(seed)
+
+
+@dataclass
+class _Drawn:
+    """The random numbers of the program that is being recorded."""
+
+    seed: int | None = None
+    """The seed before the first of them."""
+    again: bool = False
+    """Whether some were drawn again."""
+
+
+_drawn = _Drawn()
+
+
+def note_random_seed() -> None:
+    """Remember the seed that the random numbers of the recorded program start from, before the first of them."""
+    if _drawn.seed is None:
+        _drawn.seed = random_seed()
+
+
+@contextmanager
+def random_numbers_from(seed: int) -> Iterator[None]:
+    """Hold a context in which the random numbers that followed a seed are drawn again.
+
+    Afterwards the others go on where they were. torch_xla derives the next program's seed from the one that was set
+    last; `sync()` sees to it that it is the one of `note_random_seed()` again.
+    """
+    note_random_seed()
+    at = random_seed()
+    _set_seed(seed)
+    try:
+        yield
+    finally:
+        _set_seed(at)
+        _drawn.again = True
+
+
+def _set_seed(seed: int) -> None:
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(seed)
+
+
+def _is_running() -> bool:
+    if "torch_xla" not in sys.modules:
+        return False
+    from torch_xla import _XLAC
+
+    return bool(_XLAC._xla_runtime_is_initialized())
 
 
 @functools.cache  # once: a second model must not draw the first one's random numbers again

@@ -1,7 +1,7 @@
 """One process drives all devices: one program, which XLA partitions by the annotations made here."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from torchacc.engines.base import remap_optimizer
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.attention import HeadsStayApart
 from torchacc.engines.xla.base import XlaEngine, XlaModel
-from torchacc.engines.xla.gather import Gatherer, Weight, install_unit
+from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -67,9 +67,9 @@ class SpmdEngine(XlaEngine):
                 "config.dist.fsdp.shard_output_callable: leave one of them out"
             )
 
-    def setup(self) -> None:
+    def setup(self, plan: WrapPlan) -> None:
         """Start the runtime with the mesh's devices."""
-        runtime.use_plain_scheduler()
+        runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
         runtime.start(num_devices=self.topology.num_devices, spmd=self.is_partitioned)
 
     @property
@@ -178,20 +178,22 @@ class SpmdModel(XlaModel):
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and "fsdp" in self._specs[weight.shard]]
                 again = self.plan.gathers_again_in(unit)
-                install_unit(module, _SpmdGatherer(split, engine, self._specs, gathers_again=again))
+                self.install_unit(module, _SpmdGatherer(split, engine, self._specs, gathers_again=again))
                 self._constrain_output(module, along_sequence=bool(unit.name))
         if self.plan.split.sequence_parallel:
             self._constrain_embeddings()
+        self.install_recompute()
         self.move_buffers()
         self.install(self.run)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self.place(replaced[parameter], state))
         runtime.sync()
 
-    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's forward; where heads are split, with products that leave them where they are."""
-        with HeadsStayApart() if self.plan.split.size > 1 else nullcontext():
-            return super().run(inner, args, kwargs)
+    @contextmanager
+    def patched(self, *, packed: bool) -> Iterator[None]:
+        """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
+        with HeadsStayApart() if self.plan.split.size > 1 else nullcontext(), super().patched(packed=packed):
+            yield
 
     def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         if tensor.is_meta:

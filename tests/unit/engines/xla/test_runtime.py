@@ -42,3 +42,44 @@ def test_a_second_model_leaves_the_share_as_it_is(cores):
     for _ in range(2):
         runtime.pin_to_share_of_cores(job(1, 2))
     assert cores == {4, 5, 6, 7}
+
+
+PLAIN = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+OTHER = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(runtime, "_is_running", lambda: False)
+
+
+def test_recompute_chooses_the_plain_scheduler_beside_the_users_flags(on_cpu, monkeypatch, caplog):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
+    runtime.use_plain_scheduler(recomputes=True)
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=folder {PLAIN}"
+    assert not caplog.records
+
+
+def test_a_scheduler_that_the_user_has_chosen_stays_with_a_warning(on_cpu, monkeypatch, caplog):
+    monkeypatch.setenv("XLA_FLAGS", OTHER)
+    runtime.use_plain_scheduler(recomputes=False)
+    assert not caplog.records
+    runtime.use_plain_scheduler(recomputes=True)
+    assert os.environ["XLA_FLAGS"] == OTHER
+    assert "it was chosen in XLA_FLAGS" in caplog.text
+
+
+def test_a_runtime_that_runs_already_is_not_told_anything(on_cpu, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "_is_running", lambda: True)
+    runtime.use_plain_scheduler(recomputes=True)
+    assert "XLA_FLAGS" not in os.environ
+    assert "the runtime started with it" in caplog.text
+
+
+def test_no_scheduler_is_chosen_off_the_cpu(on_cpu, monkeypatch, caplog):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    runtime.use_plain_scheduler(recomputes=True)
+    assert "XLA_FLAGS" not in os.environ
+    assert not caplog.records

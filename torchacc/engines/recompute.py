@@ -1,0 +1,85 @@
+"""Let modules of a model be computed again in backward, by whatever function an engine has for that."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from torchacc.logging import get_logger
+from torchacc.plan import is_checkpointing_layer
+
+_log = get_logger(__name__)
+
+Forward = Callable[..., Any]
+Checkpoint = Callable[[nn.Module, Forward, Sequence[Any], Mapping[str, Any]], Any]
+"""Runs a module's forward, the function, with its arguments, and has it computed again in backward."""
+
+
+def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> None:
+    """Let modules run through `checkpoint`.
+
+    Their forwards are replaced, not their calls, so that hooks, such as those that gather weights, run once and outside
+    of it.
+
+    Args:
+        model: The model, whose own recompute, where it has any, is replaced.
+        names: The modules' names.
+        checkpoint: The engine's function.
+    """
+    if not names:
+        return
+    modules = [model.get_submodule(name) for name in names]
+    _switch_transformers(model, on=any(map(is_checkpointing_layer, modules)))
+    for module in modules:
+        module.forward = _through(checkpoint, module)
+        if is_checkpointing_layer(module):
+            # It leaves out its caches then, which a second run would fill again, and would call this to recompute.
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+            module._gradient_checkpointing_func = _just_run  # type: ignore[assignment]
+    _log.info("%d modules are computed again in backward: %s", len(names), _shortened(names))
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Hold a context in which a module's forward does not count a batch in the statistics of its norms again."""
+    norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.track_running_stats]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked = norm.num_batches_tracked.clone()
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def _switch_transformers(model: nn.Module, *, on: bool) -> None:
+    """Turn recompute off in all layers of transformers, and say to the modules around them whether any has it on."""
+    for module in model.modules():
+        if isinstance(getattr(module, "gradient_checkpointing", None), bool):
+            module.gradient_checkpointing = on and not is_checkpointing_layer(module)  # type: ignore[assignment]
+
+
+def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
+    forward = module.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not module.training and is_checkpointing_layer(module):  # it keeps its caches
+            return forward(*args, **kwargs)
+        return checkpoint(module, forward, args, kwargs)
+
+    return run
+
+
+def _just_run(forward: Forward, *args: Any) -> Any:
+    return forward(*args)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, …, {names[-1]}"
