@@ -24,6 +24,7 @@ from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
 from torchacc.errors import DataError as DataError
 from torchacc.errors import EngineError as EngineError
+from torchacc.functional import fsdp as fsdp
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "deferred_init",
     "describe",
     "dist",
+    "fsdp",
     "full_state_dict",
     "load",
     "mark_step",

@@ -18,6 +18,7 @@ LAYERS = (
     {"engines"},
     {"checkpoint"},
     {"api"},
+    {"functional"},
     {"dist", "cli"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,31 @@
+"""The examples of seed 000 run as they stand, in one process without any set-up and under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fsdp_script.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_examples_of_the_seed(num_processes):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    done = subprocess.run(
+        [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPT)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["basic"]["difference"] < 1e-6
+    assert found["completed"]["difference"] < 1e-6
+    assert 0 < found["advanced"]["difference"] < 1e-2
+    assert all(case["dtypes"] == ["torch.float32"] for case in found.values())
+    assert {name: case["num_units"] for name, case in found.items()} == {"basic": 1, "completed": 2, "advanced": 1}
+    assert found["basic"]["share"] == found["completed"]["share"] == 1
+    assert found["advanced"]["share"] == pytest.approx(1 / num_processes, rel=1e-2)
+    assert found["advanced"]["compute_dtype"] == "bfloat16"

@@ -1,0 +1,114 @@
+"""`fsdp()`: one call that shards a model, with the arguments of zeta's function of that name."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+
+from torchacc.api import accelerate
+from torchacc.config import Config
+from torchacc.config.sections import ShardingStrategy
+from torchacc.env import read_job
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+from torchacc.plan import infer_layer_classes
+
+_log = get_logger(__name__)
+
+_PRECISIONS = ("bf16", "fp16", "fp32")
+_STRATEGIES: Mapping[str, ShardingStrategy] = {
+    "SHARD_GRAD": "SHARD_GRAD_OP",
+    "SHARD_GRAD_OP": "SHARD_GRAD_OP",
+    "FULL_SHARD": "FULL_SHARD",
+    "NO_SHARD": "NO_SHARD",
+}
+
+
+def fsdp(
+    model: nn.Module,
+    auto_wrap: bool = False,
+    mp: str = "fp32",
+    shard_strat: str = "NO_SHARD",
+    TransformerBlock: type[nn.Module] | None = None,  # noqa: N803 (the seed's name)
+) -> nn.Module:
+    """Shard a model over all processes of the job, or move it to the device of a single one. Collective.
+
+    The short form of `accelerate()` for a model alone. Its batches come from `torchacc.shard_loader(loader, model)`, or
+    each process reads its own part of the data and moves it to the device of the parameters.
+
+    What zeta's function does otherwise: there the process group must be started before; a class of None wraps nothing;
+    gradients are reduced in `mp` and buffers lowered to it, here gradients are reduced in float32 and buffers stay as
+    they are; a loss is each process's own, here one that the model returns is the mean over all.
+
+    Args:
+        model: The model; it is changed in place.
+        auto_wrap: Whether each layer of the class `TransformerBlock` is gathered by itself; otherwise the whole model
+            is gathered at once.
+        mp: Dtype of the computation: `bf16`, `fp16` or `fp32`. The weights that the optimizer steps are in float32.
+        shard_strat: `FULL_SHARD`, `SHARD_GRAD` (or PyTorch's name for it, `SHARD_GRAD_OP`) or `NO_SHARD`.
+        TransformerBlock: The class of the layers, used only with `auto_wrap`; None to infer it from the model.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: An argument is none of its choices; or no class of layers is passed, and none can be inferred.
+    """
+    if mp not in _PRECISIONS:
+        raise ConfigError(f"mp={mp!r}: expected one of {_listed(_PRECISIONS)}")
+    if shard_strat not in _STRATEGIES:
+        raise ConfigError(f"shard_strat={shard_strat!r}: expected one of {_listed(_STRATEGIES)}")
+    if not isinstance(auto_wrap, bool):
+        raise ConfigError(f"auto_wrap={auto_wrap!r}: expected True or False")
+    _complete(model)
+    config = Config()
+    options = config.dist.fsdp
+    options.size = read_job().num_processes
+    options.sharding_strategy = _STRATEGIES[shard_strat]
+    layers = _layer_classes(model, TransformerBlock) if auto_wrap else set()
+    if layers:
+        options.wrap_layer_cls = layers
+    else:  # as no part of the model is larger than the model, it is the only unit
+        options.min_num_params = 1 + sum(parameter.numel() for parameter in model.parameters())
+    if not auto_wrap and TransformerBlock is not None:
+        _log.info("fsdp(): TransformerBlock has no effect without auto_wrap=True")
+    options.backward_prefetch, options.forward_prefetch = "BACKWARD_PRE", True
+    config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
+    sharded: nn.Module = accelerate(model, config=config)
+    return sharded
+
+
+def _layer_classes(model: nn.Module, given: type[nn.Module] | None) -> set[str]:
+    """Return the names of the classes to gather one by one; none where the layers have no parameters."""
+    if given is None:
+        inferred = infer_layer_classes(model)
+        if not inferred:
+            raise ConfigError(
+                f"auto_wrap=True, and {type(model).__name__} neither names its layers (_no_split_modules) nor has a "
+                "ModuleList of layers of one class: pass their class as TransformerBlock, or auto_wrap=False"
+            )
+        return inferred
+    layers = [module for module in model.modules() if type(module).__name__ == given.__name__]
+    if layers and not any(True for layer in layers for _ in layer.parameters()):
+        _log.warning("fsdp(): no %s has parameters of its own: the model is gathered at once", given.__name__)
+        return set()
+    return {given.__name__}
+
+
+def _complete(model: nn.Module) -> None:
+    """Make modules of what has not called `nn.Module.__init__()`, as a placeholder in an example may not have."""
+    for module in _all_modules(model):
+        if "_parameters" not in vars(module):
+            _log.warning("fsdp(): %s.__init__() does not call super().__init__()", type(module).__name__)
+            nn.Module.__init__(module)
+
+
+def _all_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside of it, each before what it is asked for."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _all_modules(child)
+
+
+def _listed(choices: Iterable[str]) -> str:
+    return ", ".join(map(repr, choices))
