@@ -1,0 +1,97 @@
+"""Groups batches into rounds of one per data-parallel device, and joins those of one process."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchacc.data.tree import concat, num_rows, take
+from torchacc.errors import DataError
+
+
+def make_rounds(
+    batches: Iterator[Any],
+    num_shards: int,
+    *,
+    drop_last: bool,
+    batch_size: int | None = None,
+    skip: int = 0,
+) -> Iterator[list[Any]]:
+    """Group an epoch's batches into rounds of one per device, the last one completed or dropped.
+
+    Args:
+        batches: All the batches of the epoch.
+        num_shards: How many make a round.
+        drop_last: Whether to drop an incomplete round.
+        batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
+        skip: How many batches to leave out. They are read at once, the rest as the rounds are asked for.
+    """
+    first = list(itertools.islice(batches, num_shards)) if skip else []
+    left = itertools.chain(first, batches)
+    next(itertools.islice(left, skip, skip), None)
+    return _grouped(left, first, num_shards, drop_last, batch_size)
+
+
+def _grouped(
+    batches: Iterator[Any], first: list[Any], num_shards: int, drop_last: bool, batch_size: int | None
+) -> Iterator[list[Any]]:
+    """Group batches into rounds, and complete the last one with the first batches of the epoch, where known."""
+    count = len(first)
+    while found := list(itertools.islice(batches, num_shards)):
+        count += len(found)
+        if len(found) < num_shards and drop_last:
+            break
+        first = first or found
+        if batch_size is None:
+            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_shards))
+        else:
+            samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
+            yield [list(itertools.islice(samples, batch_size)) for _ in range(num_shards)]
+    if not count:
+        raise DataError(
+            "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something of "
+            "it, and that it is not an iterator, which lasts for one epoch: pass a list or a DataLoader."
+        )
+    if not first:
+        raise DataError(
+            f"The loader gave {count} batches for {num_shards} data-parallel devices, and drop_last=True drops an "
+            f"incomplete round: {count} // {num_shards} = 0 steps. Write drop_last=False to complete it, or a "
+            f"batch_size of at most 1/{-(-num_shards // count)} of this one."
+        )
+
+
+def num_rounds(batches: int, num_shards: int, drop_last: bool) -> int:
+    """Return how many rounds an epoch of so many batches has."""
+    return batches // num_shards if drop_last else -(-batches // num_shards)
+
+
+def fill(batch: Any, first: Any) -> Any:
+    """Fill a batch up to the number of rows of the first batch, with the first batch's rows."""
+    rows, size = num_rows(batch), num_rows(first)
+    if not rows or not size or rows >= size:
+        return batch
+    try:
+        return take(concat([batch, first]), size)
+    except DataError:  # padded to another length than the first: its own rows fit
+        return take(concat([batch] * -(-size // rows)), size)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Concatenate the batches of several devices."""
+    if len(batches) == 1:
+        return batches[0]
+    check_even([num_rows(batch) for batch in batches])
+    return concat(batches)
+
+
+def check_even(rows: list[int | None]) -> None:
+    """Refuse batches of one process that have different numbers of rows, or None.
+
+    Raises:
+        DataError: They have.
+    """
+    if len(rows) > 1 and (len(set(rows)) > 1 or None in rows):
+        raise DataError(
+            f"One process feeds {len(rows)} devices, which share its batch out evenly, but their batches have {rows} "
+            f"rows (None: its parts disagree, or have none). Give every batch the same size, or run one process per "
+            f"device."
+        )
