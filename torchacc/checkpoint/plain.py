@@ -45,6 +45,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
         return {_TAG: "counter", "value": _encode_mapping(dict(value), tensors, path)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
+    if type(value) in (list, tuple) and {type(item) for item in value} <= {int, float}:  # generators' states are long
+        return list(value) if isinstance(value, list) else {_TAG: "tuple", "value": list(value)}
     if isinstance(value, list | tuple | set | frozenset):
         items = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
         kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)).__name__

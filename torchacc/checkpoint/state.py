@@ -127,7 +127,7 @@ def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return the persistent buffers on the host by name."""
     held = {key for holding in sharded.holdings.values() for key in (holding.key, *holding.names)}
     held |= {alias for planned in sharded.plan.parameters for alias in planned.aliases}
-    state = sharded.model.state_dict()
+    state = sharded.model.state_dict(keep_vars=True)  # parameters are left out: no need to detach each
     return {
         name: to_host(sharded, value)
         for name, value in state.items()

@@ -222,6 +222,7 @@ class NativeModel(ShardedModel):
                 Holding(planned.name, members, size, self._coordinates["fsdp"]),
             )
 
+    @torch.no_grad()
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the local tensors of DTensors, flat, on the host."""
         return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
@@ -240,9 +241,10 @@ class NativeModel(ShardedModel):
             stride=parameter.stride(),
         )
 
+    @torch.no_grad()
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
         """Copy new values into the shard that is there."""
-        shard = _local(parameter.detach())
+        shard = _local(parameter)
         shard.copy_(local.view(shard.shape))
 
     def local_numel(self) -> int:
