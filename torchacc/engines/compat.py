@@ -3,6 +3,7 @@
 import atexit
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torchacc.errors import EngineError
 
 _CUDA_AUTOCAST_ASKS_FOR_TORCH_XLA = SpecifierSet(">=2.9,<2.14")
 _CLIPPING_ASKS_FOR_TOTAL_NORM = SpecifierSet(">=2.9,<2.14")
+_OPTIMIZERS_UPDATE_ONE_BY_ONE = SpecifierSet(">=2.9,<2.10")
 
 
 def hold_until_exit(patch: AbstractContextManager[None]) -> None:
@@ -113,3 +115,42 @@ def optimizer_states(
     finally:
         optimizer_class.state_dict = own_state_dict  # type: ignore[method-assign]
         optimizer_class.load_state_dict = own_load_state_dict  # type: ignore[method-assign]
+
+
+@contextmanager
+def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let torch.optim's optimizers update each group of parameters inside of a context.
+
+    For those updates that go through the parameters one by one, as all do for devices other than PyTorch's own.
+
+    Args:
+        context: Called with the name of the function that updates, and the parameters that it updates.
+    """
+    if importlib.metadata.version("torch") not in _OPTIMIZERS_UPDATE_ONE_BY_ONE:
+        yield
+        return
+    modules = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("torch.optim.")}
+    originals = {
+        (module, name): function
+        for module in modules.values()
+        for name, function in vars(module).items()
+        if name.startswith("_single_tensor_")
+    }
+    for (module, name), function in originals.items():
+        setattr(module, name, _within(context, function))
+    try:
+        yield
+    finally:
+        for (module, name), function in originals.items():
+            setattr(module, name, function)
+
+
+def _within(
+    context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]], update: Callable[..., None]
+) -> Callable[..., None]:
+    @functools.wraps(update)
+    def wrapped(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        with context(update.__name__, parameters):
+            update(parameters, *args, **kwargs)
+
+    return wrapped

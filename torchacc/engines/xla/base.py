@@ -1,8 +1,9 @@
 """What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -11,13 +12,14 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
-from torchacc.engines import recompute
-from torchacc.engines.base import Engine, ShardedModel
+from torchacc.engines import compat, recompute
+from torchacc.engines.base import HANDLE, Engine, ShardedModel
 from torchacc.engines.deferred import take_values
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute
+from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
@@ -111,6 +113,9 @@ class XlaModel(ShardedModel):
         self._step_freed_gradients = False
         self._warned = False
         self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._numbers: dict[torch.Tensor, UpdateNumbers] = {}
+        """By the first of the parameters that are updated together."""
+        _keep_numbers_on_device()
 
     def install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
         """Gather a unit's weights around its forward."""
@@ -185,19 +190,24 @@ class XlaModel(ShardedModel):
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
         super().prepare_optimizer(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
+        prime(optimizer, self.place, self._put)
 
-    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Create the optimizer's state before its first step, so that the first and the second step are one program."""
-        prime(optimizer, self.zeros_like)
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.engine.to_device([tensor])[0]
+
+    def numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the numbers of an update of these parameters are tensors on the device.
+
+        Args:
+            update: The name of the function of torch.optim that updates them.
+            parameters: Parameters of one optimizer group.
+        """
+        return self._numbers.setdefault(parameters[0], UpdateNumbers(self._put)).on_device(update)
 
     def on_zero_grad(self) -> None:
         """Note that the script clears its gradients."""
         super().on_zero_grad()
         self._step_freed_gradients = False
-
-    @abstractmethod
-    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return zeros that are laid out like a parameter, as plain data on the device."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
@@ -218,6 +228,16 @@ class XlaModel(ShardedModel):
                 "no optimizer.zero_grad() came after the optimizer's step. Under XLA the step frees the gradients, so "
                 "that they do not add up from one step to the next: call zero_grad() before each backward"
             )
+
+
+@functools.cache
+def _keep_numbers_on_device() -> None:
+    compat.hold_until_exit(compat.updates_within(_numbers_on_device))
+
+
+def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    owner = vars(parameters[0]).get(HANDLE) if parameters else None
+    return owner.numbers_on_device(update, parameters) if isinstance(owner, XlaModel) else nullcontext()
 
 
 def _is_multiplied(parameter: torch.Tensor, owner: nn.Module) -> bool:

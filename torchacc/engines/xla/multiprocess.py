@@ -165,10 +165,6 @@ class MultiprocessModel(XlaModel):
             shard = rows.cut(whole.detach().cpu(), self._exchange.shard_index)
         return self.engine.to_device([shard])[0]
 
-    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return zeros in the shape of a shard."""
-        return self.engine.to_device([torch.zeros(parameter.shape, dtype=parameter.dtype)])[0]
-
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
         self._exchange.forget_failed_backward()
@@ -188,7 +184,7 @@ class MultiprocessModel(XlaModel):
         self._exchange.drop_gradients()
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the optimizer can work on shards, and create its state."""
+        """Check that the optimizer can work on shards."""
         _check_elementwise(optimizer)
         alike = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         if self.plan.flatten and optimizer is not self._flattened_for and any(other != alike[0] for other in alike):
@@ -197,7 +193,6 @@ class MultiprocessModel(XlaModel):
                 "each unit, so that the groups cannot mean what they say: set config.dist.fsdp.flatten_parameters = "
                 "False, or hand the optimizer to accelerate(…, optimizer=optimizer), which flattens group by group"
             )
-        super().on_first_step(optimizer)
 
     def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of the whole gradients of which these are the shards. Collective: every process."""

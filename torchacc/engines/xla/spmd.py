@@ -200,10 +200,6 @@ class SpmdModel(XlaModel):
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return self.engine.transfer([tensor], [spec])[0]
 
-    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return zeros that are split like a parameter."""
-        return self._place(torch.zeros(parameter.shape, dtype=parameter.dtype), self._specs[parameter])
-
     def _constrain_output(self, module: nn.Module, *, along_sequence: bool) -> None:
         engine, user_rule = self.engine, self.engine.config.dist.fsdp.shard_output_callable
 
