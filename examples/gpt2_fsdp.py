@@ -78,6 +78,7 @@ def main() -> None:
 
     if is_master():
         metrics = asdict(sharding) | {
+            "num_compiles": torchacc.compile_report().graphs,
             "train_secs": train_secs,
             "tokens_per_sec": args.steps * tokens_per_step(args) / train_secs,
             "unigram_entropy": corpus.unigram_entropy,
@@ -85,6 +86,7 @@ def main() -> None:
             "losses": losses,
         }
         print(sharding)
+        print(torchacc.compile_report())
         report(metrics, sample(model_config, weights, corpus, args), args.out)
 
 

@@ -5,6 +5,7 @@ from torchacc import dist as dist
 from torchacc.api import Description as Description
 from torchacc.api import accelerate as accelerate
 from torchacc.api import accumulate as accumulate
+from torchacc.api import compile_report as compile_report
 from torchacc.api import describe as describe
 from torchacc.api import full_state_dict as full_state_dict
 from torchacc.api import mark_step as mark_step
@@ -19,6 +20,7 @@ from torchacc.checkpoint.state import StateDictType as StateDictType
 from torchacc.checkpoint.state import TensorShard as TensorShard
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
+from torchacc.engines.compile_report import CompileReport as CompileReport
 from torchacc.engines.deferred import deferred_init as deferred_init
 from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncLoader",
     "CheckpointError",
+    "CompileReport",
     "Config",
     "ConfigError",
     "DataError",
@@ -42,6 +45,7 @@ __all__ = [
     "accelerate",
     "accumulate",
     "checkpoint",
+    "compile_report",
     "deferred_init",
     "describe",
     "dist",

@@ -17,6 +17,7 @@ from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
 from torchacc.engines import compat, deferred, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
+from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.meta import materialise_buffers
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
@@ -204,10 +205,6 @@ class Description:
     """FSDP units, the model itself included."""
     compute_dtype: str
     """Dtype of matrix products."""
-    num_compiles: int
-    """Programs compiled by this process so far; 0 where nothing is compiled."""
-    compile_secs: float
-    """Seconds spent on that."""
 
     def __str__(self) -> str:
         share = self.num_parameters_per_device / self.num_parameters
@@ -217,20 +214,18 @@ class Description:
                 f"mesh        {self.mesh}",
                 f"parameters  {self.num_parameters:,} in {self.num_units} units, "
                 f"{self.num_parameters_per_device:,} ({share:.1%}) on each device",
-                f"compiles    {self.num_compiles} in {self.compile_secs:.1f} s",
             ]
         )
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe how a model is sharded, and what has been compiled so far.
+    """Describe how a model is sharded.
 
     Args:
         model: The model that accelerate() returned.
     """
     sharded = sharded_model(model)
     engine, plan = sharded.engine, sharded.plan
-    num_compiles, compile_secs = engine.compile_stats()
     return Description(
         engine=engine.kind,
         mesh=plan.topology.describe(),
@@ -239,9 +234,13 @@ def describe(model: nn.Module) -> Description:
         num_parameters_per_device=sharded.local_numel(),
         num_units=len(plan.units),
         compute_dtype=plan.compute_dtype,
-        num_compiles=num_compiles,
-        compile_secs=compile_secs,
     )
+
+
+def compile_report() -> CompileReport:
+    """Return what has been compiled in this process so far, and what was compiled anew and why."""
+    engine = registry.active_engine()
+    return engine.compile_report() if engine is not None else CompileReport()
 
 
 def sync() -> None:

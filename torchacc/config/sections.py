@@ -209,6 +209,8 @@ class ComputeConfig(Section):
     """Compute in float16; the parameters that the optimizer steps stay in float32."""
     acc_scaled_dot_attn: StrictBool = False
     """Replace scaled dot-product attention by a kernel made for the device."""
+    compile_cache: StrictStr | None = None
+    """Folder that keeps compiled programs for the next start (XLA, not on the CPU); None to compile them each time."""
 
 
 class MemoryConfig(Section):

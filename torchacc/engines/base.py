@@ -14,6 +14,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
+from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -93,9 +94,9 @@ class Engine(ABC):
         """Put PyTorch's and the device's generators where they were; takes what `random_state()` returned."""
         torch.set_rng_state(state["torch"])
 
-    def compile_stats(self) -> tuple[int, float]:
-        """Return how many programs have been compiled in this process, and in how many seconds."""
-        return 0, 0.0
+    def compile_report(self) -> CompileReport:
+        """Return what has been compiled in this process so far."""
+        return CompileReport()
 
 
 class ShardedModel(ABC):

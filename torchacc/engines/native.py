@@ -37,6 +37,7 @@ class NativeEngine(Engine):
         "dist.fsdp.forward_prefetch": "FSDP2 prefetches the next unit in forward by itself",
         "dist.fsdp.shard_output_callable": "it belongs to SPMD",
         "dist.fsdp.use_spmd": "it belongs to XLA",
+        "compute.compile_cache": "nothing is compiled",
     }
 
     @classmethod

@@ -4,18 +4,22 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors
 from torchacc.engines import compat, recompute
 from torchacc.engines.base import HANDLE, Engine, ShardedModel
+from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla.compiles import CompileWatch
 from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute
@@ -25,6 +29,8 @@ from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
 
 _log = get_logger(__name__)
+
+_watch = CompileWatch()  # of the process, as XLA's own counters are
 
 _XLA_SCHEDULES = "XLA's own scheduler decides when weights are gathered"
 
@@ -45,7 +51,12 @@ class XlaEngine(Engine):
         return torch.device("xla:0")
 
     def check(self, model: nn.Module) -> None:
-        """Refuse recompute that a model does by itself: PyTorch's checkpoint() knows no device `xla`."""
+        """Refuse a model's own recompute, as PyTorch's checkpoint() knows no device `xla`, and a cache on the CPU."""
+        if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
+            raise ConfigError(
+                f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
+                "whose compiled programs XLA can write and not read again: set config.compute.compile_cache = None"
+            )
         by_itself = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
         if by_itself and not any(map(is_checkpointing_layer, by_itself)):
             raise ConfigError(
@@ -96,9 +107,23 @@ class XlaEngine(Engine):
         if self.has_recorded:
             self.sync()
 
-    def compile_stats(self) -> tuple[int, float]:
-        """Return how many programs have been compiled in this process, and in how many seconds."""
-        return runtime.compile_stats()
+    def compile_report(self) -> CompileReport:
+        """Return what has been compiled in this process so far, by this engine and those before it."""
+        return _watch.report()
+
+    @cached_property
+    def num_lengths(self) -> int:
+        """How many lengths a batch may have."""
+        options = self.config.dataloader
+        if options.buckets is None and options.max_length is None:
+            return 1
+        return len(make_buckets(options.buckets, options.max_length, options.num_buckets))
+
+    def open_compile_cache(self) -> None:
+        """Keep compiled programs where the config says, each process in a folder of its own."""
+        if self.config.compute.compile_cache is not None:
+            mine = f"{self.kind}-{self.job.rank}-of-{self.job.num_processes}"
+            runtime.open_compile_cache(Path(self.config.compute.compile_cache).expanduser() / mine)
 
 
 class XlaModel(ShardedModel):
@@ -168,6 +193,7 @@ class XlaModel(ShardedModel):
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
         self._check_gradients_were_cleared()
+        _watch.on_forward(self.model, args, kwargs, num_lengths=self.engine.num_lengths)
         self._open_steps.clear()  # of steps that raised
         self.engine.has_recorded = True
         runtime.note_random_seed()
@@ -190,7 +216,14 @@ class XlaModel(ShardedModel):
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
         super().prepare_optimizer(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        prime(optimizer, self.place, self._put)
+        reason = prime(optimizer, self.place, self._put)
+        if reason is not None:
+            _watch.note(reason)
+        _watch.before_step(optimizer, self._names)
+
+    @cached_property
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.engine.to_device([tensor])[0]
@@ -220,6 +253,7 @@ class XlaModel(ShardedModel):
                 parameter.grad = None
         self._step_freed_gradients = True
         self.engine.sync()
+        _watch.after_step(optimizer)
 
     def _check_gradients_were_cleared(self) -> None:
         if self._step_freed_gradients and not self._warned and self.model.training and torch.is_grad_enabled():

@@ -70,6 +70,7 @@ class MultiprocessEngine(XlaEngine):
             runtime.pin_to_share_of_cores(self.job)
         if plan.recomputed:
             runtime.use_plain_scheduler(recomputes=True)
+        self.open_compile_cache()
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
         if not runtime.runs_on_cpu():
             runtime.check_num_processes(self.job)

@@ -5,7 +5,7 @@ everything compiles twice. The state made here is what the first step would have
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -229,6 +230,32 @@ def compile_stats() -> tuple[int, float]:
 
     timing = metrics.metric_data("CompileTime")
     return (timing[0], timing[1] / 1e9) if timing else (0, 0.0)
+
+
+def count(event: str) -> int:
+    """Return how often something has happened in this process, by torch_xla's name for it."""
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value(event) or 0
+
+
+def open_compile_cache(folder: Path) -> None:
+    """Read programs from a folder, and write there what is compiled.
+
+    Raises:
+        EngineError: Something has been computed already, with no cache or another.
+    """
+    import torch_xla.runtime as xr
+    from torch_xla import _XLAC
+
+    if not _XLAC._xla_computation_cache_is_initialized():
+        folder.mkdir(parents=True, exist_ok=True)
+        xr.initialize_cache(str(folder))
+    elif env.get("XLA_PERSISTENT_CACHE_PATH") != str(folder):
+        raise EngineError(
+            f"compute.compile_cache asks for {folder}, and XLA has computed without it, or with another, which is "
+            "fixed for a process's life: call accelerate() before anything else uses XLA, and with one folder"
+        )
 
 
 def random_seed() -> int:

@@ -119,6 +119,8 @@ class _NumbersOnDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _addmm(added: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+def _addmm(
+    added: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
     """Return what torch.addmm() does, which torch_xla leaves to the host where it is given factors."""
     return (beta * added.float() + alpha * (one.float() @ other.float())).to(added.dtype)

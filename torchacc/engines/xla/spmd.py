@@ -70,6 +70,7 @@ class SpmdEngine(XlaEngine):
     def setup(self, plan: WrapPlan) -> None:
         """Start the runtime with the mesh's devices."""
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
+        self.open_compile_cache()
         runtime.start(num_devices=self.topology.num_devices, spmd=self.is_partitioned)
 
     @property

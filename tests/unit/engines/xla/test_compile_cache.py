@@ -1,0 +1,34 @@
+"""XLA's CPU client writes compiled programs, and cannot read them: what can be seen here is that they are written."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from torchacc.engines.xla import runtime
+from torchacc.errors import EngineError
+
+folder = Path(sys.argv[1])
+runtime.open_compile_cache(folder / "mine")
+runtime.start(num_devices=1, spmd=False)
+assert float((torch.ones(3, device="xla") * 2.5).sum()) == 7.5
+runtime.open_compile_cache(folder / "mine")
+try:
+    runtime.open_compile_cache(folder / "other")
+except EngineError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.xla
+def test_programs_are_kept_in_one_folder_for_the_life_of_a_process(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert [*(tmp_path / "mine").iterdir()]
+    assert not (tmp_path / "other").exists()
+    assert "refused: compute.compile_cache asks for" in done.stdout
