@@ -19,6 +19,7 @@ class Case:
     """Devices of one process."""
     reference: str | None = None
     """The case that its step time is divided by in the table."""
+    layers: int = LAYERS
 
     @property
     def total_devices(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
-from _cases import GLOBAL_BATCH, HEADS, LAYERS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH, Case
+from _cases import GLOBAL_BATCH, HEADS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH, Case
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -38,11 +38,11 @@ def run(case: Case, total_steps: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def make_model() -> Any:
+def make_model(layers: int) -> Any:
     """Return the model, with the same values in every process."""
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=LAYERS,
+        n_layer=layers,
         n_embd=WIDTH,
         n_head=HEADS,
         vocab_size=VOCABULARY,
@@ -68,12 +68,12 @@ def make_tokens(num_batches: int) -> torch.Tensor:
 
 
 def _eager(case: Case, tokens: torch.Tensor) -> Steps:
-    model = make_model()
+    model = make_model(case.layers)
     return _train(model, _optimizer(model), _batches(tokens))
 
 
 def _compiled(case: Case, tokens: torch.Tensor) -> Steps:
-    model = make_model()
+    model = make_model(case.layers)
     return _train(torch.compile(model), _optimizer(model), _batches(tokens))
 
 
@@ -84,7 +84,7 @@ def _fsdp2(case: Case, tokens: torch.Tensor) -> Steps:
 
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.processes))
-    model = make_model()
+    model = make_model(case.layers)
     mesh = init_device_mesh("cpu", (case.processes,))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
@@ -97,7 +97,7 @@ def _torch_xla(case: Case, tokens: torch.Tensor) -> Steps:
     import torch_xla
 
     device = torch_xla.device()
-    model = make_model().to(device)
+    model = make_model(case.layers).to(device)
     model.tie_weights()
     return _train_by_hand(model, _optimizer(model), _batches(tokens), device)
 
@@ -113,7 +113,7 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     config.dist.fsdp.size = case.total_devices
     config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
-    model, loader = torchacc.accelerate(make_model(), loader, config)
+    model, loader = torchacc.accelerate(make_model(case.layers), loader, config)
     return _train(model, _optimizer(model), loader)
 
 
@@ -168,19 +168,20 @@ def _time_block(steps: Steps, num_steps: int) -> dict[str, float]:
     for _ in range(num_steps):
         loss = next(steps)
     value = loss.item()
-    _wait_for_devices()
+    wait_for_devices()
     secs = time.perf_counter() - started
-    return {"secs": secs, "cpu_secs": time.process_time() - cpu, "loss": value, "compiles": _num_compiles()}
+    return {"secs": secs, "cpu_secs": time.process_time() - cpu, "loss": value, "compiles": num_compiles()}
 
 
-def _wait_for_devices() -> None:
+def wait_for_devices() -> None:
+    """Wait until what has been started on the devices is done."""
     if "torch_xla" in sys.modules:
         import torch_xla.core.xla_model as xm
 
         xm.wait_device_ops()
 
 
-def _num_compiles() -> int:
+def num_compiles() -> int:
     """Return the programs that XLA, or the graphs that torch.compile, has compiled in this process."""
     if "torch_xla" in sys.modules:
         import torch_xla.debug.metrics as metrics

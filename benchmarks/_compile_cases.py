@@ -1,0 +1,36 @@
+"""What `compile.py` compares, and what is expected of it. Plain data."""
+
+from dataclasses import dataclass
+
+from _cases import LAYERS, Case
+
+STEPS = 4
+DEPTHS = (LAYERS, 8, 16, 32)
+
+CASES = (
+    *(Case(f"{kind}, {layers} layers", kind, layers=layers) for layers in DEPTHS for kind in ("torch_xla", "xla-spmd")),
+    Case(f"xla-spmd on 4 devices, {LAYERS} layers", "xla-spmd", devices=4),
+)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """How many programs a case is expected to compile in all of its steps."""
+
+    case: str
+    graphs: int
+
+
+@dataclass(frozen=True)
+class Sooner:
+    """What part of another case's time a case is expected to need until its second step is done."""
+
+    case: str
+    reference: str
+    part: float
+
+
+EXPECTATIONS = (
+    *(Graphs(case.name, 1) for case in CASES if case.kind == "xla-spmd"),
+    *(Sooner(f"xla-spmd, {layers} layers", f"torch_xla, {layers} layers", 0.65) for layers in DEPTHS),
+)
