@@ -15,6 +15,9 @@ NO_XLA_WHEELS = (
     'sys_platform != "linux" or platform_machine != "x86_64" '
     'or implementation_name != "cpython" or python_version >= "3.14"'
 )
+# XLA on an NVIDIA GPU: the plugin that fits torch_xla (see engines/xla/cuda.py), and the compiler and device library
+# that it calls, of the same CUDA as the other libraries, which torch's wheel brings.
+XLA_CUDA = [f"jax-cuda12-pjrt==0.8.0; {XLA_WHEELS}", f"nvidia-cuda-nvcc-cu12==12.8.*; {XLA_WHEELS}"]
 TORCH = [f"torch==2.9.0; {XLA_WHEELS}", f"torch_xla==2.9.0; {XLA_WHEELS}", f"torch>=2.9; {NO_XLA_WHEELS}"]
 
 
@@ -40,9 +43,11 @@ setup(
             f"{name} = torchacc.cli.{name}:main"
             for name in ("consolidate_and_reshard_fsdp_ckpts", "consolidate_sharded_model_checkpoints")
         ]
+        + ["torchacc = torchacc.cli.main:main"]
     },
     install_requires=TORCH + read_requirements(),
     extras_require={
+        "xla-cuda": XLA_CUDA,
         "examples": ["matplotlib", "tokenizers"],
         "test": ["pytest>=8", "pytest-timeout", "psutil", "matplotlib", "tokenizers"],
         "lint": ["ruff", "mypy", "types-PyYAML", "types-tqdm", "pre-commit"],

@@ -401,7 +401,7 @@ def _keep_float32_masters(model: nn.Module, compute_dtype: str) -> None:
 
 
 def _list_options_without_effect(engine: Engine) -> None:
-    for path, reason in engine.no_effect.items():
+    for path, reason in engine.options_without_effect().items():
         *sections, name = path.split(".")
         section: Any = engine.config
         for part in sections:

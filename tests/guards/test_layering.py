@@ -19,7 +19,7 @@ LAYERS = (
     {"checkpoint"},
     {"api"},
     {"functional"},
-    {"dist", "cli"},
+    {"dist", "cli", "__main__"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # It writes the classes of a file format, and starts nothing.

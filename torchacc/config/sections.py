@@ -185,6 +185,7 @@ def _every_axis_at_most_once(axes: list[str | None]) -> list[str | None]:
 
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
 ClassNames = Annotated[Names, BeforeValidator(_class_names)]
 Patterns = Annotated[Names, BeforeValidator(_at_least_one)]
@@ -226,6 +227,11 @@ class MemoryConfig(Section):
     """Compute every so many-th of those modules again, from the first one on; 1 for each."""
     gc_cnt: Count | None = None
     """How many of the modules so chosen, from the first one on, to compute again; None for all."""
+    gpu_fraction: Share | None = None
+    """Share of a GPU's memory that this process may take, above 0 and up to 1; None for 0.75 under XLA, and for all of
+    it natively."""
+    gpu_preallocate: StrictBool = True
+    """Take that share when the device starts, and not piece by piece as it is needed (XLA only)."""
 
 
 class DataLoaderConfig(Section):

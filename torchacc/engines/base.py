@@ -22,6 +22,12 @@ from torchacc.layout import Holding
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
 
+NO_GPU = {
+    "memory.gpu_fraction": "there is no NVIDIA GPU here",
+    "memory.gpu_preallocate": "there is no NVIDIA GPU here",
+}
+"""Options that mean nothing without a GPU."""
+
 HANDLE = "_torchacc"
 """The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
 
@@ -40,10 +46,24 @@ class Engine(ABC):
         self.job = job
         self.group = ProcessGroup(job)
 
+    def options_without_effect(self) -> Mapping[str, str]:
+        """Return `no_effect`, and what means nothing on the devices that this machine has."""
+        return self.no_effect
+
     @classmethod
     @abstractmethod
     def count_devices(cls, config: Config, job: Job) -> int:
         """Return the number of devices that this job has, on all machines."""
+
+    @classmethod
+    @abstractmethod
+    def find_devices(cls) -> str:
+        """Return what this engine would run on here, in words. Starts the runtime, so that it needs its own process.
+
+        Raises:
+            ConfigError: What is installed does not fit.
+            EngineError: The runtime cannot start.
+        """
 
     def check(self, model: nn.Module) -> None:
         """Refuse what this engine cannot do for a model, before anything is started.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
-from torchacc.engines.base import Engine, ShardedModel, average_scalars, remap_optimizer
+from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
@@ -40,10 +40,28 @@ class NativeEngine(Engine):
         "compute.compile_cache": "nothing is compiled",
     }
 
+    def options_without_effect(self) -> Mapping[str, str]:
+        """Return what means nothing to FSDP2, or not on this machine's devices."""
+        if self.device.type == "cuda":
+            return {**self.no_effect, "memory.gpu_preallocate": "PyTorch takes memory as it is needed"}
+        return {**self.no_effect, **NO_GPU}
+
     @classmethod
     def count_devices(cls, config: Config, job: Job) -> int:
         """Return the number of processes: each has one device."""
         return job.num_processes
+
+    @classmethod
+    def find_devices(cls) -> str:
+        """Return PyTorch's accelerators, or the CPU."""
+        if not torch.accelerator.is_available():
+            return "CPU"
+        kind = str(torch.accelerator.current_accelerator())
+        names = [
+            getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)(index)
+            for index in range(torch.accelerator.device_count())
+        ]
+        return ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names))
 
     def check(self, model: nn.Module) -> None:
         """Refuse to split layers, and more processes than this machine has accelerators."""
@@ -66,6 +84,9 @@ class NativeEngine(Engine):
         self.group.start()
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device.index)
+        fraction = self.config.memory.gpu_fraction
+        if self.device.type == "cuda" and fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     @cached_property
     def device(self) -> torch.device:

@@ -8,6 +8,7 @@ import torch
 from torchacc.config import Config, resolve
 from torchacc.engines import compat
 from torchacc.engines.base import Engine
+from torchacc.engines.xla import cuda
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
 from torchacc.logging import get_logger
@@ -28,19 +29,30 @@ def choose_kind(config: Config, job: Job) -> str:
     """Return the kind of engine that a config asks for in this job.
 
     With backend `auto` it is XLA where torch_xla is installed and PyTorch has no accelerator of its own that
-    torch_xla would leave idle, else native.
+    torch_xla would leave idle, or PJRT_DEVICE=CUDA asks for it; else native.
 
     Raises:
-        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch.
+        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or not find
+            the NVIDIA GPU that it is to run on.
     """
     backend = config.backend
     if backend == "auto":
-        prefers_xla = xla_runtime.is_installed() and not torch.accelerator.is_available()
+        left_idle = torch.accelerator.is_available() and not xla_runtime.is_asked_for_gpu()
+        prefers_xla = xla_runtime.is_installed() and not left_idle
         backend = "xla" if prefers_xla else "native"
     if backend == "native":
         return "native"
     xla_runtime.check_versions()
+    if xla_runtime.runs_on_gpu():
+        cuda.check_plugin()
     return "xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd"
+
+
+def engine_class(kind: str) -> type[Engine]:
+    """Return the class of a kind of engine."""
+    module, name = ENGINES[kind].split(":")
+    found: type[Engine] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def make_engine(config: Config, job: Job) -> Engine:
@@ -49,11 +61,9 @@ def make_engine(config: Config, job: Job) -> Engine:
     Raises:
         ConfigError: The config contradicts itself or the job.
     """
-    kind = choose_kind(config, job)
-    module, name = ENGINES[kind].split(":")
-    engine_class: type[Engine] = getattr(importlib.import_module(module), name)
-    resolved = resolve(config, job, num_devices=engine_class.count_devices(config, job))
-    return engine_class(config=resolved, topology=from_config(resolved), job=job)
+    chosen = engine_class(choose_kind(config, job))
+    resolved = resolve(config, job, num_devices=chosen.count_devices(config, job))
+    return chosen(config=resolved, topology=from_config(resolved), job=job)
 
 
 @dataclass

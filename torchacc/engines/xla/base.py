@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors
 from torchacc.engines import compat, recompute
-from torchacc.engines.base import HANDLE, Engine, ShardedModel
+from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.xla import quirks, runtime
@@ -24,6 +25,7 @@ from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots,
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute
 from torchacc.engines.xla.scalars import UpdateNumbers
+from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
@@ -44,6 +46,19 @@ class XlaEngine(Engine):
         "dist.fsdp.limit_all_gathers": _XLA_SCHEDULES,
         "dist.fsdp.use_orig_params": "flatten_parameters decides whether parameters keep their names",
     }
+
+    def options_without_effect(self) -> Mapping[str, str]:
+        """Return what means nothing to XLA, or not on this machine's devices."""
+        return self.no_effect if runtime.runs_on_gpu() else {**self.no_effect, **NO_GPU}
+
+    @classmethod
+    def find_devices(cls) -> str:
+        """Return the devices that the runtime has."""
+        runtime.check_versions()
+        # Others may use the GPU meanwhile: its memory is not taken for a look.
+        runtime.use_gpu_plugin(MemoryConfig(gpu_preallocate=False), Job(), drives_all=True)
+        found = runtime.count_devices()
+        return "CPU" if runtime.runs_on_cpu() else f"{runtime.platform()}, {found} of them"
 
     @property
     def device(self) -> torch.device:

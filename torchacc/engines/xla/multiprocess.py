@@ -70,10 +70,10 @@ class MultiprocessEngine(XlaEngine):
             runtime.pin_to_share_of_cores(self.job)
         if plan.recomputed:
             runtime.use_plain_scheduler(recomputes=True)
+        agree = self.group.broadcast_object
+        runtime.use_gpu_plugin(self.config.memory, self.job, drives_all=False, agree=agree)
         self.open_compile_cache()
-        runtime.start(num_devices=1, spmd=False, stream=self.job.rank)
-        if not runtime.runs_on_cpu():
-            runtime.check_num_processes(self.job)
+        runtime.start(num_devices=1, spmd=False, stream=self.job.rank, job=self.job)
 
     @cached_property
     def ordinal(self) -> int:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ import torch
 from packaging.version import Version
 
 from torchacc import env
+from torchacc.config.sections import MemoryConfig
+from torchacc.engines.xla import cuda
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
@@ -83,34 +85,86 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
+def platform() -> str:
+    """Return what XLA's devices are, as PJRT_DEVICE names it: what that asks for, else the best that is installed."""
+    given = env.get("PJRT_DEVICE")
+    if given:
+        return given
+    if importlib.util.find_spec("libtpu") is not None:
+        return "TPU"
+    return cuda.PLATFORM if cuda.has_gpu() and cuda.installed_plugin() is not None else "CPU"
+
+
 def runs_on_cpu() -> bool:
-    """Return whether XLA's devices are this machine's CPU: nothing else is asked for, and no TPU library is there."""
-    device = env.get("PJRT_DEVICE")
-    return device == "CPU" if device else importlib.util.find_spec("libtpu") is None
+    """Return whether XLA's devices are this machine's CPU."""
+    return platform() == "CPU"
 
 
-def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
+def runs_on_gpu() -> bool:
+    """Return whether XLA's devices are NVIDIA GPUs."""
+    return platform() == cuda.PLATFORM
+
+
+def is_asked_for_gpu() -> bool:
+    """Return whether the environment asks XLA to run on NVIDIA GPUs; torch_xla never sets that by itself."""
+    return env.get("PJRT_DEVICE") == cuda.PLATFORM
+
+
+def use_gpu_plugin(
+    memory: MemoryConfig, job: Job, *, drives_all: bool, agree: Callable[[Any], Any] | None = None
+) -> None:
+    """Let the runtime find NVIDIA GPUs, where those are its devices. Called before it is asked for any device.
+
+    Args:
+        memory: What the config says of a device's memory.
+        job: The processes of the job.
+        drives_all: Whether this process has all GPUs of its machine, and not the one of its local rank.
+        agree: Returns rank 0's argument on every process; needed where there are several.
+    """
+    if not runs_on_gpu():
+        return
+    env.set_default("PJRT_DEVICE", cuda.PLATFORM)
+    _hush()
+    if agree is not None:
+        cuda.choose_coordinator_port(agree)
+    cuda.register(cuda.client_options(memory, job, drives_all=drives_all), job)
+
+
+def count_devices() -> int:
+    """Return the number of devices of all processes; starts the runtime.
+
+    Raises:
+        EngineError: It cannot start.
+    """
+    import torch_xla.runtime as xr
+
+    with _explained():
+        return int(xr.global_runtime_device_count())
+
+
+def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = None) -> None:
     """Start the runtime, or check that the running one is what is needed.
 
     Args:
         num_devices: Devices that this process drives. On the CPU they are virtual.
         spmd: Whether one program runs over all of them.
         stream: What sets this process's random numbers apart from those of other processes with the same seed.
+        job: The processes whose devices PJRT connects, as it can elsewhere than on the CPU; None for this one alone.
 
     Raises:
-        EngineError: The runtime already runs with other devices, or autograd started before it.
+        EngineError: The runtime cannot start, already runs with other devices, or autograd started before it.
     """
     check_versions()
     if runs_on_cpu():
+        _tell_of_idle_gpu()
         env.set_default("PJRT_DEVICE", "CPU")
         _ask_for_cpu_devices(num_devices)
-    # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it.
-    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
+    _hush()
     import torch_xla
     import torch_xla.runtime as xr
 
     if spmd and not xr.is_spmd():
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _explained():
             warnings.simplefilter("ignore")
             xr.use_spmd()
     elif xr.is_spmd() and not spmd:
@@ -118,15 +172,84 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0) -> None:
             "this process already runs in SPMD mode, which cannot be left: set config.dist.fsdp.use_spmd = True, or "
             "start a new process"
         )
-    found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
+    if job is not None and not runs_on_cpu():
+        _connect(job)
+    with _explained():
+        found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
     if found != num_devices:
         raise EngineError(
             f"the config asks for {num_devices} XLA devices in this process, and the runtime has {found}. The number "
             "is fixed when the runtime starts: call accelerate() before anything else uses XLA, and with one number of "
             "devices per process"
         )
+    if not runs_on_cpu():
+        _keep_matmul_precision()
     _start_autograd(torch_xla.device())
     _seed((torch.initial_seed() + stream) % 2**63)
+
+
+def _hush() -> None:
+    # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it.
+    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say on which devices the runtime could not start, and what to look at."""
+    try:
+        yield
+    except RuntimeError as error:
+        hint = ""
+        if runs_on_gpu():
+            hint = (
+                " See whether nvidia-smi lists a GPU for each process of this machine, and what CUDA_VISIBLE_DEVICES "
+                "says; PJRT_DEVICE=CPU runs XLA on the CPU."
+            )
+        raise EngineError(f"XLA cannot start on {platform()}: {str(error).splitlines()[0]}{hint}") from error
+
+
+def _connect(job: Job) -> None:
+    """Let PJRT connect the devices of all processes, as torch_xla does in those that it starts itself.
+
+    Raises:
+        EngineError: It does not connect those that the launcher started: each would train alone.
+    """
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    with _explained():
+        pjrt.initialize_multiprocess(job.local_rank, job.local_num_processes)
+    if xr.world_size() != job.num_processes:
+        raise EngineError(
+            f"the launcher started {job.num_processes} processes, and the XLA runtime connects {xr.world_size()} "
+            "devices with one process each: start one process per device, or a single one with "
+            "config.dist.fsdp.use_spmd = True"
+        )
+
+
+def _keep_matmul_precision() -> None:
+    """Multiply float32 matrices as PyTorch would: by default XLA rounds them first, to TF32 or to bfloat16."""
+    import torch_xla.backends as backends
+
+    precision = torch.get_float32_matmul_precision()
+    backends.set_mat_mul_precision("default" if precision == "medium" else precision)
+
+
+@functools.cache
+def _tell_of_idle_gpu() -> None:
+    """Say it where XLA leaves an NVIDIA GPU idle: torch_xla sets PJRT_DEVICE=CPU too, if it is imported first."""
+    if not cuda.has_gpu():
+        return
+    if cuda.installed_plugin() is None:
+        _log.warning(
+            "XLA runs on the CPU of this machine, which has an NVIDIA GPU: `pip install 'torchacc[xla-cuda]'` lets XLA "
+            'use it, config.backend = "native" needs nothing more'
+        )
+    else:
+        _log.warning(
+            "XLA runs on the CPU of this machine, which has an NVIDIA GPU, as PJRT_DEVICE=CPU is set, by you or by "
+            "importing torch_xla first: set PJRT_DEVICE=CUDA to use it"
+        )
 
 
 def ordinal() -> int:
@@ -134,22 +257,6 @@ def ordinal() -> int:
     import torch_xla.runtime as xr
 
     return int(xr.global_ordinal())
-
-
-def check_num_processes(job: Job) -> None:
-    """Check that PJRT connects the processes that the launcher started, lest each train alone.
-
-    Raises:
-        EngineError: It does not.
-    """
-    import torch_xla.runtime as xr
-
-    if xr.world_size() != job.num_processes:
-        raise EngineError(
-            f"the launcher started {job.num_processes} processes, and the XLA runtime connects {xr.world_size()} "
-            "devices with one process each: start one process per device, or a single one with "
-            "config.dist.fsdp.use_spmd = True"
-        )
 
 
 @functools.cache  # once: the next model's share would be a share of this one

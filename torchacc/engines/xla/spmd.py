@@ -53,9 +53,8 @@ class SpmdEngine(XlaEngine):
             return 1
         if runtime.runs_on_cpu():
             return requested_devices(config)
-        import torch_xla.runtime as xr
-
-        return int(xr.global_runtime_device_count())
+        runtime.use_gpu_plugin(config.memory, job, drives_all=True)
+        return runtime.count_devices()
 
     def check(self, model: nn.Module) -> None:
         """Refuse two answers to the question how activations are split."""
@@ -70,6 +69,7 @@ class SpmdEngine(XlaEngine):
     def setup(self, plan: WrapPlan) -> None:
         """Start the runtime with the mesh's devices."""
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
+        runtime.use_gpu_plugin(self.config.memory, self.job, drives_all=self.config.dist.fsdp.use_spmd)
         self.open_compile_cache()
         runtime.start(num_devices=self.topology.num_devices, spmd=self.is_partitioned)
 

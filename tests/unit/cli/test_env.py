@@ -1,0 +1,98 @@
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchacc.cli import env, main
+from torchacc.engines import survey
+from torchacc.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+KINDS = ["native", "xla-multiprocess", "xla-spmd"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "torchacc", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    done = run("env", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_versions_are_those_of_this_python(found):
+    assert found["python"] == platform.python_version()
+    assert torch.__version__.startswith(found["packages"]["torch"])
+    assert found["cores"] >= 1
+
+
+def test_every_engine_says_what_it_runs_on_or_why_it_cannot(found):
+    assert [engine["kind"] for engine in found["engines"]] == KINDS
+    assert all((engine["devices"] is None) == bool(engine["reason"]) for engine in found["engines"])
+    native = found["engines"][0]
+    assert (native["devices"] == "CPU") == (not torch.accelerator.is_available())
+
+
+@pytest.mark.xla
+def test_xla_runs_where_torch_xla_is_installed(found):
+    assert [engine["devices"] for engine in found["engines"] if engine["kind"].startswith("xla")] == ["CPU", "CPU"]
+    assert found["auto"] == "xla-spmd"
+
+
+@pytest.mark.xla
+def test_an_engine_that_cannot_run_says_why_in_words():
+    done = run("env", PJRT_DEVICE="CUDA", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0
+    assert "xla-spmd          cannot run\n" in done.stdout
+    assert "no plugin is installed" in done.stdout or "No visible GPU devices" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_engine_whose_process_dies_is_reported(monkeypatch):
+    monkeypatch.setattr(survey, "_PROGRAM", "import sys; sys.stderr.write('no driver\\n'); sys.exit(3)")
+    found = survey.survey()
+    assert {finding.reason for finding in found} == {"its process ended with status 3: no driver"}
+    assert {finding.devices for finding in found} == {None}
+
+
+def test_an_engine_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(survey, "_PROGRAM", "import time; time.sleep(100)")
+    assert survey.survey(timeout_secs=0.5)[0].reason == "it found no devices in 0.5 s"
+
+
+def test_an_error_is_a_line_and_a_status(monkeypatch, capsys):
+    def fail(args):
+        raise ConfigError("this cannot be: write that")
+
+    monkeypatch.setattr(env, "run", fail)
+    assert main.main(["env"]) == 2
+    assert capsys.readouterr().err == "error: this cannot be: write that\n"
+
+
+def test_a_command_that_is_none_is_refused_with_those_that_are(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["enw"])
+    assert ended.value.code == 2
+    assert "'env'" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--help"])
+    assert ended.value.code == 0
+    assert "which engines can run here" in capsys.readouterr().out

@@ -1,0 +1,68 @@
+"""Print versions and devices, and which engines can run here: `torchacc env`."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from torchacc.config import Config
+from torchacc.engines import registry
+from torchacc.engines.survey import survey
+from torchacc.env import read_job
+from torchacc.errors import ConfigError
+
+_PACKAGES = (
+    "torchacc", "torch", "torch_xla", "transformers", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "datasets", "safetensors",
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, and return the exit status."""
+    found = _find()
+    sys.stdout.write((json.dumps(found, indent=2) if args.json else _describe(found)) + "\n")
+    return 0
+
+
+def _find() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "engines": [asdict(finding) for finding in survey()],
+        "auto": _auto(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _auto() -> str:
+    try:
+        return registry.choose_kind(Config(), read_job())
+    except ConfigError as error:
+        return f"none: {error}"
+
+
+def _describe(found: dict[str, Any]) -> str:
+    rows = [("python", found["python"]), ("system", found["system"]), ("cores", str(found["cores"]))]
+    rows += [(name, version or "not installed") for name, version in found["packages"].items()]
+    lines = [f"{name:<16}  {value}" for name, value in rows]
+    lines += ["", "engines"]
+    for engine in found["engines"]:
+        lines.append(f"  {engine['kind']:<16}  {'runs on ' + engine['devices'] if engine['devices'] else 'cannot run'}")
+        lines += [f"      {engine['reason']}"] if engine["reason"] else []
+    return "\n".join([*lines, f"  config.backend = {Config().backend!r} takes {found['auto']}"])
