@@ -22,6 +22,7 @@ from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
 from torchacc.engines.compile_report import CompileReport as CompileReport
 from torchacc.engines.deferred import deferred_init as deferred_init
+from torchacc.engines.scaler import GradScaler as GradScaler
 from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
 from torchacc.errors import DataError as DataError
@@ -40,6 +41,7 @@ __all__ = [
     "Description",
     "EngineError",
     "FullStateDictConfig",
+    "GradScaler",
     "StateDictType",
     "TensorShard",
     "accelerate",

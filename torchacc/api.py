@@ -23,7 +23,7 @@ from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.logging import get_logger, start_logging
-from torchacc.plan import make_plan
+from torchacc.plan import WrapPlan, make_plan
 
 _log = get_logger(__name__)
 
@@ -73,7 +73,7 @@ def accelerate(
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
-    _keep_float32_masters(model, plan.compute_dtype)
+    _keep_masters(model, plan)
     has_no_values = any(p.is_meta and not deferred.is_recorded(p) for p in model.parameters())
     materialise_buffers(model)
     sharded = engine.apply(model, plan, optimizer)
@@ -386,17 +386,24 @@ def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | No
     )
 
 
-def _keep_float32_masters(model: nn.Module, compute_dtype: str) -> None:
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    half = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
-    for tensor in half:
+def _keep_masters(model: nn.Module, plan: WrapPlan) -> None:
+    """Give the parameters the dtype that the optimizer steps them in, and buffers in half precision float32."""
+    half = (torch.bfloat16, torch.float16)
+    upcast = [tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in half]
+    if plan.master_dtype == "bfloat16":
+        upcast = [tensor for tensor in model.buffers() if tensor.dtype in half]
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        _log.info("parameters are kept in bfloat16, where small updates are lost (config.compute.master_dtype)")
+    for tensor in upcast:
         tensor.data = tensor.data.float()
-    if half:
+    if upcast:
         _log.info(
             "%d parameters and buffers were in half precision: they are kept in float32, lest small updates be lost, "
-            "and computed with in %s (config.compute.bf16)",
-            len(half),
-            compute_dtype,
+            "and computed with in %s (config.compute)",
+            len(upcast),
+            plan.compute_dtype,
         )
 
 

@@ -65,19 +65,39 @@ class WrapPlan:
     """The units in the order of the model's modules; the last one is the model itself."""
     topology: Topology
     compute_dtype: str
-    """Dtype of matrix products: `float32` or `bfloat16`. Master weights and reductions stay in float32."""
+    """Dtype of matrix products: `float32`, `bfloat16` or `float16`."""
+    master_dtype: str
+    """Dtype of the parameters that the optimizer steps: `float32` or `bfloat16`."""
+    reduce_dtype: str
+    """Dtype in which gradients are summed over the devices: `float32` or `bfloat16`."""
     gathers_again: bool
     """Whether units free their weights after their forward, and gather them again for their backward."""
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
     recomputed: tuple[str, ...]
     """Names of the modules whose activations are computed again in backward, none of them inside of another."""
+    shards_on_host: bool
+    """Whether shards of parameters, gradients and optimizer state lie in the host's memory."""
+    activations_on_host: bool
+    """Whether what forward saves for backward waits in the host's memory."""
+    prefetches_forward: bool
+    """Whether each unit's forward begins with the gather of the next unit."""
+    prefetches_backward: bool
+    """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
     split: LayerSplit = field(default_factory=LayerSplit)
     """How layers are split over the axis `tp`."""
 
     def gathers_again_in(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
         return self.gathers_again and bool(unit.name)
+
+    @property
+    def gathered_ahead(self) -> dict[str, str]:
+        """For each unit, by name, the one that is gathered when its forward begins: the model runs first, then each."""
+        if not self.prefetches_forward:
+            return {}
+        order = [unit.name for unit in (self.units[-1], *self.units[:-1]) if unit.parameters]
+        return dict(zip(order, order[1:], strict=False))
 
     @property
     def parameters(self) -> Iterator[PlannedParameter]:
@@ -101,6 +121,12 @@ class WrapPlan:
 
     def __str__(self) -> str:
         lines = [f"{self.topology.describe()}, compute in {self.compute_dtype}, {self.numel:,} parameters"]
+        if {self.compute_dtype, self.reduce_dtype} != {"float32"}:
+            lines += [f"  masters in {self.master_dtype}, gradients summed in {self.reduce_dtype}"]
+        lines += ["  shards on the host"] if self.shards_on_host else []
+        lines += ["  activations on the host"] if self.activations_on_host else []
+        lines += ["  gathers ahead in forward"] if self.prefetches_forward else []
+        lines += ["  gathers nothing ahead in backward"] if not self.prefetches_backward else []
         width = max(len(unit.name or "(model)") for unit in self.units)
         lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
@@ -140,9 +166,15 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
     return WrapPlan(
         units=(*units, Unit("", type(model).__name__, tuple(root))),
         topology=topology,
-        compute_dtype="bfloat16" if config.compute.bf16 else "float32",
+        compute_dtype="bfloat16" if config.compute.bf16 else "float16" if config.compute.fp16 else "float32",
+        master_dtype=config.compute.master_dtype,
+        reduce_dtype=config.compute.reduce_dtype,
         gathers_again=STRATEGIES[config.dist.fsdp.sharding_strategy].gathers_again,
         flatten=config.dist.fsdp.flatten_parameters,
+        shards_on_host=config.dist.fsdp.cpu_offload,
+        activations_on_host=config.memory.offload_activations,
+        prefetches_forward=config.dist.fsdp.forward_prefetch,
+        prefetches_backward=config.dist.fsdp.backward_prefetch != "NONE",
         split=split_layers(model, config.dist.tp, topology, {p.names: p.shape for p in parameters}),
         recomputed=select_recomputed(model, config.memory, chosen),
     )

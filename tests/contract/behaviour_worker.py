@@ -704,7 +704,7 @@ def layer_norm_is_that_of_torch(given: tuple[Callable[[], nn.Module], torch.dtyp
 
 @case([SPMD])
 def layer_norm_of_bfloat16_computation_is_float32() -> None:
-    model, plain = sharded_and_plain(Normalized, bf16=True)
+    model, plain = sharded_and_plain(Normalized, compute={"bf16": True})
     x = X.bfloat16()
     found = model(part(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -792,6 +792,7 @@ def shard_output_callable_is_called() -> None:
 # These register their cases, after those about random numbers.
 import compile_cases  # noqa: E402, F401
 import deferred_cases  # noqa: E402, F401
+import lever_cases  # noqa: E402, F401
 import recompute_cases  # noqa: E402, F401
 import state_cases  # noqa: E402, F401
 

@@ -94,12 +94,14 @@ class MLP(nn.Module):
         return self.head(x)
 
 
-def make_config(*, bf16: bool = False, memory: Mapping[str, Any] | None = None, **fsdp: Any) -> torchacc.Config:
+def make_config(
+    *, compute: Mapping[str, Any] | None = None, memory: Mapping[str, Any] | None = None, **fsdp: Any
+) -> torchacc.Config:
     fsdp = {"size": 2, "use_spmd": ENGINE == SPMD, **fsdp}
     return torchacc.Config.from_dict(
         {
             "backend": ENGINE.partition("-")[0],
-            "compute": {"bf16": bf16},
+            "compute": compute or {},
             "memory": memory or {},
             "dist": {"fsdp": fsdp},
         }

@@ -128,10 +128,10 @@ def recompute_changes_no_number(choice: tuple[dict[str, Any], dict[str, Any]]) -
 
 @case()
 def recompute_in_bfloat16() -> None:
-    model = trained(Stack, run_stack, memory={"gc": True}, bf16=True)
+    model = trained(Stack, run_stack, memory={"gc": True}, compute={"bf16": True})
     assert runs(model) == [6, 6]
     # XLA rounds to bfloat16 where it stores, and what it stores is another matter then; a step moves by 3e-3.
-    check_same(model, trained(Stack, run_stack, bf16=True), absolute=2e-3)
+    check_same(model, trained(Stack, run_stack, compute={"bf16": True}), absolute=2e-3)
 
 
 @case()

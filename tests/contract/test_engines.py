@@ -66,6 +66,7 @@ layers_split = covers(
 layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
+levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
 whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
@@ -90,6 +91,7 @@ def same_numbers(test):
         layers_split,
         layers_split_otherwise,
         unequal,
+        levers,
         evaluated,
         per_device,
         whole_batch,
@@ -272,34 +274,62 @@ def test_processes_with_other_models_are_refused(refusal):
     assert "the processes built different models" in refusal
 
 
-# bfloat16 has 8 bits of mantissa: a relative 4e-3 in each product, which averages out over 128 tokens.
+# Less precision. bfloat16 has 8 bits of mantissa, and float16 11: a relative 4e-3 and 5e-4 in each product, which
+# average out over 128 tokens.
 
+
+TWO_PROCESSES = ["native-2", "xla-multiprocess-2"]
 
 bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
 bf16_layers_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["tp-bf16"])
+bf16_sums = covers(engines=TWO_PROCESSES, models=["gpt2"], variants=["bf16-sums"])
+bf16_masters = covers(engines=ON_TWO, models=["gpt2"], variants=["bf16-masters"])
+fp16 = covers(engines=["native-1", "native-2"], models=["gpt2"], variants=["fp16"])
 
 
 @bf16
 @bf16_layers_split
-def test_bfloat16_is_near_float32(outcome, plain_reference):
+@bf16_sums
+@fp16
+def test_low_precision_is_near_float32(outcome, plain_reference):
     assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=1e-3)
     assert outcome["norms"] == pytest.approx(plain_reference["norms"], rel=1e-2)
-    assert outcome["losses"] != pytest.approx(plain_reference["losses"], rel=1e-6), "nothing was computed in bfloat16"
+    assert outcome["losses"] != pytest.approx(plain_reference["losses"], rel=1e-6), "all was computed in float32"
 
 
 @bf16
 @bf16_layers_split
-def test_the_engines_agree_in_bfloat16(outcome, reference):
+@bf16_sums
+@fp16
+def test_the_engines_agree_in_low_precision(outcome, reference):
     """Each is as near to the unsharded run under autocast, so that they are near to one another."""
     assert outcome["losses"] == pytest.approx(reference["losses"], rel=1e-3)
 
 
 @bf16
-def test_masters_and_the_optimizers_state_stay_in_float32(outcome):
-    assert outcome["description"]["compute_dtype"] == "bfloat16"
+@bf16_sums
+@fp16
+def test_masters_and_the_optimizers_state_stay_in_float32(outcome, case):
+    assert outcome["description"]["compute_dtype"] == ("float16" if case.variant == "fp16" else "bfloat16")
     assert outcome["dtypes"] == ["torch.float32"]
     assert outcome["state_dtypes"] == ["torch.float32"]
     assert {str(tensor.dtype) for tensor in outcome["state"].values()} == {"torch.float32"}
+
+
+@bf16_masters
+def test_masters_in_bfloat16_round_each_step(outcome, plain_reference):
+    assert outcome["dtypes"] == outcome["state_dtypes"] == ["torch.bfloat16"]
+    assert {str(tensor.dtype) for tensor in outcome["state"].values()} == {"torch.bfloat16"}
+    assert outcome["losses"] == pytest.approx(plain_reference["losses"], rel=5e-3)
+
+
+@bf16
+@fp16
+@covers(engines=ON_TWO, models=["gpt2"], variants=["adamw"])
+def test_dtypes_of_what_a_model_returns(outcome, case):
+    # transformers computes the loss from the logits in float32.
+    logits = {"adamw": "float32", "bf16": "bfloat16", "fp16": "float16"}[case.variant]
+    assert outcome["output_dtypes"] == {"loss": "torch.float32", "logits": f"torch.{logits}"}
 
 
 # Compiles

@@ -38,6 +38,7 @@ ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
 ADAMW_MAX_NORM = 0.1  # below all gradient norms of these models
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SGD_MAX_NORM = 1e6  # measures, and clips nothing
+SCALE = 2.0**10  # of float16; small enough to overflow nowhere, as a step that is skipped would say little
 
 Batch = dict[str, torch.Tensor]
 
@@ -64,7 +65,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: `id`, `model`, `recipe` (a key of `RECIPES`), `config` (or None), `num_devices` (those that see different
             data), and `options`, names of what else is to be done: `handed-in`, `deferred`, `unequal-seeds`,
-            `unequal-shapes`, `evaluate`, `ragged`, and for the reference also `per-device` and `autocast`.
+            `unequal-shapes`, `evaluate`, `ragged`, and for the reference also `per-device`, and `autocast-` with a
+            dtype.
     """
     options = case["options"]
     is_reference = case["config"] is None
@@ -89,7 +91,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     optimizer = recipe.make_optimizer(model) if "handed-in" in options else None
     if is_reference:
         num_parts = case["num_devices"] if "per-device" in options else 1
-        training: Training = Reference(model, data, case["num_devices"], num_parts, autocast="autocast" in options)
+        lowered = next((option.partition("-")[2] for option in options if option.startswith("autocast-")), None)
+        training: Training = Reference(model, data, case["num_devices"], num_parts, lowered)
     else:
         training = Sharded(model, data, case, optimizer)
         found["names_after"] = names_of(model)
@@ -106,6 +109,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     found |= {
         "recipe": case["recipe"],
         "max_norm": recipe.max_norm,
+        "output_dtypes": training.output_dtypes,
         "state": training.state(),
         "group_sizes": [[len(group["params"]), group["weight_decay"]] for group in optimizer.param_groups],
         "optimizer_holds_strangers": any(id(parameter) not in own for parameter in held),
@@ -177,6 +181,8 @@ class Training:
     """A model in training, sharded or not."""
 
     model: nn.Module
+    scaler: torch.amp.GradScaler
+    output_dtypes: dict[str, str]
 
     def batches(self) -> Iterator[Batch]:
         """Return the batches of the next epoch."""
@@ -188,25 +194,31 @@ class Training:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         if "images" in batch:
-            return F.cross_entropy(self.model(batch["images"]), batch["labels"])
-        return self.model(**batch).loss
+            logits = self.model(batch["images"])
+            loss = F.cross_entropy(logits, batch["labels"])
+        else:
+            output = self.model(**batch)
+            loss, logits = output.loss, output.logits
+        self.output_dtypes = {"loss": str(loss.dtype), "logits": str(logits.dtype)}
+        return loss
 
     def backward(self, batch: Batch, share: float) -> torch.Tensor:
         loss = self.loss(batch)
-        (loss * share).backward()
+        self.scaler.scale(loss * share).backward()
         return loss.detach()
 
 
 class Reference(Training):
     def __init__(
-        self, model: nn.Module, data: list[Batch], num_devices: int, num_parts: int, *, autocast: bool
+        self, model: nn.Module, data: list[Batch], num_devices: int, num_parts: int, lowered: str | None
     ) -> None:
         self.model = model
         self.clip = lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         self.accumulate: Callable[[], AbstractContextManager[None]] = nullcontext
         self._loaders = [DataLoader(data, GLOBAL_BATCH // num_devices, shuffle=shuffle) for shuffle in (True, False)]
         self._num_parts = num_parts
-        self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+        self._autocast = torch.autocast("cpu", getattr(torch, lowered)) if lowered else nullcontext()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=lowered == "float16")
 
     def batches(self) -> Iterator[Batch]:
         return _global_batches(self._loaders[0])
@@ -250,6 +262,7 @@ class Sharded(Training):
         assert optimizer is None or returned[2] is optimizer
         self.model, self._loader = returned[:2]
         self._held_out = torchacc.shard_loader(DataLoader(data, GLOBAL_BATCH // case["num_devices"]), model)
+        self.scaler = torchacc.GradScaler(model, init_scale=SCALE)
         self.clip = model.clip_grad_norm_
         self.accumulate = lambda: torchacc.accumulate(model)
 
@@ -279,8 +292,10 @@ def train(
             with nullcontext() if last else training.accumulate():
                 window.append(training.backward(batch, 1 / recipe.micro_batches))
             if last:
+                training.scaler.unscale_(optimizer)
                 norm = training.clip(recipe.max_norm)
-                optimizer.step()
+                training.scaler.step(optimizer)
+                training.scaler.update()
                 optimizer.zero_grad()
                 losses.append(float(sum(map(float, window)) / len(window)))
                 norms.append(float(norm))

@@ -1,6 +1,8 @@
 """What accelerate() refuses before it starts anything, each with the way out."""
 
+import functools
 import importlib.metadata
+import re
 
 import pytest
 import torch
@@ -149,6 +151,29 @@ def test_more_processes_than_accelerators(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(torchacc.ConfigError, match=r"4 processes on this machine, which has 2 cuda devices"):
         torchacc.accelerate(make_model(), config=make_config())
+
+
+def test_prefetch_that_fsdp2_does_not_have():
+    with pytest.raises(torchacc.ConfigError, match=r"'BACKWARD_POST' is not available.*'BACKWARD_PRE', or 'NONE'"):
+        torchacc.accelerate(make_model(), config=make_config(backward_prefetch="BACKWARD_POST"))
+
+
+UNDER_XLA = [
+    ("compute.fp16", True, r"100 times slower on a CPU.*bf16 = True"),
+    ("dist.fsdp.cpu_offload", True, r"part of the device's program.*fsdp\.size.*native"),
+    ("memory.offload_activations", True, r"inside of the device's program.*memory.gc = True.*native"),
+    ("compute.reduce_dtype", "bfloat16", r"in a dtype of its choice.*Leave it at 'float32'"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), UNDER_XLA, ids=[path for path, *_ in UNDER_XLA])
+def test_levers_that_xla_does_not_have(monkeypatch, path, value, message):
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    *sections, name = path.split(".")
+    config = torchacc.Config(backend="xla")
+    setattr(functools.reduce(getattr, sections, config), name, value)
+    with pytest.raises(torchacc.ConfigError, match=f"^{re.escape(path)} = .*{message}"):
+        torchacc.accelerate(make_model(), config=config)
 
 
 def test_recompute_of_transformers_under_xla(monkeypatch):

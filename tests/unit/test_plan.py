@@ -248,9 +248,15 @@ def test_frozen_parameters_are_noted():
 def test_it_prints():
     model = Net(1, tied=True)
     model.blocks[0].norm.requires_grad_(False)
-    text = str(make_plan(model, Config(compute={"bf16": True}, dist={"fsdp": {"wrap_layer_cls": {"Block"}}}), ALONE))
-    assert text.splitlines() == [
+    fsdp = {"wrap_layer_cls": {"Block"}, "cpu_offload": True, "forward_prefetch": True, "backward_prefetch": "NONE"}
+    config = Config(compute={"bf16": True}, memory={"offload_activations": True}, dist={"fsdp": fsdp})
+    assert str(make_plan(model, config, ALONE)).splitlines() == [
         "dp 1 x fsdp 1, compute in bfloat16, 88 parameters",
+        "  masters in float32, gradients summed in float32",
+        "  shards on the host",
+        "  activations on the host",
+        "  gathers ahead in forward",
+        "  gathers nothing ahead in backward",
         "  blocks.0  Block  48",
         "  (model)   Net  40",
         "  tied: embedding.weight = head.weight",
@@ -258,8 +264,41 @@ def test_it_prints():
     ]
 
 
-def test_the_config_decides_on_dtype_and_flattening():
-    assert plan(Net()).compute_dtype == "float32"
+@pytest.mark.parametrize(
+    ("compute", "dtypes"),
+    [
+        ({}, ("float32", "float32", "float32")),
+        ({"bf16": True}, ("bfloat16", "float32", "float32")),
+        ({"fp16": True}, ("float16", "float32", "float32")),
+        ({"bf16": True, "master_dtype": "bfloat16"}, ("bfloat16", "bfloat16", "float32")),
+        ({"reduce_dtype": "bfloat16"}, ("float32", "float32", "bfloat16")),
+    ],
+)
+def test_the_config_decides_on_dtypes(compute, dtypes):
+    found = make_plan(Net(), Config(compute=compute), ALONE)
+    assert (found.compute_dtype, found.master_dtype, found.reduce_dtype) == dtypes
+
+
+def test_a_unit_gathers_the_next_one_ahead_and_the_model_the_first():
+    assert plan(Net(3), forward_prefetch=True).gathered_ahead == {
+        "": "blocks.0",
+        "blocks.0": "blocks.1",
+        "blocks.1": "blocks.2",
+    }
+    assert plan(Net(3)).gathered_ahead == {}
+
+
+def test_a_unit_inside_of_another_is_gathered_after_it():
+    found = plan(Net(), forward_prefetch=True, wrap_modules={"blocks.*", "blocks.*.attention"}).gathered_ahead
+    assert list(found.values()) == ["blocks.0", "blocks.0.attention", "blocks.1", "blocks.1.attention"]
+
+
+def test_what_has_no_parameters_of_its_own_is_not_gathered_ahead():
+    model = nn.Sequential(Block(), Block())
+    assert plan(model, forward_prefetch=True).gathered_ahead == {"0": "1"}
+
+
+def test_the_config_decides_on_flattening():
     assert not plan(Net()).flatten
     assert plan(Net(), flatten_parameters=True).flatten
 

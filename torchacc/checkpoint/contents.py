@@ -241,6 +241,6 @@ def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
         )
     if "config.json" in files:
         described = json.loads(files["config.json"])
-        described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": "float32"}
+        described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": sharded.plan.master_dtype}
         files["config.json"] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
     return files

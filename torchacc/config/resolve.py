@@ -30,9 +30,7 @@ def _is_split(size: int) -> bool:
 
 
 _NOT_YET = (
-    _NotYet("compute.fp16", bool, "use config.compute.bf16 = True"),
     _NotYet("compute.acc_scaled_dot_attn", bool, "leave it at False"),
-    _NotYet("dist.fsdp.cpu_offload", bool, "leave it at False"),
     _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
 )
@@ -72,6 +70,11 @@ def _sizes(config: Config) -> dict[str, int]:
 def _refuse_contradictions(config: Config) -> None:
     if config.compute.fp16 and config.compute.bf16:
         raise ConfigError("compute.fp16 and compute.bf16 are both True: devices compute in one of them; keep bf16")
+    if config.compute.master_dtype == "bfloat16" and not config.compute.bf16:
+        raise ConfigError(
+            "compute.master_dtype = 'bfloat16' keeps parameters in less precision than they are computed with: set "
+            "config.compute.bf16 = True, or leave master_dtype at 'float32'"
+        )
     given = [f"dist.fsdp.{name}" for name in _WRAP_OPTIONS if getattr(config.dist.fsdp, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")

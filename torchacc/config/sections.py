@@ -26,6 +26,7 @@ from typing_extensions import Self
 from torchacc.errors import ConfigError
 
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
+HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
@@ -205,9 +206,13 @@ class ComputeConfig(Section):
     path = "compute"
 
     bf16: StrictBool = False
-    """Compute in bfloat16; the parameters that the optimizer steps stay in float32."""
+    """Compute in bfloat16."""
     fp16: StrictBool = False
-    """Compute in float16; the parameters that the optimizer steps stay in float32."""
+    """Compute in float16, which needs a `torchacc.GradScaler` (native engine only)."""
+    master_dtype: HighPrecision = "float32"
+    """Dtype of the parameters that the optimizer steps, and so of its state; `bfloat16` goes with `bf16`."""
+    reduce_dtype: HighPrecision = "float32"
+    """Dtype in which gradients are summed over the devices and over micro-batches; under SPMD it is XLA's choice."""
     acc_scaled_dot_attn: StrictBool = False
     """Replace scaled dot-product attention by a kernel made for the device."""
     compile_cache: StrictStr | None = None
@@ -227,6 +232,8 @@ class MemoryConfig(Section):
     """Compute every so many-th of those modules again, from the first one on; 1 for each."""
     gc_cnt: Count | None = None
     """How many of the modules so chosen, from the first one on, to compute again; None for all."""
+    offload_activations: StrictBool = False
+    """Keep in the host's memory what the forward pass saves for the backward pass (native engine only)."""
     gpu_fraction: Share | None = None
     """Share of a GPU's memory that this process may take, above 0 and up to 1; None for 0.75 under XLA, and for all of
     it natively."""
@@ -327,7 +334,8 @@ class FSDPConfig(Section):
     shard_output_callable: ShardFunction | None = None
     """Function of (output, mesh) that shards what the model returns under SPMD; None to shard its first tensor."""
     cpu_offload: StrictBool = False
-    """Keep the shards of parameters, gradients and optimizer state in the host's memory between uses."""
+    """Keep the shards of parameters, gradients and optimizer state in the host's memory, and step there (native engine
+    only)."""
     backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
     """When the backward pass gathers the next unit: before the current one's gradients are computed (BACKWARD_PRE),
     after (BACKWARD_POST), or only when it is needed (NONE)."""

@@ -132,6 +132,8 @@ class ShardedModel(ABC):
         """Names of the unsharded model's state, in its order."""
         self.unusable: str | None = None
         """Why the model cannot run: its weights have not been loaded yet, or not as a whole."""
+        self.has_scaler = False
+        """Whether a `GradScaler` was made for the model."""
         self._accumulating = False
         self._window_is_open = False
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -313,12 +315,13 @@ class ShardedModel(ABC):
 
     def _refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Stand for Module._apply(), which .to(), .cpu() and .half() go through: only where it moves nothing."""
-        device = self.engine.device
-        probe = fn(torch.empty(0, device=device))
-        if probe.device.type != device.type or probe.dtype != torch.float32:
+        device, dtype = self.engine.device, getattr(torch, self.plan.master_dtype)
+        probe = fn(torch.empty(0, dtype=dtype, device=device))
+        if probe.device.type != device.type or probe.dtype != dtype:
             raise EngineError(
-                f"the model lies sharded on {device} in float32 and stays there: leave out .to(), .cpu(), .half() and "
-                "the like. config.compute.bf16 chooses the precision, torchacc.full_state_dict(model) gives CPU weights"
+                f"the model lies sharded on {device} in {self.plan.master_dtype} and stays there: leave out .to(), "
+                ".cpu(), .half() and the like. config.compute chooses the precision, torchacc.full_state_dict(model) "
+                "gives CPU weights"
             )
         return self.model
 

@@ -1,7 +1,7 @@
 """PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,13 +16,19 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.meta import materialise_parameters
+from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.layout import Holding
-from torchacc.plan import PlannedParameter, WrapPlan
+from torchacc.logging import get_logger
+from torchacc.plan import PlannedParameter, Unit, WrapPlan
+
+_log = get_logger(__name__)
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
+_OFFLOADS = ("dist.fsdp.cpu_offload", "memory.offload_activations")
+_ON_HOST = "the device is the host's CPU, so that there is nothing to move"
 
 
 class NativeEngine(Engine):
@@ -32,9 +38,7 @@ class NativeEngine(Engine):
     no_effect: ClassVar[dict[str, str]] = {
         "dist.fsdp.flatten_parameters": _PER_PARAMETER,
         "dist.fsdp.use_orig_params": _PER_PARAMETER,
-        "dist.fsdp.limit_all_gathers": "FSDP2 limits them by itself",
-        "dist.fsdp.backward_prefetch": "FSDP2 prefetches the next unit in backward by itself",
-        "dist.fsdp.forward_prefetch": "FSDP2 prefetches the next unit in forward by itself",
+        "dist.fsdp.limit_all_gathers": "FSDP2 holds at most the unit that runs and the next, and has no other way",
         "dist.fsdp.shard_output_callable": "it belongs to SPMD",
         "dist.fsdp.use_spmd": "it belongs to XLA",
         "compute.compile_cache": "nothing is compiled",
@@ -44,7 +48,8 @@ class NativeEngine(Engine):
         """Return what means nothing to FSDP2, or not on this machine's devices."""
         if self.device.type == "cuda":
             return {**self.no_effect, "memory.gpu_preallocate": "PyTorch takes memory as it is needed"}
-        return {**self.no_effect, **NO_GPU}
+        on_cpu = dict.fromkeys(_OFFLOADS, _ON_HOST) if self.device.type == "cpu" else {}
+        return {**self.no_effect, **NO_GPU, **on_cpu}
 
     @classmethod
     def count_devices(cls, config: Config, job: Job) -> int:
@@ -64,11 +69,17 @@ class NativeEngine(Engine):
         return ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse to split layers, and more processes than this machine has accelerators."""
+        """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
         if self.topology.size("tp") > 1:
             raise ConfigError(
                 f"config.dist.tp.size = {self.topology.size('tp')} is not available in the native engine yet: use "
                 "config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or config.dist.fsdp.size"
+            )
+        if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
+            raise ConfigError(
+                "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
+                "gradients in one go, with no moment in between to gather the next: use 'BACKWARD_PRE', or 'NONE', "
+                "which holds one unit less"
             )
         if self.device.type == "cpu":
             return
@@ -151,27 +162,14 @@ class NativeModel(ShardedModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        self._move_to_device()
+        self._move_buffers()
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
-        policy = MixedPrecisionPolicy()
-        if self._lowered is not None:
-            # What the inputs are cast to is left to autocast: a float input may be a target or a position.
-            policy = MixedPrecisionPolicy(self._lowered, torch.float32, cast_forward_inputs=False)
         self.install(self.run)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
-            module = self.model.get_submodule(unit.name)
-            # Here and not for the whole model, so that no more than one unit is ever whole.
-            materialise_parameters(self.model, unit.parameters, self.engine.device)
-            own = {id(self.model.get_parameter(parameter.name)) for parameter in unit.parameters}
-            left = {parameter for parameter in module.parameters() if id(parameter) not in own}
-            again = self.plan.gathers_again_in(unit)
-            fully_shard(
-                module, mesh=self.engine.mesh, mp_policy=policy, ignored_params=left, reshard_after_forward=again
-            )
+            self._shard_unit(unit)
+        self._set_prefetch()
         shards: dict[torch.Tensor, nn.Parameter] = {
             original: self.model.get_parameter(name) for name, original in originals.items()
         }
@@ -181,10 +179,47 @@ class NativeModel(ShardedModel):
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
 
-    def _move_to_device(self) -> None:
-        for parameter in self.model.parameters():
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(self.engine.device).contiguous()  # fully_shard() takes no other
+    def _shard_unit(self, unit: Unit) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        module = self.model.get_submodule(unit.name)
+        # Here and not for the whole model, so that no more than one unit is ever whole.
+        materialise_parameters(self.model, unit.parameters, self.engine.device)
+        own = [self.model.get_parameter(planned.name) for planned in unit.parameters]
+        offload = OffloadPolicy()
+        if self.plan.shards_on_host:
+            offload = CPUOffloadPolicy(pin_memory=self.engine.device.type != "cpu")
+        with self._on_device(own):
+            fully_shard(
+                module,
+                mesh=self.engine.mesh,
+                # What the inputs are cast to is left to autocast: a float input may be a target or a position.
+                mp_policy=MixedPrecisionPolicy(self._lowered, self._reduced, cast_forward_inputs=False),
+                offload_policy=offload,
+                ignored_params=set(module.parameters()) - set(own),
+                reshard_after_forward=self.plan.gathers_again_in(unit),
+            )
+
+    def _set_prefetch(self) -> None:
+        modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
+        for name, following in self.plan.gathered_ahead.items():
+            modules[name].set_modules_to_forward_prefetch([modules[following]])
+        if not self.plan.prefetches_backward:
+            for module in modules.values():
+                # Where nothing is named FSDP2 gathers the next unit. This one is whole by then, which ends it there.
+                module.set_modules_to_backward_prefetch([module])
+
+    @contextmanager
+    def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Have whole parameters on the device, contiguous, for as long as fully_shard() cuts them."""
+        before = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.engine.device).contiguous()
+        yield
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data = data
+
+    def _move_buffers(self) -> None:
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -194,9 +229,20 @@ class NativeModel(ShardedModel):
     def _lowered(self) -> torch.dtype | None:
         return None if self.plan.compute_dtype == "float32" else getattr(torch, self.plan.compute_dtype)
 
+    @property
+    def _reduced(self) -> torch.dtype | None:
+        """The dtype of gradients between devices; None where they have it already, or are in float64."""
+        if self._lowered is None and self.plan.reduce_dtype == "float32":
+            return None
+        return getattr(torch, self.plan.reduce_dtype)  # type: ignore[no-any-return]
+
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
-        with torch.autocast(self.engine.device.type, dtype=self._lowered, enabled=self._lowered is not None):
+        device = self.engine.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
+            if self.plan.activations_on_host and device != "cpu":
+                stack.enter_context(SaveActivationsOnHost(device))
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
         return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
@@ -205,6 +251,14 @@ class NativeModel(ShardedModel):
         """Scale the gradients so that their global norm is at most `max_norm`."""
         norm = super().clip_grad_norm_(max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of gradients in float16 that nothing scales."""
+        if self.plan.compute_dtype == "float16" and not self.has_scaler:
+            _log.warning(
+                "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "
+                "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"
+            )
 
     def _drop_window(self) -> None:
         raise EngineError(
@@ -254,7 +308,7 @@ class NativeModel(ShardedModel):
         from torch.distributed.tensor import DTensor
 
         assert isinstance(parameter, DTensor)
-        return DTensor.from_local(
+        placed = DTensor.from_local(
             local.view(_local(parameter).shape).to(self.engine.device),
             parameter.device_mesh,
             parameter.placements,
@@ -262,6 +316,7 @@ class NativeModel(ShardedModel):
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+        return placed.to(parameter.device)  # the host, where the shards are kept there
 
     @torch.no_grad()
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
@@ -308,4 +363,4 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _like(shard: Any, whole: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, shard.device_mesh, shard.placements)
+    return distribute_tensor(whole, shard.device_mesh, shard.placements).to(shard.device)

@@ -98,6 +98,13 @@ def test_two_dtypes_contradict_each_other():
     assert "compute.fp16 and compute.bf16 are both True" in refusal({"compute": {"fp16": True, "bf16": True}})
 
 
+@pytest.mark.parametrize("compute", [{}, {"fp16": True}], ids=str)
+def test_masters_have_no_less_precision_than_the_computation(compute):
+    message = refusal({"compute": {"master_dtype": "bfloat16", **compute}})
+    assert message.startswith("compute.master_dtype = 'bfloat16'")
+    assert "config.compute.bf16 = True" in message
+
+
 def test_units_are_chosen_in_one_way():
     message = refusal({"dist": {"fsdp": {"wrap_layer_cls": "Block", "min_num_params": 1000}}})
     assert message.startswith("dist.fsdp.wrap_layer_cls and dist.fsdp.min_num_params each choose the units")
@@ -131,9 +138,7 @@ def test_a_choice_of_what_is_recomputed_needs_recompute(option, value):
 
 
 NOT_YET = {
-    "compute.fp16": True,
     "compute.acc_scaled_dot_attn": True,
-    "dist.fsdp.cpu_offload": True,
     "dist.pp.size": 2,
     "dist.sp.size": 2,
 }

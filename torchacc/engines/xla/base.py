@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from torchacc.config import Config
 from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors
@@ -66,7 +67,9 @@ class XlaEngine(Engine):
         return torch.device("xla:0")
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model's own recompute, as PyTorch's checkpoint() knows no device `xla`, and a cache on the CPU."""
+        """Refuse what XLA's devices cannot do, and a model's own recompute: PyTorch's checkpoint() knows no `xla`."""
+        _refuse_host_memory(self.config)
+        _refuse_float16(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
@@ -289,10 +292,38 @@ def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> Abstr
     return owner.numbers_on_device(update, parameters) if isinstance(owner, XlaModel) else nullcontext()
 
 
+def _refuse_host_memory(config: Config) -> None:
+    if config.dist.fsdp.cpu_offload:
+        raise ConfigError(
+            "dist.fsdp.cpu_offload = True is not available under XLA: the optimizer's step is part of the device's "
+            "program, which updates parameters and state in place; from the host all of them would travel both ways in "
+            'each step. Shard over more devices (config.dist.fsdp.size), or use config.backend = "native"'
+        )
+    if config.memory.offload_activations:
+        raise ConfigError(
+            "memory.offload_activations = True is not available under XLA: what forward saves is a value inside of the "
+            "device's program, which PyTorch cannot move. Compute it again (config.memory.gc = True), or use "
+            'config.backend = "native"'
+        )
+
+
+def _refuse_float16(config: Config) -> None:
+    if config.compute.fp16:
+        reason = (
+            "XLA computes it about 100 times slower on a CPU"
+            if runtime.runs_on_cpu()
+            else "its gradients need a scaler, which waits for the device in each step to learn whether all are finite"
+        )
+        raise ConfigError(
+            f"compute.fp16 = True is not available under XLA: {reason}. Use config.compute.bf16 = True, which needs no "
+            'scaler, or config.backend = "native"'
+        )
+
+
 def _is_multiplied(parameter: torch.Tensor, owner: nn.Module) -> bool:
     """Return whether a parameter goes into matrix products, which is where a lower precision pays.
 
-    An embedding stays in float32: it starts the residual stream.
+    An embedding stays in its masters' dtype: it starts the residual stream.
     """
     return parameter.dim() >= 2 and parameter.is_floating_point() and not isinstance(owner, nn.Embedding)
 

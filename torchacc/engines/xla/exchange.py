@@ -29,6 +29,12 @@ class Exchange(ABC):
         self.shard_index = topology.coordinates(device)["fsdp"]
         self.holds_gradients = False
         """Whether backward keeps whole gradients, to be reduced by a later one."""
+        self.reduce_dtype = torch.float32
+        """The dtype in which gradients are summed; float32 stands for float64, too, where parameters have it."""
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of parameters of a dtype are summed."""
+        return torch.promote_types(dtype, torch.float32) if self.reduce_dtype == torch.float32 else self.reduce_dtype
 
     @abstractmethod
     def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:

@@ -87,7 +87,7 @@ class _DeviceGatherer(BlockGatherer):
 
 
 class _DeviceGather(torch.autograd.Function):
-    """The whole of a block; its gradient is the mean over all devices of the block's, in float32."""
+    """The whole of a block; its gradient is the mean over all devices of the block's."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, block: Block, exchange: DeviceExchange) -> torch.Tensor:
@@ -96,4 +96,6 @@ class _DeviceGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.exchange.reduce_scatter_mean(ctx.block, grad.to(ctx.block.shard.dtype)), None, None
+        dtype = ctx.block.shard.dtype
+        mean = ctx.exchange.reduce_scatter_mean(ctx.block, grad.to(ctx.exchange.sum_dtype(dtype)))
+        return mean.to(dtype), None, None

@@ -123,7 +123,8 @@ class _HostGatherer(BlockGatherer):
     def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
         """Keep a whole gradient for the reduction."""
         held = self.gradients.get(block)
-        self.gradients[block] = gradient if held is None else held + gradient
+        dtype = self._exchange.sum_dtype(block.shard.dtype)
+        self.gradients[block] = gradient if held is None else held.to(dtype) + gradient
         self._exchange.queue_reduction()
 
     def reduce(self) -> None:
@@ -138,13 +139,14 @@ class _HostGatherer(BlockGatherer):
         have = [block for block in blocks if block in gradients]
         host = dict(zip(have, runtime.to_host([gradients[block] for block in have]), strict=True))
         shards = self._exchange.num_shards
+        dtype = max((self._exchange.sum_dtype(block.shard.dtype) for block in blocks), key=lambda dtype: dtype.itemsize)
         columns = [
-            block.rows.pad(host[block].to(block.shard.dtype)).reshape(shards, -1)
+            block.rows.pad(host[block].to(dtype)).reshape(shards, -1)
             if block in host
-            else torch.zeros(shards, block.rows.shard_numel)
+            else torch.zeros(shards, block.rows.shard_numel, dtype=dtype)
             for block in blocks
         ]
-        present = torch.tensor([float(block in host) for block in blocks]).expand(shards, -1)
+        present = torch.tensor([float(block in host) for block in blocks], dtype=dtype).expand(shards, -1)
         mean = self._exchange.reduce_scatter_mean(torch.cat([*columns, present], dim=1))
         *parts, share = mean.split([*(block.rows.shard_numel for block in blocks), len(blocks)])
         kept = [index for index, part in enumerate(share.tolist()) if part > 0]

@@ -112,6 +112,7 @@ class MultiprocessModel(XlaModel):
         """Cut the parameters into shards and install the hooks that gather them."""
         self._gatherers: list[BlockGatherer] = []
         self._exchange = self.engine.make_exchange()
+        self._exchange.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
         quirks.prepare(self.model, partitioned=False)
         self._flattened_for = optimizer
         replaced: dict[torch.Tensor, nn.Parameter] = {}

@@ -28,6 +28,8 @@ from torchacc.tensor_parallel import ParameterSpec
 
 _log = get_logger(__name__)
 
+_log = get_logger(__name__)
+
 _ONE_PROGRAM = "one program holds the whole model: there is one copy of each parameter, by its own name"
 
 
@@ -57,7 +59,7 @@ class SpmdEngine(XlaEngine):
         return runtime.count_devices()
 
     def check(self, model: nn.Module) -> None:
-        """Refuse two answers to the question how activations are split."""
+        """Refuse two answers to how activations are split, and a dtype for sums, which are inside of XLA's products."""
         super().check(model)
         dist = self.config.dist
         if dist.tp.sequence_parallel and dist.fsdp.shard_output_callable is not None:
@@ -65,6 +67,15 @@ class SpmdEngine(XlaEngine):
                 "config.dist.tp.sequence_parallel = True splits the outputs of units, and so does "
                 "config.dist.fsdp.shard_output_callable: leave one of them out"
             )
+        if self.config.compute.reduce_dtype != "float32":
+            raise ConfigError(
+                f"compute.reduce_dtype = {self.config.compute.reduce_dtype!r} is not available under SPMD: XLA sums a "
+                "gradient over the devices as part of the product that it comes from, in a dtype of its choice. Leave "
+                "it at 'float32', or start one process per device: `torchrun --nproc_per_node="
+                f"{self.topology.num_devices} your_script.py` with config.dist.fsdp.use_spmd = False"
+            )
+        if self.config.compute.bf16 and self.is_partitioned:
+            _log.info("under SPMD the gradients of products in bfloat16 are bfloat16, and XLA may sum them in it")
 
     def setup(self, plan: WrapPlan) -> None:
         """Start the runtime with the mesh's devices."""
