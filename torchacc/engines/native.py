@@ -16,6 +16,7 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.meta import materialise_parameters
+from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
@@ -170,6 +171,8 @@ class NativeModel(ShardedModel):
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             self._shard_unit(unit)
         self._set_prefetch()
+        if self._lowered is not None:
+            keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {
             original: self.model.get_parameter(name) for name, original in originals.items()
         }

@@ -1,0 +1,29 @@
+"""Norms that count statistics, under a lower precision than these have."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def keep_precision_of_statistics(model: nn.Module) -> None:
+    """Let norms with running statistics scale and shift in the statistics' dtype, as PyTorch's kernels ask for.
+
+    FSDP2 lowers a unit's parameters together. For the time of such a norm's forward they are cast up again, as instance
+    attributes, which hide registered parameters of the same names.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.affine and module.running_mean is not None:
+            module.register_forward_pre_hook(_cast_up)
+            module.register_forward_hook(_uncover, always_call=True)
+
+
+def _cast_up(module: nn.Module, args: Any) -> None:
+    statistics = module.get_buffer("running_mean")
+    for name in ("weight", "bias"):
+        module.__dict__[name] = module.get_parameter(name).to(statistics.dtype)
+
+
+def _uncover(module: nn.Module, args: Any, output: Any) -> None:
+    for name in ("weight", "bias"):
+        module.__dict__.pop(name, None)
