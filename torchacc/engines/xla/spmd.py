@@ -151,14 +151,15 @@ class SpmdEngine(XlaEngine):
 
         Args:
             shape: Its shape.
-            planned: What the tensor-parallel plan says of it. Where that leaves the fsdp axis, it goes to the largest
-                dimension that is left and divides.
+            planned: What the tensor-parallel plan says of it. Where that leaves the fsdp axis, it goes to the first
+                dimension that is left and divides: gathered along another, each shard would be transposed first, and
+                kept so from forward to backward.
         """
         size = self.topology.size("fsdp")
         spec = [axis if axis and self.topology.size(axis) > 1 else None for axis in planned or (None,) * len(shape)]
         fitting = [dim for dim, n in enumerate(shape) if spec[dim] is None and n % size == 0 and n >= size]
         if size > 1 and fitting and "fsdp" not in spec:
-            spec[max(fitting, key=lambda dim: shape[dim])] = "fsdp"
+            spec[fitting[0]] = "fsdp"
         return tuple(spec)
 
 
