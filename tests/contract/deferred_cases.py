@@ -1,6 +1,7 @@
 """Models of `deferred_init()`, on two devices of each engine."""
 
 import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torchacc
 
 LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "flat": {"flatten_parameters": True}}
 MEGABYTE = 1 << 20
+LIBC = ctypes.CDLL(None)
 M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
@@ -121,13 +123,15 @@ def deferred_model_never_lies_in_memory_as_a_whole() -> None:
     whole = 32 * 4 * MEGABYTE
     if ENGINE == MULTIPROCESS:
         # XLA's buffers fill the holes that the shards on the host leave in the heap, in part: such holes are no copies.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+        LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 17)
     assert peak_of(lambda: accelerate(torchacc.deferred_init(Large))) < 0.75 * whole
-    assert peak_of(lambda: accelerate(Large())) > whole
+    assert peak_of(lambda: accelerate(Large())) > 0.9 * whole, "this sees less than there is"
 
 
 def peak_of(act: Any) -> int:
     """Return by how many bytes the memory of this process grew at its peak."""
+    gc.collect()
+    LIBC.malloc_trim(0)  # what other cases have freed would be taken again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = status("VmRSS")
     kept = act()
