@@ -85,6 +85,8 @@ def accelerate(
         )
     _attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
+    if plan.split.whole:
+        _log.info("not split over tp: %s", plan.split.left_whole)
     _log.debug("%s", plan)
 
     given = [part for part in (loader, optimizer) if part is not None]

@@ -1,6 +1,6 @@
 """Where the elements of a whole tensor lie: runs of consecutive ones, in row-major order. Plain integers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -33,6 +33,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """One of the equal parts into which a whole tensor is cut along a dimension, before the part is sharded."""
+
+    dim: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Holding:
     """What one process holds of a parameter that an optimizer sees: a shard of one tensor, or of several flattened."""
 
@@ -44,6 +53,8 @@ class Holding:
     """Elements of each shard, padding included; those of the last ones may be left out."""
     index: int
     """Which of the shards it is."""
+    cut: Cut | None = None
+    """Of which part of the one tensor it is a shard; None where that is not cut."""
 
     @property
     def numel(self) -> int:
@@ -60,7 +71,22 @@ class Holding:
         """What the shard has of each whole tensor; of some it may have nothing."""
         names, shapes = zip(*self.members, strict=True)
         start = self.index * self.shard_numel
+        if self.cut is not None:
+            return tuple(_runs_of_part(names[0], shapes[0], self.cut, start, start + self.shard_numel))
         return flat_run(names, shapes, start, start + self.shard_numel)
+
+
+def _runs_of_part(name: str, shape: tuple[int, ...], cut: Cut, start: int, stop: int) -> Iterator[Piece]:
+    """Yield the runs of a whole tensor that are the elements from `start` to `stop` of a part of it, flattened."""
+    row = prod(shape[cut.dim :]) // cut.count  # as long as this, elements of the part are neighbours in the whole
+    stop = min(stop, prod(shape) // cut.count)
+    position = start
+    while position < stop:
+        index, within = divmod(position, row)
+        end = min(stop, (index + 1) * row)
+        first = (index * cut.count + cut.index) * row + within
+        yield Piece(name, shape, first, first + end - position, offset=position - start)
+        position = end
 
 
 def flat_run(names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int) -> tuple[Piece, ...]:

@@ -16,10 +16,7 @@ from torch import nn
 
 from torchacc.config.sections import TPConfig
 from torchacc.errors import ConfigError
-from torchacc.logging import get_logger
 from torchacc.topology import Topology
-
-_log = get_logger(__name__)
 
 ParameterSpec = tuple[str | None, ...]
 """For each dimension of a parameter the mesh axis that it is split over; None where the plan leaves it."""
@@ -51,6 +48,7 @@ _LLAMA = (
     Rule(r"\.[kv]_proj\.bias$", ("tp",), _KV_HEADS, may_stay_whole=True),
     Rule(r"\.o_proj\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.(gate|up)_proj\.weight$", _BY_OUTPUT),
+    Rule(r"\.(gate|up)_proj\.bias$", ("tp",)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
@@ -130,6 +128,11 @@ class LayerSplit:
         """Return the spec of a parameter by its first name; empty where the plan says nothing of it."""
         return self.specs.get(name, ())
 
+    @property
+    def left_whole(self) -> str:
+        """What stays whole, and why, in one line."""
+        return "; ".join(map(str.strip, _listed(self.whole)))
+
     def __str__(self) -> str:
         activations = ", activations between units along their length" if self.sequence_parallel else ""
         lines = [f"  layers split over tp {self.size} by the plan of {self.source}{activations}"]
@@ -166,8 +169,6 @@ def split_layers(model: nn.Module, config: TPConfig, topology: Topology, shapes:
     specs, whole = _by_rules(rules, size, described, shapes)
     if not any("tp" in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
-    if whole:
-        _log.info("%d parameters are not split over tp: %s", len(whole), "; ".join(map(str.strip, _listed(whole))))
     return LayerSplit(size, family or type(model).__name__, specs, whole, config.sequence_parallel)
 
 

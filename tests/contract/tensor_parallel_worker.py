@@ -1,16 +1,16 @@
-"""Look at how layers lie split over four XLA devices of one process, which `test_tensor_parallel.py` launches."""
+"""Look at how layers lie split over four devices; `test_tensor_parallel.py` launches this on each engine."""
 
 import copy
 import os
 import re
+import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from casekit import ADAM, ADAM_ABSOLUTE, RELATIVE, case, check_parameters, main
+from casekit import ADAM, ADAM_ABSOLUTE, ENGINE, NATIVE, RANK, RELATIVE, SPMD, by_rank, case, check_parameters, main
 from torch import nn
 
 import torchacc
@@ -19,16 +19,17 @@ from torchacc.engines.base import sharded_model
 
 PROGRAMS = Path(os.environ.get("TORCHACC_TEST_PROGRAMS", os.devnull))
 """Where XLA writes the programs that it compiles."""
+BOTH = (NATIVE, SPMD)
 VOCAB, LENGTH = 132, 16
 IDS = torch.randint(0, VOCAB, (8, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-def make_llama(num_layers: int = 2, vocab_size: int = VOCAB) -> nn.Module:
+def make_llama(num_layers: int = 2, intermediate_size: int = 48) -> nn.Module:
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -39,8 +40,10 @@ def make_llama(num_layers: int = 2, vocab_size: int = VOCAB) -> nn.Module:
 
 
 def accelerate(model: nn.Module, *, fsdp: int, tp: int, **options: Any) -> nn.Module:
-    dist = {"fsdp": {"size": fsdp, "use_spmd": True}, "tp": {"size": tp, **options}}
-    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "xla", "dist": dist}))
+    dist = {"fsdp": {"size": fsdp, "use_spmd": ENGINE == SPMD}, "tp": {"size": tp, **options}}
+    return torchacc.accelerate(
+        model, None, torchacc.Config.from_dict({"backend": ENGINE.partition("-")[0], "dist": dist})
+    )
 
 
 def train(model: nn.Module, ids: torch.Tensor, steps: int = 2) -> torch.optim.Optimizer:
@@ -54,16 +57,22 @@ def step(model: nn.Module, ids: torch.Tensor, optimizer: torch.optim.Optimizer) 
     optimizer.zero_grad()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item()
 
 
-def put(ids: torch.Tensor) -> torch.Tensor:
-    return registry.active_engine().put(ids)
+def put(batch: torch.Tensor) -> torch.Tensor:
+    """Return what this process sees of a global batch, on its devices."""
+    engine = registry.active_engine()
+    parts = batch.chunk(engine.topology.num_data_shards)
+    return engine.put(torch.cat([parts[index] for index in engine.data_shards]))
 
 
 def num_on_a_device(tensor: torch.Tensor) -> int:
     """Return the number of a tensor's elements that lie on one device, as the runtime tells it."""
+    if ENGINE == NATIVE:
+        return tensor.to_local().numel()
     from torch_xla import _XLAC
 
     (shards,) = _XLAC._get_local_shards([tensor])
@@ -72,7 +81,7 @@ def num_on_a_device(tensor: torch.Tensor) -> int:
     return numbers.pop()
 
 
-@case()
+@case(BOTH)
 def a_device_holds_its_part_of_every_layer_and_of_the_optimizers_state() -> None:
     model = accelerate(make_llama(), fsdp=2, tp=2)
     optimizer = train(model, put(IDS), steps=1)
@@ -86,7 +95,8 @@ def a_device_holds_its_part_of_every_layer_and_of_the_optimizers_state() -> None
     assert torchacc.describe(model).mesh == "dp 1 x fsdp 2 x tp 2"
 
 
-@case(each={"with-fsdp": (2, 2, False), "alone": (1, 4, False), "along-the-sequence": (2, 2, True)})
+@case(BOTH, each={"with-fsdp": (2, 2, False), "alone": (1, 4, False)})
+@case((SPMD,), each={"along-the-sequence": (2, 2, True)})
 def a_vocabulary_that_divides_is_split_and_trains_the_same(how: tuple[int, int, bool]) -> None:
     fsdp, tp, sequence_parallel = how
     model = make_llama()
@@ -97,7 +107,7 @@ def a_vocabulary_that_divides_is_split_and_trains_the_same(how: tuple[int, int, 
     check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
 
 
-@case()
+@case((SPMD,))
 def an_own_plan_trains_the_same() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -126,18 +136,20 @@ def an_own_plan_trains_the_same() -> None:
     assert specs["layers.0.0.weight"] == ("tp", "fsdp")
 
 
-@case(each={"to-fsdp": ((2, 2), (4, 1)), "from-fsdp": ((4, 1), (2, 2)), "to-tp-alone": ((2, 2), (1, 4))})
+@case(BOTH, each={"to-fsdp": ((2, 2), (4, 1)), "from-fsdp": ((4, 1), (2, 2)), "to-tp-alone": ((2, 2), (1, 4))})
 def a_checkpoint_loads_at_another_mesh(meshes: tuple[tuple[int, int], tuple[int, int]]) -> None:
     before, after = meshes
-    saved = accelerate(make_llama(), fsdp=before[0], tp=before[1])
+    # An odd part of a layer, which a second process then cannot share evenly.
+    width = 48 if 4 in (before[1], after[1]) else 50
+    saved = accelerate(make_llama(intermediate_size=width), fsdp=before[0], tp=before[1])
     optimizer = train(saved, put(IDS))
     expected, expected_states = torchacc.full_state_dict(saved), states(saved, optimizer)
-    with TemporaryDirectory() as folder:
-        torchacc.checkpoint.save(Path(folder) / "saved", model=saved, optimizer=optimizer)
-        next_loss = step(saved, put(IDS), optimizer)
-        loaded = accelerate(make_llama(), fsdp=after[0], tp=after[1])
-        optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
-        torchacc.checkpoint.load(Path(folder) / "saved", model=loaded, optimizer=optimizer)
+    folder = Path(sys.argv[2]) / f"saved-{before}-{after}"
+    torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
+    next_loss = step(saved, put(IDS), optimizer)
+    loaded = accelerate(make_llama(intermediate_size=width), fsdp=after[0], tp=after[1])
+    optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
+    torchacc.checkpoint.load(folder, model=loaded, optimizer=optimizer)
     found, found_states = torchacc.full_state_dict(loaded), states(loaded, optimizer)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert found_states.keys() == expected_states.keys()
@@ -146,11 +158,86 @@ def a_checkpoint_loads_at_another_mesh(meshes: tuple[tuple[int, int], tuple[int,
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    whole = model.full_optim_state_dict(optimizer)["state"]
+    whole = model.full_optim_state_dict(optimizer, rank0_only=False)["state"]
     return {(index, key): value for index, entry in whole.items() for key, value in entry.items()}
 
 
-@case(each={"with-fsdp": (2, 2, False), "alone": (1, 4, False), "along-the-sequence": (1, 4, True)})
+@case((NATIVE,))
+def processes_that_share_layers_draw_the_same_random_numbers() -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(1)
+    model = accelerate(transformers.T5ForConditionalGeneration(config), fsdp=2, tp=2).train()
+    torch.manual_seed(RANK)
+    ids = IDS[:2]
+    logits = by_rank(model(input_ids=ids, labels=ids).logits.tolist())
+    assert logits[0] == logits[1]
+    assert logits[2] == logits[3]
+    assert logits[0] != logits[2]
+
+
+@case((NATIVE,))
+def states_that_would_need_runs_are_refused() -> None:
+    model = accelerate(make_llama(1), fsdp=2, tp=2)
+    optimizer = train(model, put(IDS), steps=1)
+    folder = Path(sys.argv[2]) / "ranks"
+    refused = {
+        "a state in shards": lambda: torchacc.state_dict(model, torchacc.StateDictType.SHARDED_STATE_DICT),
+        "a local state": lambda: torchacc.state_dict(model, torchacc.StateDictType.LOCAL_STATE_DICT),
+        "an optimizer's state in shards": lambda: model.sharded_optim_state_dict(optimizer),
+        "a file for each rank": lambda: torchacc.save(optimizer.state_dict(), folder, master_only=False),
+    }
+    for what, act in refused.items():
+        with pytest.raises(torchacc.CheckpointError, match=rf"^{what} is not available.*torchacc\.checkpoint\.save"):
+            act()
+
+
+@case((NATIVE,))
+def a_full_state_loads_as_it_was() -> None:
+    model = accelerate(make_llama(1), fsdp=2, tp=2)
+    optimizer = train(model, put(IDS), steps=1)
+    expected, whole = torchacc.full_state_dict(model), model.full_optim_state_dict(optimizer, rank0_only=False)
+    own = optimizer.state_dict()
+    train(model, put(IDS), steps=1)
+    model.load_state_dict(expected)
+    found = torchacc.full_state_dict(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for given, options in ((whole, {}), (own, {}), (whole if RANK == 0 else {}, {"rank0_only": True})):
+        other = torch.optim.AdamW(model.parameters(), **ADAM)
+        other.load_state_dict(model.optim_state_dict_to_load(other, given, **options))
+        found = model.full_optim_state_dict(other, rank0_only=False)["state"]
+        for index, entry in whole["state"].items():
+            assert all(torch.equal(found[index][key], value) for key, value in entry.items())
+
+
+@case((NATIVE,))
+def rows_that_are_padding_are_not_trained() -> None:
+    torch.manual_seed(1)
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            pad_token_id=3,
+        )
+    )
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=2, tp=2)
+    ids = IDS.clone()
+    ids[:, :4] = 3
+    ids[:, 4:6] = VOCAB // 2 + 3
+    train(model, put(ids))
+    train(plain, ids)
+    check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
+
+
+@case((SPMD,), each={"with-fsdp": (2, 2, False), "alone": (1, 4, False), "along-the-sequence": (1, 4, True)})
 def what_a_step_sends(how: tuple[int, int, bool]) -> dict[str, list[str]]:
     """Return the groups of devices of each collective operation in the compiled step."""
     fsdp, tp, sequence_parallel = how

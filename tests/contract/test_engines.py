@@ -67,6 +67,12 @@ layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
+layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp"])
+layers_split_natively_otherwise = covers(
+    engines=["native-4"],
+    models=["bert"],
+    variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute", "tp-deferred"],
+)
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
 whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
@@ -90,6 +96,8 @@ def same_numbers(test):
         flat,
         layers_split,
         layers_split_otherwise,
+        layers_split_natively,
+        layers_split_natively_otherwise,
         unequal,
         levers,
         evaluated,
@@ -281,7 +289,7 @@ def test_processes_with_other_models_are_refused(refusal):
 TWO_PROCESSES = ["native-2", "xla-multiprocess-2"]
 
 bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
-bf16_layers_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["tp-bf16"])
+bf16_layers_split = covers(engines=["native-4", "xla-spmd-4"], models=["llama"], variants=["tp-bf16"])
 bf16_sums = covers(engines=TWO_PROCESSES, models=["gpt2"], variants=["bf16-sums"])
 bf16_masters = covers(engines=ON_TWO, models=["gpt2"], variants=["bf16-masters"])
 fp16 = covers(engines=["native-1", "native-2"], models=["gpt2"], variants=["fp16"])

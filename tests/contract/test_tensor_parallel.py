@@ -1,7 +1,7 @@
 """How layers lie split over devices, what a step sends between them, and checkpoints of such models.
 
 That they train as the unsharded model does is seen in `test_engines.py`. One launch of `tensor_parallel_worker.py` with
-four devices runs all cases; a test here looks at how its case ended.
+four devices runs all cases of an engine; a test here looks at how its case ended.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,29 @@ import pytest
 from casekit import CASES
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.xla, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 300  # many times what it takes on two cores that do nothing else
 
+LAUNCHERS = {"native": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"], "xla-spmd": []}
+
 others = set(CASES)
 runpy.run_path(str(WORKER))  # registers the cases
-NAMES = [name for name in CASES if name not in others]
-for name in NAMES:
-    del CASES[name]  # they are not the other worker's
+OWN = {name: CASES.pop(name) for name in set(CASES) - others}  # they are not the other worker's
 
-Outcomes = dict[str, dict[str, Any]]
+Outcomes = dict[str, list[dict[str, Any]]]
+"""How each case ended, by name and rank."""
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, str]:
-    """Run all cases; return how each ended, and what was printed."""
-    out, programs = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("programs")
-    dumped = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
+def launch(engine: str, out: Path, programs: Path) -> tuple[Outcomes, str]:
+    """Run all cases of an engine; return how they ended, and what was printed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {
-        "PYTHONPATH": path,
-        "HF_HUB_OFFLINE": "1",
-        "XLA_FLAGS": dumped,
-        "TORCHACC_TEST_PROGRAMS": str(programs),
-    }
+    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHACC_TEST_PROGRAMS": str(programs)}
+    variables["XLA_FLAGS"] = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
     done = subprocess.run(
-        [sys.executable, str(WORKER), "xla-spmd", str(out)],
+        [sys.executable, *LAUNCHERS[engine], str(WORKER), engine, str(out)],
         env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -52,31 +47,57 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, str]:
         timeout=SECONDS_TO_RUN,
         check=False,
     )
-    return {file.stem.rpartition(".")[0]: json.loads(file.read_text()) for file in out.glob("*.json")}, done.stdout
+    outcomes: Outcomes = {}
+    for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
+        outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))
+    return outcomes, done.stdout
 
 
-def ended(launched: tuple[Outcomes, str], name: str) -> Any:
-    outcomes, printed = launched
-    assert name in outcomes, f"the worker did not come as far as {name}; it printed:\n{printed[-6000:]}"
-    assert not outcomes[name]["failed"], outcomes[name]["failed"]
-    return outcomes[name]["returned"]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """Launches an engine when the first of its tests asks, and returns what a case of it returned on rank 0."""
+    found: dict[str, tuple[Outcomes, str]] = {}
+
+    def of(engine: str, name: str) -> Any:
+        if engine not in found:
+            found[engine] = launch(engine, *(tmp_path_factory.mktemp(kind) for kind in ("out", "programs")))
+        outcomes, printed = found[engine]
+        ranks = outcomes.get(name, [])
+        failures = [f"rank {rank}: {each['failed']}" for rank, each in enumerate(ranks) if each["failed"]]
+        assert not failures, "\n".join(failures)
+        expected = 4 if LAUNCHERS[engine] else 1
+        assert len(ranks) == expected, f"{engine} did not come as far as {name}; it printed:\n{printed[-6000:]}"
+        return ranks[0]["returned"]
+
+    return of
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_case(launched, name):
-    ended(launched, name)
+CASES_OF_ENGINES = [
+    pytest.param(engine, name, id=f"{engine}-4-{name}", marks=[pytest.mark.xla] if engine == "xla-spmd" else [])
+    for engine in LAUNCHERS
+    for name in sorted(OWN)
+    if engine in OWN[name].engines
+]
 
 
-def test_layers_that_are_split_send_sums_only(launched):
-    found = ended(launched, "what_a_step_sends-alone")
+@pytest.mark.parametrize(("engine", "name"), CASES_OF_ENGINES)
+def test_case(ended, engine, name):
+    ended(engine, name)
+
+
+@pytest.mark.xla
+def test_layers_that_are_split_send_sums_only(ended):
+    found = ended("xla-spmd", "what_a_step_sends-alone")
     assert set(found) == {"all-reduce"}
 
 
-def test_only_weights_are_gathered_where_they_are_sharded_too(launched):
-    found = ended(launched, "what_a_step_sends-with-fsdp")
+@pytest.mark.xla
+def test_only_weights_are_gathered_where_they_are_sharded_too(ended):
+    found = ended("xla-spmd", "what_a_step_sends-with-fsdp")
     assert set(found["all-gather"]) <= {"{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)"}, "gathered over tp"
 
 
-def test_activations_are_gathered_where_they_are_split_along_the_sequence(launched):
-    found = ended(launched, "what_a_step_sends-along-the-sequence")
+@pytest.mark.xla
+def test_activations_are_gathered_where_they_are_split_along_the_sequence(ended):
+    found = ended("xla-spmd", "what_a_step_sends-along-the-sequence")
     assert "all-gather" in found

@@ -184,11 +184,10 @@ def test_recompute_of_transformers_under_xla(monkeypatch):
         torchacc.accelerate(model, config=torchacc.Config(backend="xla"))
 
 
-@pytest.mark.parametrize("backend", ["xla", "native"])
-def test_layers_are_split_by_spmd_only(monkeypatch, backend):
+def test_layers_are_not_split_with_one_xla_process_per_device(monkeypatch):
     launched_with(monkeypatch, 2)
     monkeypatch.setattr(runtime, "check_versions", lambda: None)
-    config = torchacc.Config(backend=backend, dist={"tp": {"size": 2, "plan": {"weight": ["tp", None]}}})
+    config = torchacc.Config(backend="xla", dist={"tp": {"size": 2, "plan": {"weight": ["tp", None]}}})
     with pytest.raises(torchacc.ConfigError, match=r"dist\.tp\.size = 2.*use_spmd = True"):
         torchacc.accelerate(make_model(), config=config)
 

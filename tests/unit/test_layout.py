@@ -1,10 +1,12 @@
 """Runs of elements: every element of a whole tensor is held once, wherever it lies."""
 
+from itertools import product
 from math import prod
 
 import pytest
+import torch
 
-from torchacc.layout import Holding, flat_run
+from torchacc.layout import Cut, Holding, flat_run
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -22,6 +24,26 @@ def test_shards_hold_every_element_once(shapes, count):
             held[piece.name] += range(piece.start, piece.stop)
         assert offset <= holding.shard_numel
     assert held == {name: list(range(prod(shape))) for name, shape in members}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4, 3), 0), ((3, 4), 1), ((5, 2, 3), 1), ((3, 2, 6), 2), ((6,), 0)], ids=str
+)
+def test_shards_of_parts_hold_every_element_once(shape, dim, num_shards):
+    whole = torch.arange(prod(shape))
+    parts = whole.view(shape).chunk(2, dim)
+    rows = -(-parts[0].shape[0] // num_shards)
+    held = []
+    for part, shard in product(range(2), range(num_shards)):
+        holding = Holding("key", (("p", shape),), rows * parts[part][0].numel(), shard, Cut(dim, part, 2))
+        expected = parts[part][shard * rows : (shard + 1) * rows].flatten()
+        found = torch.full_like(expected, -1)
+        for piece in holding.pieces:
+            found[piece.offset : piece.offset + piece.numel] = whole[piece.start : piece.stop]
+        assert torch.equal(found, expected)
+        held += found.tolist()
+    assert sorted(held) == whole.tolist()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -130,7 +130,7 @@ class Contents:
             local = self._sharded.fetch([source for source, _, _ in batch])
             for (_, holding, suffix), data in zip(batch, local, strict=True):
                 for piece in holding.pieces:
-                    own = piece.part(*self._sharded.replica)
+                    own = piece.part(*self._sharded.replica_of(holding))
                     yield slots[own.name + suffix], own.start, data[own.offset : own.offset + own.numel]
         if self._sharded.engine.job.rank == 0:
             for name, value in self._whole.items():

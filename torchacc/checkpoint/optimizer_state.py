@@ -77,6 +77,7 @@ def whole_optim_state_dict(
 
 def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
+    state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         holding = state.holding_of(sharded, parameter)
@@ -267,6 +268,9 @@ def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, An
                 if whole is None:
                     whole = torch.empty(value.piece.shape, dtype=value.data.dtype)
                 flat = group.broadcast(whole.cpu().contiguous()).reshape(-1)
+                if not sharded.shards_are_runs:
+                    entry[key] = flat.view(value.piece.shape)
+                    continue
                 piece = pieces.get(names[own], Piece(names[own], value.piece.shape, 0, 0))
                 entry[key] = state.TensorShard(piece, flat[piece.start : piece.stop].clone())
     return received

@@ -352,6 +352,11 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     for name, least in (("world_size", 1), ("rank", 0), ("replica", 0)):
         if name in metadata and (type(metadata[name]) is not int or metadata[name] < least):
             refuse(name, f"a whole number, {least} or more, is expected")
+    if metadata.get("splits_layers"):
+        raise CheckpointError(
+            f"{path} was saved where config.dist.tp.size split layers between processes, whose shards cannot be joined "
+            "from rank files: save by torchacc.checkpoint.save()"
+        )
     if metadata["rank"] >= metadata["world_size"]:
         refuse("rank", f"less than its world_size, {metadata['world_size']}, is expected")
     for name in ("shard_info", "flatten_info", "buffer_info", "tied"):

@@ -57,6 +57,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     paths = group.all_gather_objects(str(target.absolute()))
     by_rank = not master_only or (sharded and any(group.all_gather_objects(target.is_dir())))
     if by_rank:
+        group.agreed(lambda: _refuse_split(obj))
         several_paths = len(set(paths)) == job.num_processes > 1
         several_paths |= job.num_processes == 1 and target.suffix in _FILE_SUFFIXES
         if not several_paths or target.is_dir():
@@ -113,6 +114,12 @@ def _check_usable(tree: Any) -> None:
     for tensor in _tensors(tree):
         if (owner := state.shard_of(tensor)) is not None:
             owner[0].check_usable()
+
+
+def _refuse_split(tree: Any) -> None:
+    for tensor in _tensors(tree):
+        if (owner := state.shard_of(tensor)) is not None:
+            state.refuse_split(owner[0], "a file for each rank")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -79,15 +79,30 @@ def full_state_dict(
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """Return what this process holds of each parameter, as a `TensorShard`, and the buffers, by original name."""
     sharded.check_usable()
+    refuse_split(sharded, "a state in shards")
     found: dict[str, Any] = {}
     for parameter, holding in sharded.holdings.items():
         found |= cut_up(sharded, holding, parameter)
     return {**found, **buffers(sharded)}
 
 
+def refuse_split(sharded: ShardedModel, what: str) -> None:
+    """Refuse a form of a state that has one run of each tensor for each process, where processes split layers.
+
+    Raises:
+        CheckpointError: They do.
+    """
+    if not sharded.shards_are_runs:
+        raise CheckpointError(
+            f"{what} is not available in the engine {sharded.engine.kind} where config.dist.tp.size splits layers: a "
+            "process holds a part of each row. Use torchacc.checkpoint.save() and load(), or a full state"
+        )
+
+
 def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
     sharded.check_usable()
+    refuse_split(sharded, "a local state")
     state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: to_host(sharded, value) for name, value in state.items()}
 
@@ -217,6 +232,7 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
         "replica": sharded.replica[0],
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
+        **({} if sharded.shards_are_runs else {"splits_layers": True}),
     }
 
 

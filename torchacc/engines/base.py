@@ -173,10 +173,19 @@ class ShardedModel(ABC):
         """Which copy of the shards this process holds, and how many copies there are."""
         return 0, 1
 
+    def replica_of(self, holding: Holding) -> tuple[int, int]:
+        """Return which copy of a parameter's shard this process holds, and how many there are."""
+        return self.replica
+
     @property
     def num_shards(self) -> int:
         """How many processes hold the parameters together."""
         return 1
+
+    @property
+    def shards_are_runs(self) -> bool:
+        """Whether each process holds one run of a parameter's elements, as rank files and `TensorShard`s have it."""
+        return True
 
     def gather(self, holding: Holding, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the whole of what processes hold of a parameter, flat, on the host. Collective: every process.
@@ -191,11 +200,15 @@ class ShardedModel(ABC):
         padded = local if len(local) == holding.shard_numel else local.new_zeros(holding.shard_numel)
         padded[: len(local)] = local
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
-        return found if found is None else found[: holding.numel]
+        return found if found is None else self._joined(holding, found)
+
+    def _joined(self, holding: Holding, shards: torch.Tensor) -> torch.Tensor:
+        """Return the whole from the shards of all processes of `_shard_group`, one after another."""
+        return shards[: holding.numel]
 
     @cached_property
     def _shard_group(self) -> Any:
-        return self.engine.group.own_subgroup(self.engine.topology.groups("fsdp"))
+        return self.engine.group.own_subgroup(self.engine.topology.groups("fsdp", "tp"))
 
     @abstractmethod
     def local_numel(self) -> int:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines import recompute
+from torchacc.engines import native_layers, recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.norms import keep_precision_of_statistics
@@ -21,9 +23,9 @@ from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_stdout
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
-from torchacc.layout import Holding
+from torchacc.layout import Cut, Holding
 from torchacc.logging import get_logger
-from torchacc.plan import PlannedParameter, Unit, WrapPlan
+from torchacc.plan import Unit, WrapPlan, make_plan
 
 _log = get_logger(__name__)
 
@@ -72,10 +74,7 @@ class NativeEngine(Engine):
     def check(self, model: nn.Module) -> None:
         """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
         if self.topology.size("tp") > 1:
-            raise ConfigError(
-                f"config.dist.tp.size = {self.topology.size('tp')} is not available in the native engine yet: use "
-                "config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or config.dist.fsdp.size"
-            )
+            native_layers.check(make_plan(model, self.config, self.topology))
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -121,14 +120,24 @@ class NativeEngine(Engine):
 
         On a mesh with a dp axis of one, FSDP2 would still reduce each gradient over it.
         """
+        return self._whole_mesh[("dp", "fsdp") if self.topology.size("dp") > 1 else ("fsdp",)]
+
+    @property
+    def tp_mesh(self) -> Any:
+        """The DeviceMesh of the processes that share layers."""
+        return self._whole_mesh["tp"]
+
+    @cached_property
+    def _whole_mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        size, device = self.topology.size, self.topology.device
-        ranks = [[device(dp=replica, fsdp=shard) for shard in range(size("fsdp"))] for replica in range(size("dp"))]
+        topology = self.topology
+        axes = [axis for axis in ("dp", "fsdp", "tp") if axis == "fsdp" or topology.size(axis) > 1]
+        sizes = [topology.size(axis) for axis in axes]
+        at = [dict(zip(axes, position, strict=True)) for position in product(*map(range, sizes))]
+        ranks = torch.tensor([topology.device(**coordinates) for coordinates in at], dtype=torch.int)
         with hushed_stdout():
-            if size("dp") == 1:
-                return DeviceMesh(self.device.type, ranks[0], mesh_dim_names=("fsdp",))
-            return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "fsdp"))
+            return DeviceMesh(self.device.type, ranks.view(sizes), mesh_dim_names=tuple(axes))
 
     def random_state(self) -> dict[str, Any]:
         """Return the state of the CPU's and of the accelerator's generator."""
@@ -164,6 +173,8 @@ class NativeModel(ShardedModel):
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
         self._move_buffers()
+        if self.plan.split.size > 1:
+            native_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         self.install(self.run)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
@@ -180,7 +191,13 @@ class NativeModel(ShardedModel):
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         recompute.install(self.model, self.plan.recomputed, _checkpoint)
         if optimizer is not None:
-            remap_optimizer(optimizer, shards, lambda parameter, state: _like(shards[parameter], state))
+            remap_optimizer(optimizer, shards, lambda parameter, state: self._cut(shards[parameter], state))
+
+    def _cut(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a tensor that is as large as a parameter, laid out like that."""
+        flat = whole.reshape(-1)
+        parts = [flat[piece.start : piece.stop] for piece in self.holdings[parameter].pieces]
+        return self.place(parameter, torch.cat(parts) if parts else flat[:0])
 
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -188,6 +205,8 @@ class NativeModel(ShardedModel):
         module = self.model.get_submodule(unit.name)
         # Here and not for the whole model, so that no more than one unit is ever whole.
         materialise_parameters(self.model, unit.parameters, self.engine.device)
+        if self.plan.split.size > 1:
+            native_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -215,6 +234,7 @@ class NativeModel(ShardedModel):
     @contextmanager
     def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Have whole parameters on the device, contiguous, for as long as fully_shard() cuts them."""
+        parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # those are
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = parameter.data.to(self.engine.device).contiguous()
@@ -242,6 +262,8 @@ class NativeModel(ShardedModel):
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
         device = self.engine.device.type
+        if self.plan.split.size > 1 and self.model.training:
+            native_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
             if self.plan.activations_on_host and device != "cpu":
@@ -283,23 +305,48 @@ class NativeModel(ShardedModel):
         """This process's place on the axis of replicas."""
         return self._coordinates["dp"], self.engine.topology.size("dp")
 
+    def replica_of(self, holding: Holding) -> tuple[int, int]:
+        """Return this process's place among those with the same shard; what is not split all have that share layers."""
+        (index, count), size = self.replica, self.plan.split.size
+        return (index, count) if holding.cut else (index * size + self._coordinates.get("tp", 0), count * size)
+
     @property
     def num_shards(self) -> int:
-        """The processes on the axis of shards."""
-        return self.engine.topology.size("fsdp")
+        """The processes on the axes of shards and of split layers."""
+        return self.engine.topology.size("fsdp") * self.plan.split.size
+
+    @property
+    def shards_are_runs(self) -> bool:
+        """Whether layers are not split: of a weight that is split by its inputs a process holds a part of each row."""
+        return self.plan.split.size == 1
 
     @cached_property
     def _coordinates(self) -> dict[str, int]:
         return self.engine.topology.coordinates(self.engine.job.rank)
 
     def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+        at, num_shards = self._coordinates, self.engine.topology.size("fsdp")
         for planned in self.plan.parameters:
+            spec, size = self.plan.split.spec_of(planned.name), self.plan.split.size
+            cut = Cut(spec.index("tp"), at["tp"], size) if size > 1 and "tp" in spec else None
+            shape = [n // cut.count if cut and dim == cut.dim else n for dim, n in enumerate(planned.shape)]
+            numel = -(-shape[0] // num_shards) * prod(shape[1:])
             members = ((planned.name, planned.shape),)
-            size = _largest_shard(planned, self.num_shards)
-            yield (
-                self.model.get_parameter(planned.name),
-                Holding(planned.name, members, size, self._coordinates["fsdp"]),
-            )
+            yield self.model.get_parameter(planned.name), Holding(planned.name, members, numel, at["fsdp"], cut)
+
+    def _joined(self, holding: Holding, shards: torch.Tensor) -> torch.Tensor:
+        """Return the whole from the shards of processes, of which those that share layers may have the same."""
+        topology = self.engine.topology
+        if self.plan.split.size == 1:
+            return super()._joined(holding, shards)
+        whole = shards.new_empty(holding.numel)
+        ranks = next(group for group in topology.groups("fsdp", "tp") if self.engine.job.rank in group)
+        for rank, shard in zip(ranks, shards.view(len(ranks), -1), strict=True):
+            at = topology.coordinates(rank)
+            cut = replace(holding.cut, index=at["tp"]) if holding.cut else None
+            for piece in replace(holding, index=at["fsdp"], cut=cut).pieces:
+                whole[piece.start : piece.stop] = shard[piece.offset : piece.offset + piece.numel]
+        return whole
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -329,8 +376,7 @@ class NativeModel(ShardedModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
-        size = self.engine.topology.size("fsdp")
-        return sum(_largest_shard(parameter, size) for parameter in self.plan.parameters)
+        return sum(holding.shard_numel for holding in self.holdings.values())
 
 
 def _checkpoint(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -354,16 +400,5 @@ def _let_pytree_see(output: Any) -> None:
             return
 
 
-def _largest_shard(parameter: PlannedParameter, size: int) -> int:
-    rows = parameter.shape[0]
-    return -(-rows // size) * (parameter.numel // rows) if rows else 0
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _like(shard: Any, whole: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, shard.device_mesh, shard.placements).to(shard.device)

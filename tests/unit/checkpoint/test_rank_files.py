@@ -600,6 +600,7 @@ class TestRefused:
             ({"rank": 4}, r"rank-1-of-4-model.pth: its shard_metadata has rank = 4: less than its world_size, 4"),
             ({"world_size": None}, r"rank-1-of-4-model.pth: its shard_metadata has world_size = None"),
             ({"replica": "0"}, r"rank-1-of-4-model.pth: its shard_metadata has replica = '0'"),
+            ({"splits_layers": True}, r"rank-1-of-4-model.pth was saved where config.dist.tp.size split layers"),
             ({"save_id": []}, r"rank-1-of-4-model.pth: its shard_metadata has save_id = \[\]"),
             ({"shard_info": [1]}, r"rank-1-of-4-model.pth: its shard_metadata has shard_info = \[1\]: a dict"),
             ({"flatten_info": 3}, r"rank-1-of-4-model.pth: its shard_metadata has flatten_info = 3: a dict"),

@@ -1,0 +1,45 @@
+"""What the native engine does not split, each with the way out; that what it splits is right is in the contract."""
+
+import pytest
+
+from torchacc.config import Config
+from torchacc.engines.native_layers import check
+from torchacc.errors import ConfigError
+from torchacc.plan import make_plan
+from torchacc.topology import Topology
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def make_llama(num_key_value_heads=4):
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=num_key_value_heads)
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4))
+
+
+def checked(model, size=2, **options):
+    config = Config(dist={"tp": {"size": size, **options}})
+    check(make_plan(model, config, Topology((("dp", 1), ("fsdp", 1), ("tp", size)))))
+
+
+def test_a_known_family_is_split():
+    checked(make_llama())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (make_gpt2, {}, "by the plan of gpt2: the native engine splits the layers of bert, llama,"),
+        (make_llama, {"plan": {"q_proj": ["tp", None]}}, r"by the plan of config\.dist\.tp\.plan: the native engine"),
+        (make_llama, {"sequence_parallel": True}, r"config\.dist\.tp\.sequence_parallel = True is not available"),
+        (lambda: make_llama(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4"),
+    ],
+)
+def test_what_may_compute_other_numbers_is_refused(make, options, match):
+    with pytest.raises(ConfigError, match=rf"{match}.*use_spmd = True"):
+        checked(make(), **options)

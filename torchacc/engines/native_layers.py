@@ -1,0 +1,187 @@
+"""Split a model's layers between processes by the plan, with PyTorch's distributed tensors.
+
+A layer that is split has a distributed tensor as its weight, and computes with it; what goes in and comes out are
+ordinary tensors. All other parameters are distributed tensors too, whole on each process, lest an optimizer or a norm
+meet two kinds; their modules see the ordinary tensor inside.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.errors import ConfigError
+from torchacc.plan import PlannedParameter, WrapPlan
+from torchacc.tensor_parallel import LayerSplit, ParameterSpec
+
+Forward = Callable[..., Any]
+
+_FAMILIES = ("bert", "llama", "mistral", "qwen2", "t5")
+"""Those whose modules, given a part of the heads, compute with that part."""
+_HEAD_COUNT = "n_heads"
+"""The attribute by which T5's attention counts its heads."""
+_LOGITS = re.compile(r"(^|\.)(lm_head|predictions\.decoder)$")
+"""Projections whose output is put together, as the loss needs all of it."""
+_KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
+
+
+def check(plan: WrapPlan) -> None:
+    """Refuse what would not compute the unsharded numbers.
+
+    Raises:
+        ConfigError: The plan is not that of a family that is known to compute right, or asks for more.
+    """
+    split, instead = plan.split, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
+    if split.source not in _FAMILIES:
+        raise ConfigError(
+            f"config.dist.tp.size = {split.size} by the plan of {split.source}: the native engine splits the layers of "
+            f"{', '.join(_FAMILIES)} only, whose modules compute with the part of the heads that they are given; "
+            f"{instead}"
+        )
+    if split.sequence_parallel:
+        raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
+    for name, reason in split.whole.items():
+        if _KEYS_OR_VALUES.search(name):
+            raise ConfigError(
+                f"config.dist.tp.size = {split.size}, and {reason}: the native engine splits keys and values as "
+                f"queries. Choose a size that divides, or {instead}"
+            )
+
+
+def split_forwards(model: nn.Module, plan: WrapPlan, mesh: Any) -> None:
+    """Let modules compute with distributed tensors as their parameters.
+
+    Args:
+        model: The model.
+        plan: Says which parameters will be split.
+        mesh: The DeviceMesh of the axis `tp`.
+    """
+    specs: dict[nn.Module, dict[str, ParameterSpec]] = {}
+    for planned in plan.parameters:
+        for owner, leaf in _slots(model, planned):
+            specs.setdefault(owner, {})[leaf] = plan.split.spec_of(planned.name)
+    for name, module in model.named_modules():
+        if module in specs:
+            module.forward = functools.wraps(module.forward)(_split_forward(module, name, specs[module], mesh))
+        if hasattr(module, _HEAD_COUNT) and any(
+            "tp" in specs.get(child, {}).get("weight", ()) for child in module.children()
+        ):
+            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.split.size)
+
+
+def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: LayerSplit, mesh: Any) -> None:
+    """Replace whole parameters by distributed tensors on the device, in place.
+
+    Args:
+        model: The model, the same on each process.
+        parameters: What to replace.
+        split: Says how.
+        mesh: The DeviceMesh of the axis `tp`.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for planned in parameters:
+        old, spec = model.get_parameter(planned.name), split.spec_of(planned.name)
+        placement = Shard(spec.index("tp")) if "tp" in spec else Replicate()
+        whole = old.detach().contiguous()
+        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
+        new = nn.Parameter(part, requires_grad=old.requires_grad)
+        for owner, leaf in _slots(model, planned):
+            owner._parameters[leaf] = new
+
+
+def _slots(model: nn.Module, planned: PlannedParameter) -> Iterator[tuple[nn.Module, str]]:
+    for name in planned.names:
+        path, _, leaf = name.rpartition(".")
+        yield model.get_submodule(path), leaf
+
+
+def _split_forward(module: nn.Module, name: str, specs: Mapping[str, ParameterSpec], mesh: Any) -> Forward:
+    """Return the forward of a module whose parameters are distributed tensors."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    forward, spec = module.forward, specs.get("weight", ())
+    if "tp" not in spec:
+        return functools.partial(_with_ordinary_tensors, forward, module, tuple(specs))
+    if isinstance(module, nn.Embedding) and spec[0] == "tp":
+        return functools.partial(_look_up_part, forward, module, mesh)
+    assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
+    by_input = isinstance(module, nn.Linear) and spec[1] == "tp"
+    gives_whole = by_input or _LOGITS.search(name) is not None
+    takes, gives = Shard(-1) if by_input else Replicate(), Replicate() if gives_whole else Shard(-1)
+    return functools.partial(_multiply_part, forward, mesh, takes, gives)
+
+
+def _with_ordinary_tensors(
+    forward: Forward, module: nn.Module, names: tuple[str, ...], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module that is whole on each process, with ordinary tensors laid over its parameters."""
+    from torch.distributed.tensor import Replicate
+
+    for name in names:
+        whole: Any = module._parameters[name]
+        # Each process has all of the gradient: what split layers send back was added up over the processes.
+        module.__dict__[name] = whole.to_local(grad_placements=[Replicate()])
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in names:
+            module.__dict__.pop(name, None)
+
+
+def _multiply_part(forward: Forward, mesh: Any, takes: Any, gives: Any, given: torch.Tensor) -> torch.Tensor:
+    """Run a layer whose weight is split, as a product of distributed tensors.
+
+    Args:
+        forward: The layer's own.
+        mesh: Of the processes that share it.
+        takes: How its input lies on the mesh.
+        gives: How its output is to lie on it.
+        given: This process's input.
+    """
+    from torch.distributed.tensor import DTensor
+
+    output = forward(DTensor.from_local(given, mesh, [takes], run_check=False))
+    local: torch.Tensor = output.redistribute(placements=[gives]).to_local()
+    return local
+
+
+def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Run an embedding of which each process has a part of the rows: each looks up those, and all are added up.
+
+    PyTorch's distributed embedding fails where there is a `padding_idx`.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    whole: Any = module._parameters["weight"]
+    part = whole.to_local(grad_placements=[Shard(0)])
+    first, padding = mesh.get_local_rank() * len(part), module.padding_idx
+    own = (ids >= first) & (ids < first + len(part))
+    has_padding = padding is not None and first <= padding < first + len(part)
+    module.__dict__["weight"] = part
+    module.padding_idx = padding - first if padding is not None and has_padding else None
+    try:
+        found = forward(torch.where(own, ids - first, 0))
+    finally:
+        module.__dict__.pop("weight")
+        module.padding_idx = padding
+    summand = DTensor.from_local(found.masked_fill(~own[..., None], 0), mesh, [Partial()], run_check=False)
+    local: torch.Tensor = summand.redistribute(placements=[Replicate()]).to_local()
+    return local
+
+
+def agree_on_random_numbers(device: torch.device, mesh: Any) -> None:
+    """Let the processes that share layers draw alike, as their activations are the same. Collective."""
+    import torch.distributed as dist
+
+    state = torch.get_rng_state()
+    dist.broadcast(state, group=mesh.get_group(), group_src=0)
+    torch.set_rng_state(state)
+    if device.type != "cpu":
+        generator = torch.get_device_module(device)
+        state = generator.get_rng_state()
+        dist.broadcast(state, group=mesh.get_group(), group_src=0)
+        generator.set_rng_state(state)
