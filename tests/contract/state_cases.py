@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from casekit import MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
+from casekit import MLP, MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
 from torch import nn
 
 import torchacc
@@ -155,6 +155,18 @@ def checkpoint_of_an_optimizer(make: Any) -> None:
         torchacc.checkpoint.load(folder / "a", model=model, optimizer=fresh)
         step(model, part(X), fresh)
         check_same(snapshot(model, fresh), after)
+
+
+@case([NATIVE, MULTIPROCESS])
+def optimizers_of_whole_weights_are_refused_on_shards() -> None:
+    for make in (torch.optim.Adafactor, torch.optim.LBFGS):
+        model = accelerate(MLP())
+        optimizer = make(model.parameters())
+        model(part(X)).square().mean().backward()
+        before = snapshot(model, optimizer)
+        with pytest.raises(torchacc.ConfigError, match="use_spmd = True"):
+            optimizer.step(lambda: 0.0)
+        check_same(snapshot(model, optimizer), before)
 
 
 @case([SPMD])

@@ -29,6 +29,10 @@ from torchacc.plan import Unit, WrapPlan, make_plan
 
 _log = get_logger(__name__)
 
+# Adafactor changes norms in place that are still parts of a sum (no error with torch 2.9, and wrong weights); LBFGS
+# flattens shards that are uneven.
+_WRONG_ON_SHARDS = {"adafactor", "lbfgs"}
+
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
 _OFFLOADS = ("dist.fsdp.cpu_offload", "memory.offload_activations")
 _ON_HOST = "the device is the host's CPU, so that there is nothing to move"
@@ -278,7 +282,14 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of gradients in float16 that nothing scales."""
+        """Refuse an optimizer that computes other numbers on shards; warn of float16 gradients that nothing scales."""
+        names = {base.__name__.casefold() for base in type(optimizer).__mro__}
+        if self.engine.topology.num_devices > self.engine.topology.size("dp") and _WRONG_ON_SHARDS & names:
+            raise ConfigError(
+                f"{type(optimizer).__name__} computes norms and products of whole weights, which DTensors get "
+                "wrong or cannot do: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, "
+                "sharding_strategy = 'NO_SHARD', or another optimizer such as AdamW"
+            )
         if self.plan.compute_dtype == "float16" and not self.has_scaler:
             _log.warning(
                 "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "

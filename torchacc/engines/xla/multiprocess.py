@@ -264,8 +264,7 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if any(name.casefold() in _NOT_ELEMENTWISE for name in names):
         raise ConfigError(
             f"{names[0]} computes with whole weights, and each process here holds a shard of them, which gives other "
-            "numbers: use config.dist.fsdp.use_spmd = True or config.backend = 'native', or an element-wise optimizer "
-            "such as AdamW"
+            "numbers: use config.dist.fsdp.use_spmd = True, or an element-wise optimizer such as AdamW"
         )
     if not _ELEMENTWISE & set(names):
         _log.warning(
