@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torchacc.config import Config
 from torchacc.config.sections import FSDPConfig, MemoryConfig, did_you_mean
 from torchacc.errors import ConfigError
+from torchacc.scanning import select_scanned
 from torchacc.tensor_parallel import LayerSplit, split_layers
 from torchacc.topology import STRATEGIES, Topology
 
@@ -86,6 +87,8 @@ class WrapPlan:
     """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
     split: LayerSplit = field(default_factory=LayerSplit)
     """How layers are split over the axis `tp`."""
+    scanned: tuple[str, ...] = ()
+    """Names of the lists of layers that run as one loop each."""
 
     def gathers_again_in(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
@@ -133,6 +136,7 @@ class WrapPlan:
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.split)] if self.split.size > 1 else []
         lines += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
+        lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
         return "\n".join(lines)
 
 
@@ -162,6 +166,7 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
             f"config.dist.tp.sequence_parallel = True splits the activations between units, and {type(model).__name__} "
             "has no layers that become units by themselves: name them in config.dist.fsdp.wrap_layer_cls"
         )
+    recomputed = select_recomputed(model, config.memory, chosen)
     units = [Unit(name, type(modules[name]).__name__, tuple(parameters)) for name, parameters in owned.items()]
     return WrapPlan(
         units=(*units, Unit("", type(model).__name__, tuple(root))),
@@ -176,7 +181,8 @@ def make_plan(model: nn.Module, config: Config, topology: Topology) -> WrapPlan:
         prefetches_forward=config.dist.fsdp.forward_prefetch,
         prefetches_backward=config.dist.fsdp.backward_prefetch != "NONE",
         split=split_layers(model, config.dist.tp, topology, {p.names: p.shape for p in parameters}),
-        recomputed=select_recomputed(model, config.memory, chosen),
+        recomputed=recomputed,
+        scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
     )
 
 

@@ -80,6 +80,7 @@ VARIANTS = {
     "wrap-by-size": Variant(fsdp={"min_num_params": 3000}),
     "wrap-by-name": Variant(fsdp={"wrap_modules": ["transformer.h.*", "transformer.h.*.mlp"]}),
     "wrap-by-class": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP", "Embedding"]}),  # the embedding is tied to the head
+    "scan": Variant(compute={"scan_layers": True}),
     "evaluate": Variant(options=("evaluate",), reference_options=("evaluate",)),
     "whole-batch": Variant(),
     "per-device": Variant(reference_options=("per-device",)),

@@ -77,6 +77,7 @@ evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
 whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
 batchnorm_per_device = covers(engines=PROCESS_PER_DEVICE, models=["cnn-batchnorm"], variants=["per-device"])
+scanned = covers(engines=["xla-spmd-1", *ONE_PROCESS], models=["gpt2", "llama"], variants=["scan"])
 batchnorm_whole_batch = covers(engines=ONE_PROCESS, models=["cnn-batchnorm"], variants=["whole-batch"])
 
 
@@ -103,6 +104,7 @@ def same_numbers(test):
         evaluated,
         per_device,
         whole_batch,
+        scanned,
         batchnorm_per_device,
         batchnorm_whole_batch,
     ):
@@ -343,6 +345,7 @@ def test_dtypes_of_what_a_model_returns(outcome, case):
 # Compiles
 
 
+@scanned
 @covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
 @layers_split
 @covers(engines=["xla-multiprocess-2", "xla-spmd-2"], models=["gpt2"], variants=["recompute", "recompute-accumulated"])

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "torchacc"
 LAYERS = (
     {"errors", "env", "logging"},
     {"config", "layout", "topology"},
-    {"plan", "tensor_parallel"},
+    {"plan", "scanning", "tensor_parallel"},
     {"data"},
     {"engines"},
     {"checkpoint"},

@@ -215,6 +215,8 @@ class ComputeConfig(Section):
     """Dtype in which gradients are summed over the devices and over micro-batches; under SPMD it is XLA's choice."""
     acc_scaled_dot_attn: StrictBool = False
     """Replace scaled dot-product attention by a kernel made for the device."""
+    scan_layers: StrictBool = False
+    """Run layers that are alike as one loop, compiled as one layer and computed again in backward (SPMD only)."""
     compile_cache: StrictStr | None = None
     """Folder that keeps compiled programs for the next start (XLA, not on the CPU); None to compile them each time."""
 

@@ -49,6 +49,7 @@ class NativeEngine(Engine):
         "dist.fsdp.shard_output_callable": "it belongs to SPMD",
         "dist.fsdp.use_spmd": "it belongs to XLA",
         "compute.compile_cache": "nothing is compiled",
+        "compute.scan_layers": "nothing is compiled",
     }
 
     def options_without_effect(self) -> Mapping[str, str]:

@@ -57,6 +57,11 @@ class MultiprocessEngine(XlaEngine):
     def check(self, model: nn.Module) -> None:
         """Refuse tensor parallelism: each process has a program of its own, and none is partitioned."""
         super().check(model)
+        if self.config.compute.scan_layers:
+            raise ConfigError(
+                "compute.scan_layers = True with one XLA process per device: weights are exchanged between its "
+                "programs, and a loop is inside of one. Use config.dist.fsdp.use_spmd = True, `python your_script.py`"
+            )
         if self.topology.size("tp") > 1:
             raise ConfigError(
                 f"config.dist.tp.size = {self.topology.size('tp')} with one XLA process per device: layers are split "

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
 from math import prod
@@ -19,6 +19,7 @@ from torchacc.engines.xla.attention import HeadsStayApart
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.partition import Partition, Spec, partition
+from torchacc.engines.xla.scan import LayerScan
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layout import Holding
@@ -66,6 +67,11 @@ class SpmdEngine(XlaEngine):
             raise ConfigError(
                 "config.dist.tp.sequence_parallel = True splits the outputs of units, and so does "
                 "config.dist.fsdp.shard_output_callable: leave one of them out"
+            )
+        if self.config.compute.scan_layers and (dist.tp.size > 1 or dist.fsdp.shard_output_callable is not None):
+            raise ConfigError(
+                "compute.scan_layers = True does not go with dist.tp.size > 1 or dist.fsdp.shard_output_callable yet: "
+                "set it to False"
             )
         if self.config.compute.reduce_dtype != "float32":
             raise ConfigError(
@@ -196,6 +202,7 @@ class SpmdModel(XlaModel):
         if self.plan.split.sequence_parallel:
             self._constrain_embeddings()
         self.install_recompute()
+        self._scans = [self._make_scan(name) for name in self.plan.scanned]
         self.move_buffers()
         self.install(self.run)
         if optimizer is not None:
@@ -205,8 +212,36 @@ class SpmdModel(XlaModel):
     @contextmanager
     def patched(self, *, packed: bool) -> Iterator[None]:
         """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
-        with HeadsStayApart() if self.plan.split.size > 1 else nullcontext(), super().patched(packed=packed):
+        with ExitStack() as stack:
+            if self.plan.split.size > 1:
+                stack.enter_context(HeadsStayApart())
+            for scan in self._scans:
+                stack.enter_context(scan.running())
+            stack.enter_context(super().patched(packed=packed))
             yield
+
+    def _make_scan(self, name: str) -> LayerScan:
+        """Let a list of layers run as a loop."""
+        layers = self.model.get_submodule(name)
+        first = dict(layers[0].named_parameters())  # type: ignore[index]
+        units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
+        gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
+
+        def whole(parameter: str, shard: torch.Tensor) -> torch.Tensor:
+            how = gathered.get(first[parameter])
+            return shard if how is None else _Gather.apply(shard, *how)
+
+        def annotate(tensor: torch.Tensor, spec: Spec | None) -> None:
+            if spec is not None and self.engine.is_partitioned:
+                self.engine.annotate(tensor, spec)
+
+        return LayerScan(
+            layers,  # type: ignore[arg-type]
+            whole=whole,
+            annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
+            annotate_output=lambda output: annotate(output, self.engine.batch_spec(output)),
+            patches=lambda: self._recompute.patches,
+        )
 
     def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         if tensor.is_meta:
