@@ -20,6 +20,8 @@ class Case:
     reference: str | None = None
     """The case that its step time is divided by in the table."""
     layers: int = LAYERS
+    scans: bool = False
+    """Whether torchacc runs the layers as a loop."""
 
     @property
     def total_devices(self) -> int:

@@ -8,7 +8,9 @@ STEPS = 4
 DEPTHS = (LAYERS, 8, 16, 32)
 
 CASES = (
-    *(Case(f"{kind}, {layers} layers", kind, layers=layers) for layers in DEPTHS for kind in ("torch_xla", "xla-spmd")),
+    *(Case(f"torch_xla, {layers} layers", "torch_xla", layers=layers) for layers in DEPTHS),
+    *(Case(f"xla-spmd, {layers} layers", "xla-spmd", layers=layers) for layers in DEPTHS),
+    *(Case(f"scan_layers, {layers} layers", "xla-spmd", layers=layers, scans=True) for layers in DEPTHS),
     Case(f"xla-spmd on 4 devices, {LAYERS} layers", "xla-spmd", devices=4),
 )
 
@@ -33,4 +35,5 @@ class Sooner:
 EXPECTATIONS = (
     *(Graphs(case.name, 1) for case in CASES if case.kind == "xla-spmd"),
     *(Sooner(f"xla-spmd, {layers} layers", f"torch_xla, {layers} layers", 0.65) for layers in DEPTHS),
+    Sooner("scan_layers, 32 layers", "xla-spmd, 32 layers", 0.5),
 )

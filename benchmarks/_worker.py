@@ -113,6 +113,7 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     config.dist.fsdp.size = case.total_devices
     config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
+    config.compute.scan_layers = case.scans
     model, loader = torchacc.accelerate(make_model(case.layers), loader, config)
     return _train(model, _optimizer(model), loader)
 
