@@ -172,6 +172,16 @@ def dampened_momentum_compiles_twice_and_says_why() -> None:
     assert any("dampening" in note for note in torchacc.compile_report().notes)
 
 
+@case(XLA)
+def sgd_without_momentum_has_no_state() -> None:
+    model, plain = sharded_and_plain(Narrow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, part(X), optimizer)
+    assert not optimizer.state
+    step(plain, X, torch.optim.SGD(plain.parameters(), lr=0.1))
+    check_parameters(model, plain)
+
+
 @case()
 def state_that_is_loaded_before_the_first_step_stays() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:

@@ -35,8 +35,9 @@ def prime(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> str | Non
         return f"{kind.__name__} makes state in its first step, which cannot be made before"
     reason = None
     for group in optimizer.param_groups:
-        if kind is torch.optim.SGD and group["momentum"] and group["dampening"]:
-            reason = "SGD with dampening takes its first gradients as its momentum, without damping them"
+        if kind is torch.optim.SGD and (group["dampening"] or not group["momentum"]):
+            if group["momentum"]:
+                reason = "SGD with dampening takes its first gradients as its momentum, without damping them"
             continue
         for parameter in group["params"]:
             if parameter.grad is not None and not optimizer.state.get(parameter):
@@ -60,7 +61,7 @@ def _initial_state(
     num_lists = len(inspect.signature(other._init_group).parameters) - 1
     other._init_group(other.param_groups[0], *([] for _ in range(num_lists)))
     state: dict[str, torch.Tensor] = other.state[stand_in]
-    if kind is torch.optim.SGD and group["momentum"]:
+    if kind is torch.optim.SGD:
         state["momentum_buffer"] = torch.zeros_like(stand_in)  # momentum * 0 + gradient is what the first step makes
     return state
 
@@ -88,6 +89,7 @@ def _settle(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> None:
         (group, parameter, key)
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if parameter.grad is not None
         for key, value in optimizer.state.get(parameter, {}).items()
         if _is_misplaced(optimizer, group, parameter, key, value)
     ]
