@@ -1,0 +1,211 @@
+"""One process of `memory.py`: it drives a number of devices, and answers each line on stdin with one on stdout."""
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from _hlo import training_program
+from _machine import busy_secs
+from _memory_cases import Case, Workload
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import torchacc
+
+STEPS = 2  # where the optimizer makes its state in the first, the second compiles anew
+
+Step = Callable[[], torch.Tensor]
+"""Takes one training step, and returns its loss."""
+
+
+def run(dump: Path) -> None:
+    """Answer questions until stdin ends.
+
+    `{"case": {...}}` is answered with the buffers and the traffic of one device, the parameters and the last loss;
+    `{"time": [{...}, {...}], "rounds": r, "steps": s}` with what `take_turns()` returns.
+
+    Args:
+        dump: The folder that XLA writes its programs to.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "case" in question:
+            answer = measure(_case(question["case"]), dump)
+        else:
+            answer = take_turns([_case(given) for given in question["time"]], question["rounds"], question["steps"])
+        answers.write(json.dumps(answer) + "\n")
+
+
+def measure(case: Case, dump: Path) -> dict[str, Any]:
+    """Train for two steps, and return what XLA planned for the last of them."""
+    _take_programs(dump)
+    step, num_parameters = make(case)
+    for _ in range(STEPS):
+        loss = step()
+    value = loss.item()
+    del step
+    gc.collect()
+    buffers, traffic = training_program(_take_programs(dump))
+    return {
+        "buffers": asdict(buffers),
+        "traffic": {kind: asdict(found) for kind, found in traffic.items()},
+        "num_parameters": num_parameters,
+        "loss": value,
+    }
+
+
+def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
+    """Let the cases take blocks of steps in turns, every second round backwards, and time them.
+
+    Returns:
+        `secs` of a step, by case and round; and `other_cores`, those that were busy meanwhile with anything else.
+    """
+    ready = [make(case)[0] for case in cases]
+    for step in ready:
+        for _ in range(STEPS + 1):
+            step().item()
+    busy, cpu, began = busy_secs(), time.process_time(), time.perf_counter()
+    secs: list[list[float]] = [[0.0] * rounds for _ in cases]
+    for index in range(rounds):
+        for which in range(len(ready)) if index % 2 == 0 else reversed(range(len(ready))):
+            started = time.perf_counter()
+            for _ in range(steps):
+                loss = ready[which]()
+            loss.item()
+            secs[which][index] = (time.perf_counter() - started) / steps
+    others = None
+    if busy is not None:
+        others = (busy_secs() or 0.0) - busy - (time.process_time() - cpu)
+        others = max(0.0, others / (time.perf_counter() - began))
+    return {"secs": secs, "other_cores": others}
+
+
+def make(case: Case) -> tuple[Step, int]:
+    """Return what trains a case, and how many parameters it has."""
+    model = make_model(case.workload)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(case.workload.vocabulary, (case.workload.batch, case.workload.length), generator=generator)
+    build = _fsdp_v2 if case.strategy.startswith("FSDPv2") else _torchacc
+    return build(case, model, tokens), num_parameters
+
+
+def make_model(workload: Workload) -> Any:
+    """Return the workload's model, always with the same values."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=workload.layers,
+            n_embd=workload.width,
+            n_head=workload.heads,
+            vocab_size=workload.vocabulary,
+            n_positions=workload.length,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).train()
+
+
+def _torchacc(case: Case, model: Any, tokens: torch.Tensor) -> Step:
+    config = torchacc.Config(backend="xla")
+    config.memory.gc = case.recompute
+    config.dist.dp.size = case.dp
+    config.dist.fsdp.size = case.devices // case.dp
+    config.dist.fsdp.sharding_strategy = case.strategy
+    config.dist.fsdp.use_spmd = True
+    samples: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    model, loader = torchacc.accelerate(model, DataLoader(samples, len(tokens) // case.devices), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def epochs() -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield from loader
+
+    batches = epochs()
+
+    def step() -> torch.Tensor:
+        batch = next(batches)
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
+    """torch_xla's own class around each block and the model, as it is or with what torchacc does to a model for XLA.
+
+    Gradients are freed before the step's program ends in both.
+    """
+    import numpy as np
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    from torchacc.engines.xla import quirks, runtime
+
+    runtime.use_plain_scheduler(recomputes=False)
+    runtime.start(num_devices=case.devices, spmd=True)
+    mesh = xs.Mesh(np.arange(case.devices), (case.devices,), ("fsdp",))
+    model = model.to("xla")
+    model.tie_weights()
+    prepared = case.strategy == "FSDPv2, prepared"
+    if prepared:
+        quirks.prepare(model, partitioned=True)
+
+    def shard_output(output: Any, mesh: Any) -> None:
+        tensor = output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+        if tensor.dim():
+            xs.mark_sharding(tensor, mesh, ("fsdp", *[None] * (tensor.dim() - 1)))
+
+    def wrap(module: nn.Module) -> Any:
+        return SpmdFullyShardedDataParallel(module, mesh=mesh, shard_output=shard_output)
+
+    for index, block in enumerate(model.transformer.h):
+        model.transformer.h[index] = wrap(block)
+    wrapped = wrap(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    batch = tokens.to("xla")
+    xs.mark_sharding(batch, mesh, ("fsdp", None))
+
+    def step() -> torch.Tensor:
+        with quirks.patches(model, packed=False) if prepared else nullcontext():
+            loss: torch.Tensor = wrapped(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        return loss.detach()
+
+    return step
+
+
+def _take_programs(dump: Path) -> list[tuple[str, str]]:
+    """Return buffer assignment and text of the programs compiled since the last call, and delete what XLA wrote."""
+    ending = "-buffer-assignment.txt"
+    found = sorted(dump.glob(f"*.cpu_after_optimizations{ending}"))
+    programs = [(path.read_text(), Path(str(path).removesuffix(ending) + ".txt").read_text()) for path in found]
+    for path in dump.iterdir():
+        path.unlink()
+    return programs
+
+
+def _case(given: dict[str, Any]) -> Case:
+    return Case(**{**given, "workload": Workload(**given["workload"])})
