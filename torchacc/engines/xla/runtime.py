@@ -326,7 +326,7 @@ def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for (shard, _), (replica, indices) in zip(found, where, strict=True):
             if replica == 0:
-                whole[indices] = shard
+                whole[tuple(indices)] = shard
         joined.append(whole)
     return joined
 
