@@ -3,11 +3,13 @@
 import importlib.metadata
 import os
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "torch_xla", "transformers")
 QUIET_CORES = 0.1  # more work than this beside the benchmark, and its times are not worth quoting
 
@@ -22,7 +24,40 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def busy_secs() -> float | None:
+def checkout_environment() -> dict[str, str]:
+    """Return the environment in which a process imports the torchacc of this checkout, whatever is installed."""
+    environment = dict(os.environ)  # noqa: TID251
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    return environment
+
+
+class OtherWork:
+    """Counts the cores that are busy with what is not the benchmark, from when it is made."""
+
+    def __init__(self) -> None:
+        """Note what the machine has spent so far."""
+        self._busy, self._children, self._started = _busy_secs(), _children_secs(), time.perf_counter()
+
+    def cores(self, own_secs: float | None = None) -> float | None:
+        """Return how many it were on average; None where the system does not tell.
+
+        Args:
+            own_secs: The benchmark's CPU time meanwhile; None for that of the processes which it started and which
+                have ended.
+        """
+        busy = _busy_secs()
+        if self._busy is None or busy is None:
+            return None
+        own = _children_secs() - self._children if own_secs is None else own_secs
+        return max(0.0, (busy - self._busy - own) / (time.perf_counter() - self._started))
+
+
+def _children_secs() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _busy_secs() -> float | None:
     """Return the CPU time that the machine has spent so far on anything; None where the system does not tell."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]

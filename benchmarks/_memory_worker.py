@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from _hlo import training_program
-from _machine import busy_secs
+from _machine import OtherWork
 from _memory_cases import Case, Workload
+from _models import make_gpt2
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import torchacc
 
@@ -75,7 +75,7 @@ def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
     for step in ready:
         for _ in range(STEPS + 1):
             step().item()
-    busy, cpu, began = busy_secs(), time.process_time(), time.perf_counter()
+    other_work, cpu = OtherWork(), time.process_time()
     secs: list[list[float]] = [[0.0] * rounds for _ in cases]
     for index in range(rounds):
         for which in range(len(ready)) if index % 2 == 0 else reversed(range(len(ready))):
@@ -84,41 +84,18 @@ def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
                 loss = ready[which]()
             loss.item()
             secs[which][index] = (time.perf_counter() - started) / steps
-    others = None
-    if busy is not None:
-        others = (busy_secs() or 0.0) - busy - (time.process_time() - cpu)
-        others = max(0.0, others / (time.perf_counter() - began))
-    return {"secs": secs, "other_cores": others}
+    return {"secs": secs, "other_cores": other_work.cores(time.process_time() - cpu)}
 
 
 def make(case: Case) -> tuple[Step, int]:
     """Return what trains a case, and how many parameters it has."""
-    model = make_model(case.workload)
+    size = case.workload
+    model = make_gpt2(size.layers, size.width, size.heads, size.vocabulary, size.length)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(case.workload.vocabulary, (case.workload.batch, case.workload.length), generator=generator)
     build = _fsdp_v2 if case.strategy.startswith("FSDPv2") else _torchacc
     return build(case, model, tokens), num_parameters
-
-
-def make_model(workload: Workload) -> Any:
-    """Return the workload's model, always with the same values."""
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=workload.layers,
-            n_embd=workload.width,
-            n_head=workload.heads,
-            vocab_size=workload.vocabulary,
-            n_positions=workload.length,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).train()
 
 
 def _torchacc(case: Case, model: Any, tokens: torch.Tensor) -> Step:

@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 import torch
 from _cases import GLOBAL_BATCH, HEADS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH, Case
+from _models import make_gpt2
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 Batch = dict[str, torch.Tensor]
 Steps = Iterator[torch.Tensor]
@@ -40,21 +40,7 @@ def run(case: Case, total_steps: int) -> None:
 
 def make_model(layers: int) -> Any:
     """Return the model, with the same values in every process."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers,
-        n_embd=WIDTH,
-        n_head=HEADS,
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config).train()
+    return make_gpt2(layers, WIDTH, HEADS, VOCABULARY, LENGTH)
 
 
 def make_tokens(num_batches: int) -> torch.Tensor:

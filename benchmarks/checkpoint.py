@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from _checkpoint_cases import (
     Lean,
     Share,
 )
-from _machine import busy_secs, describe_other_work, machine_facts
+from _machine import OtherWork, checkout_environment, describe_other_work, machine_facts
 from _report import Spread, render_table, spread
 from tqdm import tqdm
 
@@ -100,14 +99,9 @@ def take_turns(folder: Path, rounds: int) -> Runs:
     for case in tqdm(turns, desc="runs", file=sys.stderr, dynamic_ncols=True):
         target = folder / "out.pth"
         os.sync()
-        busy, started = busy_secs(), time.perf_counter()
-        children = os.times()
+        other_work = OtherWork()
         measured = json.loads(call("--worker", case.name, "--folder", str(folder), "--target", str(target)))
-        after = os.times()
-        own = after.children_user + after.children_system - children.children_user - children.children_system
-        if busy is not None:
-            others = (busy_secs() or 0.0) - busy - own
-            measured["other_cores"] = max(0.0, others / (time.perf_counter() - started))
+        measured["other_cores"] = other_work.cores()
         runs[case.name].append(measured)
         target.unlink()
     return runs
@@ -128,10 +122,9 @@ def call(*arguments: str) -> str:
 
 def launch(*command: str) -> str:
     """Run Python in a process of its own and return the last line that it prints."""
-    environment = dict(os.environ)  # noqa: TID251
-    # The torchacc of this checkout, whatever is installed.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, *command], env=checkout_environment(), stdout=subprocess.PIPE, text=True, check=True
+    )
     return done.stdout.strip().rpartition("\n")[2]
 
 
@@ -204,7 +197,8 @@ def judge(expectation: Faster | Lean, runs: Runs) -> str:
 def make_report(runs: Runs, agree: bool, rounds: int) -> str:
     """Return the table, and below it what was expected, and how far the timings can be trusted."""
     facts = machine_facts()
-    others = [run["other_cores"] for of_case in runs.values() for run in of_case if "other_cores" in run]
+    measured = [run.get("other_cores") for of_case in runs.values() for run in of_case]
+    others = [cores for cores in measured if cores is not None]
     lines: Sequence[str] = [
         f"400 MB of model and 800 MB of AdamW in {RANKS} rank files; {rounds} rounds on {facts['cores']} cores; "
         f"torch {facts['torch']}, torch_xla {facts['torch_xla']}",

@@ -11,7 +11,6 @@ Exits with 1 if a case fails; what compiles too often or too long is reported, n
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from _cases import Case
 from _compile_cases import CASES, EXPECTATIONS, STEPS, Graphs, Sooner
-from _machine import busy_secs, describe_other_work, machine_facts
+from _machine import OtherWork, checkout_environment, describe_other_work, machine_facts
 from _report import render_table, spread
 from tqdm import tqdm
 
@@ -66,19 +65,12 @@ def parse_args() -> argparse.Namespace:
 
 def launch(case: Case) -> dict[str, Any]:
     """Run a case in a process of its own, and return what it measured."""
-    environment = dict(os.environ)  # noqa: TID251
-    # The torchacc of this checkout, whatever is installed.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    environment.setdefault("PJRT_DEVICE", "CPU")
-    busy, started, children = busy_secs(), time.perf_counter(), os.times()
+    environment = {"PJRT_DEVICE": "CPU"} | checkout_environment()
+    other_work = OtherWork()
     command = [sys.executable, __file__, "--worker", case.name]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    after = os.times()
-    if busy is not None:
-        own = after.children_user + after.children_system - children.children_user - children.children_system
-        others = (busy_secs() or 0.0) - busy - own
-        measured["other_cores"] = max(0.0, others / (time.perf_counter() - started))
+    measured["other_cores"] = other_work.cores()
     return measured
 
 
@@ -101,7 +93,8 @@ def work(case: Case) -> None:
 def make_report(runs: Runs, rounds: int) -> str:
     """Return the table, and below it what was expected, and how far the timings can be trusted."""
     facts = machine_facts()
-    others = [run["other_cores"] for of_case in runs.values() for run in of_case if "other_cores" in run]
+    measured = [run.get("other_cores") for of_case in runs.values() for run in of_case]
+    others = [cores for cores in measured if cores is not None]
     lines = [
         f"The first {STEPS} steps; {rounds} rounds on {facts['cores']} cores; torch {facts['torch']}, "
         f"torch_xla {facts['torch_xla']}, transformers {facts['transformers']}",

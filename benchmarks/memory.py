@@ -14,7 +14,6 @@ Exits with 1 if a case trains to another loss than the others of its model; what
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from _machine import PACKAGES, describe_other_work, machine_facts
+from _machine import PACKAGES, checkout_environment, describe_other_work, machine_facts
 from _memory_cases import (
     AGAINST_FSDP_V2,
     EXPECTATIONS,
@@ -103,11 +102,9 @@ class Worker(AbstractContextManager["Worker"]):
         self._folder = tempfile.TemporaryDirectory(prefix="memory_")
         dump = Path(self._folder.name, "dump")
         dump.mkdir()
-        environment = dict(os.environ)  # noqa: TID251
+        environment = checkout_environment()
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
         environment["XLA_FLAGS"] = " ".join(filter(None, [environment.get("XLA_FLAGS"), flags]))
-        # The torchacc of this checkout, whatever is installed.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
         self._log = Path(self._folder.name, "log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

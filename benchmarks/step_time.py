@@ -12,7 +12,6 @@ Exits with 1 if a case fails or ends with another loss than the others; a slow c
 
 import argparse
 import json
-import os
 import select
 import socket
 import statistics
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from _cases import CASES, EXPECTATIONS, GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Case
-from _machine import PACKAGES, busy_secs, describe_other_work, machine_facts
+from _machine import PACKAGES, OtherWork, checkout_environment, describe_other_work, machine_facts
 from _report import HEADER, Block, Result, differing_losses, judge, render_table, table_row
 from tqdm import tqdm
 
@@ -250,13 +249,9 @@ def _noting_failure(team: Team, result: Result) -> Iterator[None]:
 
 def _take_watched(team: Team, steps: int) -> tuple[list[dict[str, float]], float | None]:
     """Return the answers, and how many cores were busy meanwhile with the work of others."""
-    busy, started = busy_secs(), time.perf_counter()
+    other_work = OtherWork()
     answers = team.take(steps)
-    if busy is None:
-        return answers, None
-    own = sum(answer["cpu_secs"] for answer in answers)
-    others = (busy_secs() or 0.0) - busy - own
-    return answers, max(0.0, others / (time.perf_counter() - started))
+    return answers, other_work.cores(sum(answer["cpu_secs"] for answer in answers))
 
 
 def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
@@ -269,9 +264,7 @@ def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}  # noqa: TID251
-    # The torchacc of this checkout, whatever is installed.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    environment = {name: value for name, value in checkout_environment().items() if name not in launcher}
     if case.processes > 1:
         environment |= launcher
         environment.setdefault("OMP_NUM_THREADS", "1")

@@ -94,16 +94,20 @@ def torch_xla_as_it_is() -> Iterator[None]:
         yield
 
 
-@case(XLA, each=OPTIMIZERS)
-@case([SPMD], each=EAGER)
-def warm_up_from_0_compiles_in_the_first_step_only(make: Make) -> None:
-    model, plain = sharded_and_plain(Narrow)
+def check_compiles_once(make_model: Callable[[], nn.Module], make: Make, absolute: float) -> nn.Module:
+    model, plain = sharded_and_plain(make_model)
     first, *later = train(model, part(X), make)
     assert first > 0
     assert later == [0] * (STEPS - 1)
     train(plain, X, make)
-    check_parameters(model, plain, ADAM_ABSOLUTE)
+    check_parameters(model, plain, absolute)
+    return model
 
+
+@case(XLA, each=OPTIMIZERS)
+@case([SPMD], each=EAGER)
+def warm_up_from_0_compiles_in_the_first_step_only(make: Make) -> None:
+    model = check_compiles_once(Narrow, make, ADAM_ABSOLUTE)
     with torch_xla_as_it_is():
         other, _ = sharded_and_plain(Narrow)
         compiled = train(other, part(X), make)
@@ -122,15 +126,6 @@ def narrow_of_matrices() -> nn.Module:
 
 # These two are compared with the unsharded run alone, as torch_xla by itself compiles Rprop anew at each step, and
 # takes a part of Muon to the host.
-
-
-def check_compiles_once(make_model: Callable[[], nn.Module], make: Make, absolute: float) -> None:
-    model, plain = sharded_and_plain(make_model)
-    first, *later = train(model, part(X), make)
-    assert first > 0
-    assert later == [0] * (STEPS - 1)
-    train(plain, X, make)
-    check_parameters(model, plain, absolute)
 
 
 @case(XLA)

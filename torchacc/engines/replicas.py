@@ -1,5 +1,8 @@
 """See to it that all processes start from the same model."""
 
+from collections.abc import Iterator
+from typing import TypeVar
+
 import torch
 from torch import nn
 
@@ -9,6 +12,8 @@ from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
+
+T = TypeVar("T")
 
 _DIGEST_WORDS = 1 << 20
 """Words that are looked at together, so that a large tensor needs little memory beside itself."""
@@ -46,25 +51,27 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
 
 
 def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
-    shapes = group.all_gather_objects({name: tuple(tensor.shape) for name, tensor in state.items()})
-    for rank, other in enumerate(shapes):
-        if other != shapes[0]:
-            name = next(n for n in (*other, *shapes[0]) if other.get(n) != shapes[0].get(n))
-            raise ConfigError(
-                f"the processes built different models: {name!r} has the shape {shapes[0].get(name)} on rank 0 and "
-                f"{other.get(name)} on rank {rank}"
-            )
+    for name, rank, first, other in _differences({n: tuple(tensor.shape) for n, tensor in state.items()}, group):
+        raise ConfigError(
+            f"the processes built different models: {name!r} has the shape {first} on rank 0 and {other} on rank {rank}"
+        )
 
 
 def _check_recipes(model: nn.Module, group: ProcessGroup) -> None:
-    recipes = group.all_gather_objects(deferred.fingerprints(model))
-    for rank, other in enumerate(recipes):
-        if other != recipes[0]:
-            name = next(n for n in (*other, *recipes[0]) if other.get(n) != recipes[0].get(n))
-            raise ConfigError(
-                f"deferred_init() on rank {rank} would give {name!r} other values than on rank 0: call "
-                "torch.manual_seed() with the same number on every rank before it"
-            )
+    for name, rank, _, _ in _differences(deferred.fingerprints(model), group):
+        raise ConfigError(
+            f"deferred_init() on rank {rank} would give {name!r} other values than on rank 0: call "
+            "torch.manual_seed() with the same number on every rank before it"
+        )
+
+
+def _differences(own: dict[str, T], group: ProcessGroup) -> Iterator[tuple[str, int, T | None, T | None]]:
+    """Yield where a rank's entries are not rank 0's: name, rank, rank 0's and the rank's. Collective: every process."""
+    first, *others = group.all_gather_objects(own)
+    for rank, other in enumerate(others, start=1):
+        for name in (*other, *first):
+            if other.get(name) != first.get(name):
+                yield name, rank, first.get(name), other.get(name)
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -29,8 +29,6 @@ from torchacc.tensor_parallel import ParameterSpec
 
 _log = get_logger(__name__)
 
-_log = get_logger(__name__)
-
 _ONE_PROGRAM = "one program holds the whole model: there is one copy of each parameter, by its own name"
 
 

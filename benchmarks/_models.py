@@ -1,0 +1,25 @@
+"""The model that the benchmarks train."""
+
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def make_gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
+    """Return a GPT-2 without dropout, always with the same values."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=length,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).train()
