@@ -326,7 +326,8 @@ def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for (shard, _), (replica, indices) in zip(found, where, strict=True):
             if replica == 0:
-                whole[tuple(indices)] = shard
+                # An ellipsis, where the tensor lies whole on each device.
+                whole[indices if indices is ... else tuple(indices)] = shard
         joined.append(whole)
     return joined
 
