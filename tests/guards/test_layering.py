@@ -12,14 +12,16 @@ PACKAGE = ROOT / "torchacc"
 # Lowest first; a module may import from its own layer and from those below.
 LAYERS = (
     {"errors", "env", "logging"},
-    {"config", "layout", "topology"},
+    {"config", "launch", "layout", "topology"},
     {"plan", "scanning", "tensor_parallel"},
+    {"memory_plan"},
     {"data"},
     {"engines"},
     {"checkpoint"},
     {"api"},
-    {"functional"},
-    {"dist", "cli", "__main__"},
+    {"functional", "dist"},
+    {"integrations"},
+    {"train", "cli", "__main__"},
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # It writes the classes of a file format, and starts nothing.
