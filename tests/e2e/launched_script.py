@@ -1,0 +1,33 @@
+"""What the processes of test_launch.py run: rank 1 does what it is told to."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+told, folder = sys.argv[1], Path(sys.argv[2])
+rank = int(os.environ["RANK"])
+
+
+def save_and_end(number, frame) -> None:
+    time.sleep(0.5)
+    (folder / f"saved-{rank}").touch()
+    sys.exit(143)
+
+
+if told == "save":
+    signal.signal(signal.SIGTERM, save_and_end)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+if rank == 1 and told == "raise":
+    raise ValueError("rank one has had enough")
+if rank == 1 and told == "fault":
+    ctypes.string_at(0)
+if rank == 1 and told == "exit":
+    os._exit(7)
+if rank == 1 and told == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if told != "end":
+    time.sleep(100)

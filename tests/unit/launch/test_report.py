@@ -1,0 +1,31 @@
+from torchacc.launch import report
+
+CHAINED = """step 1
+Traceback (most recent call last):
+  File "old.py", line 1
+RuntimeError: of another time
+step 2
+Traceback (most recent call last):
+  File "train.py", line 4
+ZeroDivisionError: division by zero
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 6
+ValueError: what it led to
+"""
+
+
+def test_last_words_are_the_last_traceback_and_what_it_is_chained_to():
+    assert report.last_words(CHAINED) == CHAINED[CHAINED.index("Traceback", 20) :].rstrip()
+
+
+def test_last_words_without_a_traceback_are_the_last_lines():
+    assert report.last_words("\n".join(map(str, range(1000)))).splitlines() == [str(n) for n in range(940, 1000)]
+
+
+def test_a_killed_process_is_named_as_such():
+    assert report.how_it_ended(-9).startswith("was killed (SIGKILL): by a kill -9, or by the system as memory ran out")
+    assert report.how_it_ended(-11) == "was ended by SIGSEGV"
+    assert report.how_it_ended(3) == "failed with exit status 3"

@@ -1,0 +1,35 @@
+"""Start the processes of a job on this machine: `torchacc launch [options] script.py arguments`."""
+
+import argparse
+
+from torchacc.launch import LaunchOptions
+from torchacc.launch import run as launch
+
+_DEFAULTS = LaunchOptions()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.usage = (
+        "torchacc launch [options] script.py [arguments]\n       torchacc launch [options] -m module [arguments]"
+    )
+    parser.add_argument(
+        "-n", "--nproc", dest="num_processes", type=int, default=_DEFAULTS.num_processes, metavar="N",
+        help="processes on this node, one for each device (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--num-nodes", type=int, default=1, metavar="N", help="machines, each with a launcher")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of the machines this is, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of node 0")
+    parser.add_argument(
+        "--grace-secs", type=float, default=_DEFAULTS.grace_secs, metavar="SECS",
+        help="how long processes may save after SIGTERM or Ctrl-C (default: %(default).0f)",
+    )  # fmt: skip
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script, or a module after -m, and its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job, and return the exit status."""
+    options = LaunchOptions(**{name: getattr(args, name) for name in vars(_DEFAULTS)})
+    return launch([*(["-m"] if args.module else []), *args.program], options)
