@@ -1,6 +1,6 @@
 """`Config`, the one object that a user fills in, and its two forms outside of Python: a dict and a YAML file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
 from torchacc.config.sections import ComputeConfig, DataLoaderConfig, DistConfig, MemoryConfig, Section
+from torchacc.config.yaml_file import YamlFile, refuse_odd_keys
 from torchacc.errors import ConfigError
 
 _TORCHACC_BACKENDS = {"lazy": "xla", "eager": "native"}
@@ -43,7 +44,7 @@ class Config(Section):
         Raises:
             ConfigError: A name or a type is wrong.
         """
-        _refuse_odd_keys(values)
+        refuse_odd_keys(values)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,19 +63,11 @@ class Config(Section):
         Raises:
             ConfigError: The file is not YAML, or an option in it is wrong; names the file and the line.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        file = YamlFile.read(path, example="backend: xla")
         try:
-            lines = dict(_option_lines(yaml.compose(text, yaml.SafeLoader)))
-            values = yaml.safe_load(text) or {}
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}:1: expected options such as `backend: xla`, found {values!r}")
-        try:
-            return cls.from_dict(values)
+            return cls.from_dict(file.values)
         except ConfigError as error:
-            raise ConfigError("\n".join(_locate(path, message, lines) for message in str(error).splitlines())) from None
+            raise file.located(error) from None
 
     def to_yaml(self, path: str | Path) -> None:
         """Write every option to a YAML file, which `from_yaml()` reads back to an equal config.
@@ -83,14 +76,6 @@ class Config(Section):
             ConfigError: An option holds a function, which cannot be written to a file.
         """
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
-
-
-def _refuse_odd_keys(values: Mapping[Any, Any], parents: str = "") -> None:
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"{parents}{key}: the name of an option is a string, not {key!r}; put it in quotes")
-        if isinstance(value, Mapping):
-            _refuse_odd_keys(value, f"{parents}{key}.")
 
 
 def _refuse_functions(section: Section) -> None:
@@ -102,23 +87,3 @@ def _refuse_functions(section: Section) -> None:
                 f"{section.path_of(name)} = {value!r}: a function cannot be written to a file; "
                 "set it in Python, after the file is read"
             )
-
-
-def _option_lines(node: yaml.Node | None, parents: str = "") -> Iterator[tuple[str, int]]:
-    """Yield each option's dotted path and line, and refuse one that is given twice, where YAML keeps the last."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen = set()
-    for key, value in node.value:
-        path = f"{parents}{key.value}"
-        if path in seen:
-            raise yaml.MarkedYAMLError(problem=f"{path} is given twice", problem_mark=key.start_mark)
-        seen.add(path)
-        yield path, key.start_mark.line + 1
-        yield from _option_lines(value, f"{path}.")
-
-
-def _locate(path: str | Path, message: str, lines: Mapping[str, int]) -> str:
-    """Put the file and the line before a message, which begins with the option's dotted path."""
-    option = message.split(maxsplit=1)[0].rstrip(":")
-    return f"{path}:{lines[option]}: {message}" if option in lines else f"{path}: {message}"

@@ -104,7 +104,8 @@ class Section(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str, value: Any) -> str:
-        return f"{cls.path_of(name)} = {value!r}: there is no such option; {nearest(name, cls.model_fields)}"
+        valid = [field.alias or own for own, field in cls.model_fields.items()]
+        return f"{cls.path_of(name)} = {value!r}: there is no such option; {nearest(name, valid)}"
 
     @classmethod
     def _explain(cls, error: ValidationError, values: Mapping[str, Any]) -> str:

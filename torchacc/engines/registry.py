@@ -48,6 +48,28 @@ def choose_kind(config: Config, job: Job) -> str:
     return "xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd"
 
 
+_NATIVE_ONLY = {
+    "compute.fp16": lambda config: config.compute.fp16,
+    "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
+    "memory.offload_activations": lambda config: config.memory.offload_activations,
+}
+
+
+def native_only(config: Config) -> str | None:
+    """Return an option that asks for what the native engine alone can do; None where there is none.
+
+    A backend that the config names stays the user's choice, which the engine itself refuses.
+    """
+    if config.backend != "auto":
+        return None
+    return next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
+
+
+def drives_all_devices(kind: str) -> bool:
+    """Return whether an engine has one process for all of its devices, and not one for each."""
+    return kind == "xla-spmd"
+
+
 def engine_class(kind: str) -> type[Engine]:
     """Return the class of a kind of engine."""
     module, name = ENGINES[kind].split(":")

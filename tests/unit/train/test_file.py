@@ -1,0 +1,102 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from torchacc.errors import ConfigError
+from torchacc.train.file import TrainFile
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SMALL = "model_config_small: {model_type: gpt2, n_layer: 2}\n"
+
+
+def read(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return TrainFile.read(path)
+
+
+def refusal(tmp_path, text):
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    return str(raised.value).replace(str(tmp_path / "config.yaml"), "FILE")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_file_loads(path):
+    file = TrainFile.read(path)
+    assert {"single_node_fsdp", "multi_node_fsdp", "large_scale_fsdp"} <= file.presets.keys()
+    assert {"model_config_small", "model_config_1.7B"} <= file.models.keys()
+    assert list(file.stages) == ["stage1", "stage2"]
+
+
+def test_a_stage_has_defaults_for_all_that_it_leaves_out(tmp_path):
+    stage = read(tmp_path, "training_stages: {a: }\n" + SMALL).stages["a"]
+    assert (stage.data.dataset, stage.optimizer.name, stage.training.batch_size) == ("stdlib", "adamw", 2)
+    assert stage.distributed.fsdp.sharding_strategy == "FULL_SHARD"
+
+
+def test_an_optimizer_takes_any_argument_of_its_class(tmp_path):
+    text = "training_stages: {a: {optimizer: {name: sgd, lr: 1e-2, momentum: 0.9, betas: [0.1, 0.2]}}}\n"
+    optimizer = read(tmp_path, text).stages["a"].optimizer
+    assert optimizer.options == {"lr": 0.01, "momentum": 0.9, "betas": (0.1, 0.2)}
+
+
+STAGE = "training_stages:\n  a:\n    {}\n"
+WRONG = {
+    STAGE.format("optimiser: {lr: 1}"): "FILE:3: training_stages.a.optimiser = {'lr': 1}: there is no such option; "
+    "did you mean 'optimizer'?",
+    STAGE.format("training: {batch_size: two}"): "FILE:3: training_stages.a.training.batch_size = 'two': expected a "
+    "whole number",
+    STAGE.format("modle_config: x"): "FILE:3: training_stages.a.modle_config = 'x': there is no such option; did you "
+    "mean 'model_config'?",
+    STAGE.format("distributed:\n      fsdp:\n        sharding_strategy: FULL"): "FILE:5: training_stages.a.distributed."
+    "fsdp.sharding_strategy = 'FULL': expected 'FULL_SHARD'",
+    STAGE.format("distributed: {strategy: dpp}"): "FILE:3: training_stages.a.distributed.strategy = 'dpp': expected "
+    "'auto', 'fsdp' or 'ddp'; did you mean 'ddp'?",
+    STAGE.format("training:\n      early_stopping: {patience: 0}"): "FILE:4: training_stages.a.training.early_stopping."
+    "patience = 0: expected at least 1",
+    STAGE.format("torchacc:\n      compute: {bf61: true}"): "FILE:4: training_stages.a.torchacc.compute.bf61 = True: "
+    "there is no such option; did you mean 'bf16'?",
+    STAGE.format("torchacc: {backend: xla}"): "FILE:3: training_stages.a.torchacc.backend = 'xla': in a training file "
+    "this is distributed.engine",
+    STAGE.format("torchacc: {dist: {fsdp: {cpu_offload: true}}}"): "FILE:3: training_stages.a.torchacc.dist.fsdp."
+    "cpu_offload = True: in a training file this is distributed.fsdp.cpu_offload",
+    "training_stages: {a: 3}": "FILE:1: training_stages.a = 3: expected options by name",
+    "training_stages: {a/b: }": "FILE:1: training_stages.a/b: a stage's name is that of its folder",
+    "training_stagse: {a: }": "FILE:1: training_stagse = {'a': None}: there is no such option; did you mean "
+    "'training_stages'?",
+    "output_dir: x": "FILE: training_stages: there is none",
+    "training_stages: {a: }\ndistributed_examples:\n  one:\n    fsdp: {forward_prefetch: 1}": "FILE:4: "
+    "distributed_examples.one.fsdp.forward_prefetch = 1: expected True or False",
+    "training_stages: {a: }\nwandb: {projekt: x}": "FILE:2: wandb.projekt = 'x': there is no such option; did you mean "
+    "'project'?",
+    "training_stages: {a: }\nmodel_config_x: {model_type: gtp2}": "FILE:2: model_config_x.model_type: model_type = "
+    "'gtp2' is not a family of models in transformers; did you mean 'gpt2'?",
+    "training_stages: {a: }\nmodel_config_x: {model_type: gpt2, n_layers: 3}": "FILE:2: model_config_x.n_layers = 3: "
+    "gpt2 has no such option; did you mean 'n_layer'?",
+    "training_stages: {a: }\nmodel_config_x: {model_type: gpt2, n_layer: two}": "FILE:2: model_config_x: transformers "
+    "refuses it: ",
+    "training_stages: {a: }\nmodel_config_x: {n_layer: 3}": "FILE:2: model_config_x: model_type = None",
+    "training_stages: {a: }\nmodel_config_x: {pretrained: gpt2, n_layer: 3}": "FILE:2: model_config_x.pretrained = "
+    "'gpt2': expected a folder or a hub name, alone",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.items(), ids=lambda text: text[:60])
+def test_what_is_wrong_is_told_with_file_and_line(text, message, tmp_path):
+    assert message in refusal(tmp_path, text)
+
+
+def test_everything_wrong_in_a_section_is_told_at_once(tmp_path):
+    text = "training_stages:\n  a:\n    training:\n      batch_size: 0\n      max_step: 3\n"
+    lines = refusal(tmp_path, text).splitlines()
+    assert [line.split(" = ")[0] for line in lines] == [
+        "FILE:4: training_stages.a.training.batch_size",
+        "FILE:5: training_stages.a.training.max_step",
+    ]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'none.yaml'}: there is no such file")):
+        TrainFile.read(tmp_path / "none.yaml")

@@ -1,0 +1,242 @@
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+from torchacc.train.file import TrainFile
+from torchacc.train.folder import check_folder, claim_folder, mark_finished, remove_run
+from torchacc.train.layout import Launch
+from torchacc.train.stage import Wishes, resolve_stage
+
+FILE = """
+output_dir: {out}
+training_stages:
+  one:
+    model_config: model_config_small
+    training: {{max_steps: 20, batch_size: 3, gradient_accumulation_steps: 2}}
+    distributed: {{engine: native, devices: 2{distributed}}}
+{stage}
+  two: {{init_from: one, model_config: model_config_small, distributed: {{engine: native}}}}
+distributed_examples:
+  preset: {{strategy: ddp, num_nodes: 2, devices: 4, engine: native}}
+model_config_small: {{model_type: gpt2, n_layer: 2}}
+model_config_1.7B: {{model_type: llama, num_hidden_layers: 2}}
+"""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Return a function that resolves stage `one`, with more in its sections, and a command's wishes."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(stage="", distributed="", launch=None, stage_name=None, **wishes):
+        lines = "\n".join(f"    {line}" for line in stage.splitlines())
+        more = f", {distributed}" if distributed else ""
+        path = tmp_path / "config.yaml"
+        path.write_text(FILE.format(out=tmp_path / "out", stage=lines, distributed=more), encoding="utf-8")
+        return resolve_stage(TrainFile.read(path), Wishes(stage=stage_name, **wishes), launch or Launch())
+
+    return make
+
+
+def refusal(make, *args, **kwargs):
+    with pytest.raises(ConfigError) as raised:
+        make(*args, **kwargs)
+    return str(raised.value)
+
+
+def test_a_stage_becomes_a_frozen_run(make, tmp_path):
+    run = make()
+    assert (run.stage, run.folder, run.model_name) == ("one", tmp_path / "out" / "one", "model_config_small")
+    assert (run.final, run.checkpoints) == (run.folder / "final", run.folder / "checkpoints")
+    assert (run.layout.num_nodes, run.layout.num_processes, run.layout.num_devices) == (1, 2, 2)
+    assert run.config.dist.fsdp.size == 2
+    assert (run.examples_per_step, run.tokens_per_step) == (12, 12 * 128)
+    for change in (lambda: setattr(run, "stage", "x"), lambda: setattr(run.training, "seed", 1)):
+        with pytest.raises((ConfigError, FrozenInstanceError)):
+            change()
+    with pytest.raises(ConfigError, match="frozen"):
+        run.config.compute.bf16 = True
+    assert "2, engine native, 2 processes on one machine" in str(run)
+    assert "3 x 2 devices x 2 micro-batches = 12 examples, 1,536 tokens, in a step" in str(run)
+    assert not run.folder.exists()
+
+
+def test_a_preset_stands_in_for_the_section_and_the_command_wins_over_both(make):
+    run = make(preset="preset", model="1.7B")
+    assert (run.layout.num_nodes, run.layout.num_processes, run.model_name) == (2, 4, "model_config_1.7B")
+    assert run.config.dist.fsdp.sharding_strategy == "NO_SHARD"
+    assert run.layout.num_data_shards == 8
+    run = make(preset="preset", num_nodes=1, devices=2)
+    assert (run.layout.num_nodes, run.layout.num_processes) == (1, 2)
+
+
+def test_devices_of_a_call_count_only_where_the_file_says_nothing(make):
+    assert make(default_devices=3).layout.num_devices == 2
+    assert make(default_devices=3, devices=1).layout.num_devices == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "bf16", "fp16", "master"),
+    [
+        (None, False, False, "float32"),
+        ("32-true", False, False, "float32"),
+        (32, False, False, "float32"),
+        ("bf16-mixed", True, False, "float32"),
+        ("bf16-true", True, False, "bfloat16"),
+        ("16-mixed", False, True, "float32"),
+    ],
+)
+def test_precision_has_lightnings_names(make, precision, bf16, fp16, master):
+    compute = make(precision=precision).config.compute
+    assert (compute.bf16, compute.fp16, compute.master_dtype) == (bf16, fp16, master)
+
+
+def test_every_option_of_the_fsdp_section_reaches_the_config(make):
+    given = (
+        "cpu_offload: true, sharding_strategy: SHARD_GRAD_OP, backward_prefetch: NONE, forward_prefetch: true, "
+        "limit_all_gathers: false, activation_checkpointing: true, use_orig_params: false"
+    )
+    fsdp = make(distributed=f"fsdp: {{{given}}}").config.dist.fsdp
+    assert (fsdp.cpu_offload, fsdp.sharding_strategy, fsdp.backward_prefetch) == (True, "SHARD_GRAD_OP", "NONE")
+    assert (fsdp.forward_prefetch, fsdp.limit_all_gathers) == (True, False)
+    assert (fsdp.activation_checkpointing, fsdp.use_orig_params) == (True, False)
+
+
+@pytest.mark.parametrize("distributed", ["strategy: ddp", "strategy: auto, fsdp: {enabled: false}"])
+def test_without_sharding_every_device_has_the_model(make, distributed):
+    run = make(distributed=distributed)
+    assert run.config.dist.fsdp.sharding_strategy == "NO_SHARD"
+    assert run.layout.topology.describe() == "dp 2 x fsdp 1"
+
+
+def test_what_has_no_effect_without_sharding_is_noted(make):
+    run = make(distributed="strategy: ddp, fsdp: {cpu_offload: true, enabled: true}")
+    assert "distributed.fsdp.cpu_offload = True has no effect: nothing is sharded" in run.notes
+    assert not run.config.dist.fsdp.cpu_offload
+    assert "note        distributed.fsdp.cpu_offload" in str(run)
+
+
+def test_a_hybrid_shards_inside_of_each_node(make):
+    run = make(distributed="num_nodes: 2, fsdp: {sharding_strategy: HYBRID_SHARD}")
+    assert run.layout.topology.describe() == "dp 2 x fsdp 2"
+
+
+def test_other_axes_leave_fsdp_the_rest(make):
+    run = make(stage="torchacc: {dist: {dp: {size: 2}}}")
+    assert run.layout.topology.describe() == "dp 2 x fsdp 1"
+
+
+def test_a_launchers_processes_are_one_for_each_device(make):
+    torchrun = Launch(Job(num_processes=2, local_num_processes=2), is_launched=True)
+    assert make(launch=torchrun).layout.num_processes == 2
+    three = Launch(Job(num_processes=3, local_num_processes=3), is_launched=True)
+    assert "pass --num-nodes 1 --devices 3" in refusal(make, launch=three)
+    assert make(launch=three, distributed="", devices=3).layout.num_devices == 3
+
+
+REFUSED = {
+    "distributed: strategy: fsdp, fsdp: {enabled: false}": "they contradict each other; write strategy: ddp",
+    "distributed: sync_batchnorm: true": "each has its own BatchNorm statistics",
+    "distributed: fsdp: {backward_prefetch: BACKWARD_POST}": "dist.fsdp.backward_prefetch = 'BACKWARD_POST'",
+    "stage: torchacc: {dist: {fsdp: {size: 3}}}": "= 3, but the job has 2 devices",
+    "stage: data: {dataset: json}": "it reads files; name them in data.files",
+    "stage: data: {dataset: json, files: '*.jsonl'}": "files = '*.jsonl': there is no such file",
+    "stage: data: {files: config.yaml}": "files go with dataset: text, json, parquet, not 'stdlib'",
+    "stage: data: {dataset: text, files: config.yaml, validation: {split: a, files: b}}": "give one of split and files",
+    "stage: data: {tokenizer: ./none}": "there is no such folder",
+    "stage: init_from: onee": "there is no such stage and no such folder; did you mean 'one'?",
+    "stage: init_from: one": "a stage cannot start from itself",
+    "stage: init_from: ./elsewhere": "no such folder; stages: one, two",
+}
+
+
+@pytest.mark.parametrize(("where", "message"), REFUSED.items(), ids=str)
+def test_what_cannot_be_is_refused(make, where, message):
+    section, _, text = where.partition(": ")
+    assert message in refusal(make, **{section: text})
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"stage_name": "tow"}, "there is no stage 'tow' in training_stages; did you mean 'two'?"),
+        ({"preset": "preste"}, "there is no preset 'preste' in distributed_examples; did you mean 'preset'?"),
+        ({"model": "smal"}, "did you mean 'model_config_small'?"),
+        ({"precision": "bf17"}, "precision 'bf17' is not one of 32, 32-true, bf16"),
+    ],
+)
+def test_unknown_names_have_their_nearest(make, wishes, message):
+    assert message in refusal(make, **wishes)
+
+
+def test_a_run_has_one_length(make, tmp_path):
+    assert make().training.max_steps == 20
+    path = tmp_path / "config.yaml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("max_steps: 20", "max_steps: 20, num_epochs: 2"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config.yaml:6: .*num_epochs = 2: and max_steps = 20; keep one"):
+        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+    path.write_text(text.replace("max_steps: 20, ", ""), encoding="utf-8")
+    assert resolve_stage(TrainFile.read(path), Wishes(), Launch()).training.num_epochs == 1
+
+
+def test_a_stage_starts_from_a_finished_one(make):
+    one = make()
+    assert "run it first, with --stage one" in refusal(make, stage_name="two")
+    claim_folder(one)
+    assert "that stage has not finished" in refusal(make, stage_name="two")
+    mark_finished(one.folder, {})
+    assert make(stage_name="two").init_from == one.final
+
+
+def test_an_output_folder_that_is_below_a_file_is_refused(make, tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    assert f"{tmp_path / 'out'} is a file; change output_dir" in refusal(make)
+
+
+def test_a_run_goes_on_in_its_folder_in_another_layout(make):
+    run = make()
+    claim_folder(run)
+    before = (run.folder / "run.json").read_bytes()
+    claim_folder(make(devices=4, precision="bf16-mixed"))
+    assert (run.folder / "run.json").read_bytes() == before
+
+
+def test_the_folder_of_another_run_is_refused_with_what_differs(make):
+    claim_folder(make())
+    with pytest.raises(ConfigError) as raised:
+        check_folder(make(stage="optimizer: {lr: 0.5}\ndata: {block_size: 64}"))
+    assert "data.block_size was 128 and is 64; optimizer.lr was 0.001 and is 0.5" in str(raised.value)
+    with pytest.raises(ConfigError, match="model_config_small.n_layer was 2 and is 'nothing'"):
+        check_folder(make(model="1.7B"))
+
+
+def test_the_folder_of_a_finished_run_is_refused_unless_told(make):
+    run = make()
+    claim_folder(run)
+    mark_finished(run.folder, {"step": 20})
+    with pytest.raises(ConfigError, match="holds a finished run; pass --overwrite"):
+        check_folder(run)
+    assert (run.folder / "finished.json").is_file()
+    check_folder(run, overwrite=True)
+    remove_run(run)
+    assert not run.folder.exists()
+    claim_folder(run)
+
+
+def test_a_folder_that_no_run_has_written_is_never_touched(make):
+    run = make()
+    run.folder.mkdir(parents=True)
+    (run.folder / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds thesis.txt, and no run.json"):
+        check_folder(run, overwrite=True)
+
+
+def test_a_run_that_never_resumes_does_not_start_among_older_checkpoints(make, tmp_path):
+    claim_folder(make())
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("max_steps", "resume: never, max_steps"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="training.resume = 'never' would start at step 0"):
+        check_folder(resolve_stage(TrainFile.read(path), Wishes(), Launch()))

@@ -1,0 +1,1 @@
+"""The staged trainer: from a YAML file to a trained model."""

@@ -1,0 +1,97 @@
+"""What a run needs from the world: files, folders, other stages. All of it is looked at before anything is started."""
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchacc.config.sections import did_you_mean
+from torchacc.config.yaml_file import YamlFile
+from torchacc.errors import ConfigError
+from torchacc.train.config import StageConfig, TextConfig
+from torchacc.train.folder import is_finished
+
+FILE_KINDS = ("text", "json", "parquet")
+"""Values of `data.dataset` that mean files of one's own."""
+
+
+def check_data(source: YamlFile, at: str, data: TextConfig) -> None:
+    """Check that the data's files are there, and that its options go together."""
+    validation = data.validation
+    if data.dataset in FILE_KINDS and data.files is None:
+        raise ConfigError(source.at(f"{at}.dataset = {data.dataset!r}: it reads files; name them in data.files"))
+    if data.dataset not in FILE_KINDS and data.files is not None:
+        raise ConfigError(
+            source.at(
+                f"{at}.files = {data.files!r}: files go with dataset: {', '.join(FILE_KINDS)}, not {data.dataset!r}"
+            )
+        )
+    _check_files(source, f"{at}.files", data.files)
+    if validation is not None:
+        if (validation.split is None) == (validation.files is None):
+            raise ConfigError(source.at(f"{at}.validation: give one of split and files"))
+        if validation.files is not None and data.dataset not in FILE_KINDS:
+            raise ConfigError(source.at(f"{at}.validation.files: files go with dataset: {', '.join(FILE_KINDS)}"))
+        _check_files(source, f"{at}.validation.files", validation.files)
+    for option in ("dataset", "tokenizer"):
+        given = getattr(data, option)
+        if given is not None and _is_path(given) and not Path(given).expanduser().exists():
+            raise ConfigError(source.at(f"{at}.{option} = {given!r}: there is no such folder"))
+
+
+def check_length(source: YamlFile, at: str, stage: StageConfig) -> None:
+    """Check that a run has one length, and one that can be known."""
+    training = stage.training
+    if training.max_steps is not None and training.num_epochs is not None:
+        raise ConfigError(
+            source.at(
+                f"{at}.training.num_epochs = {training.num_epochs}: and max_steps = {training.max_steps}; keep one"
+            )
+        )
+    if stage.data.streaming and training.max_steps is None:
+        raise ConfigError(
+            source.at(f"{at}.data.streaming = True: nobody knows how long the data is; give training.max_steps")
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a folder can be made and written to, without making it."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"output folder {folder}: {existing} is a file; change output_dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output folder {folder}: {existing} cannot be written to; change output_dir")
+
+
+def check_finished(source: YamlFile, at: str, stage: str, folder: Path) -> None:
+    """Check that a stage that another starts from has come to its end."""
+    if is_finished(folder):
+        return
+    state = "has not finished" if folder.exists() else "has not been trained"
+    raise ConfigError(source.at(f"{at}: that stage {state} in {folder}: run it first, with --stage {stage}"))
+
+
+def checkpoint_name(source: YamlFile, at: str, given: str, stages: Iterable[str]) -> Path | str:
+    """Return a checkpoint's folder where there is one, else a name on the hub."""
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        return folder
+    hint = did_you_mean(given, stages)
+    if _is_path(given) or hint:
+        raise ConfigError(
+            source.at(f"{at}: there is no such stage and no such folder; {hint or 'stages: ' + ', '.join(stages)}")
+        )
+    return given
+
+
+def _check_files(source: YamlFile, at: str, patterns: list[str] | None) -> None:
+    for pattern in patterns or ():
+        if not glob.glob(os.path.expanduser(pattern), recursive=True):
+            raise ConfigError(source.at(f"{at} = {pattern!r}: there is no such file, seen from {Path.cwd()}"))
+
+
+def _is_path(given: str) -> bool:
+    """Return whether a name can be a path alone: names on the hub have one slash at most, and no dot before it."""
+    return given.startswith(("/", ".", "~")) or given.count("/") > 1

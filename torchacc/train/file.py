@@ -1,0 +1,173 @@
+"""A training file: read whole and checked whole, so that a mistake in any stage is told before one of them starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import Self
+
+from torchacc.config import Config, Section, nearest
+from torchacc.config.sections import did_you_mean
+from torchacc.config.yaml_file import YamlFile
+from torchacc.errors import ConfigError
+from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig
+
+_MODEL = "model_config_"
+_ELSEWHERE = {"backend": "distributed.engine"}
+"""Options of `torchacc.Config` that a training file has its own place for."""
+
+S = TypeVar("S", bound=Section)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainFile:
+    """What a training file says."""
+
+    path: Path
+    output_dir: Path
+    stages: Mapping[str, StageConfig]
+    presets: Mapping[str, DistributedConfig]
+    models: Mapping[str, Mapping[str, Any]]
+    """Model configs, by the names of their sections."""
+    logging: LoggingConfig
+    wandb: WandbConfig
+    source: YamlFile
+    """Where each option stands."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a file, and check every section of it.
+
+        Raises:
+            ConfigError: The file is missing or not YAML, or something in it is wrong; names the file and the line.
+        """
+        if not Path(path).is_file():
+            raise ConfigError(f"{path}: there is no such file; --config names the YAML file of the training stages")
+        source = YamlFile.read(path, example="training_stages: …")
+        models = {name: value for name, value in source.values.items() if name.startswith(_MODEL)}
+        top = _section(source, TopConfig, {k: v for k, v in source.values.items() if k not in models}, "")
+        if not top.training_stages:
+            raise ConfigError(source.at("training_stages: there is none; write `training_stages: {stage1: {}}`"))
+        for name, model in models.items():
+            _check_model(source, name, model)
+        return cls(
+            path=Path(path),
+            output_dir=Path(top.output_dir),
+            stages=_stages(source, top.training_stages),
+            presets=_sections(source, DistributedConfig, top.distributed_examples, "distributed_examples"),
+            models=models,
+            logging=top.logging,
+            wandb=top.wandb,
+            source=source,
+        )
+
+    def stage(self, name: str | None) -> tuple[str, StageConfig]:
+        """Return a stage and its name; the file's first for None.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        name = next(iter(self.stages)) if name is None else name
+        return name, self._named("stage", "training_stages", name, self.stages)
+
+    def preset(self, name: str) -> DistributedConfig:
+        """Return a `distributed` section of `distributed_examples`.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        return self._named("preset", "distributed_examples", name, self.presets)
+
+    def model(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """Return the name of a model config's section and the config; the leading `model_config_` may be left out.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        full = name if name.startswith(_MODEL) else f"{_MODEL}{name}"
+        return full, self._named("model config", f"the sections {_MODEL}…", full, self.models)
+
+    def _named(self, kind: str, where: str, name: str, among: Mapping[str, T]) -> T:
+        if name not in among:
+            hint = nearest(name, among) if among else "the file has none"
+            raise ConfigError(f"{self.path}: there is no {kind} {name!r} in {where}; {hint}")
+        return among[name]
+
+
+def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfig]:
+    for name in values:
+        if "/" in name or name.startswith("."):
+            raise ConfigError(source.at(f"training_stages.{name}: a stage's name is that of its folder: no '/' or '.'"))
+    stages = _sections(source, StageConfig, values, "training_stages")
+    for name, stage in stages.items():
+        _check_torchacc(source, stage.torchacc, f"training_stages.{name}.torchacc")
+    return stages
+
+
+def _sections(source: YamlFile, cls: type[S], values: Mapping[str, Any], parents: str) -> dict[str, S]:
+    return {name: _section(source, cls, value, f"{parents}.{name}") for name, value in values.items()}
+
+
+def _section(source: YamlFile, cls: type[S], values: Any, at: str) -> S:
+    """Make a section of what stands at a place in the file, and put the place into its errors."""
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(source.at(f"{at} = {values!r}: expected options by name, as for {cls.__doc__}"))
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise source.located(error, at, relative_to=cls.path) from None
+
+
+def _check_torchacc(source: YamlFile, values: Mapping[str, Any], at: str) -> None:
+    try:
+        Config.from_dict(values)
+    except ConfigError as error:
+        raise source.located(error, at) from None
+    for name in _ELSEWHERE.keys() & values.keys():
+        raise ConfigError(source.at(f"{at}.{name} = {values[name]!r}: in a training file this is {_ELSEWHERE[name]}"))
+    fsdp = (values.get("dist") or {}).get("fsdp") or {}
+    for name in StageFSDPConfig.model_fields.keys() & fsdp.keys():
+        here = f"distributed.fsdp.{name}"
+        raise ConfigError(source.at(f"{at}.dist.fsdp.{name} = {fsdp[name]!r}: in a training file this is {here}"))
+
+
+def _check_model(source: YamlFile, name: str, values: Any) -> None:
+    """Check that a model config names a family, and only options that the family has, or a pretrained model."""
+    if not isinstance(values, dict):
+        raise ConfigError(source.at(f"{name} = {values!r}: expected `model_type: …` and the options of that family"))
+    if "pretrained" in values:
+        if not isinstance(values["pretrained"], str) or len(values) > 1:
+            raise ConfigError(
+                source.at(f"{name}.pretrained = {values['pretrained']!r}: expected a folder or a hub name, alone")
+            )
+        return
+    _check_family(source, name, values)
+
+
+def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = values.get("model_type")
+    if family not in CONFIG_MAPPING:
+        hint = did_you_mean(str(family), CONFIG_MAPPING) or "such as gpt2 or llama"
+        at = f"{name}.model_type" if "model_type" in values else name
+        raise ConfigError(source.at(f"{at}: model_type = {family!r} is not a family of models in transformers; {hint}"))
+    defaults = AutoConfig.for_model(family)
+    valid = {option for option in vars(defaults) if not option.startswith("_")} | set(defaults.attribute_map)
+    for option, value in values.items():
+        if option not in valid | {"model_type"}:
+            raise ConfigError(
+                source.at(f"{name}.{option} = {value!r}: {family} has no such option; {nearest(option, valid)}")
+            )
+    try:
+        AutoConfig.for_model(**values)
+    except Exception as error:  # transformers has several classes for it
+        raise ConfigError(source.at(f"{name}: transformers refuses it: {_one_line(error)}")) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

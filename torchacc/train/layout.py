@@ -1,0 +1,229 @@
+"""From a `distributed` section to engine, processes and devices, and the config that `accelerate()` reads."""
+
+import os
+from copy import deepcopy
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.engines import registry
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+from torchacc.topology import Topology, from_config
+from torchacc.train.config import DistributedConfig, StageFSDPConfig
+
+_IS_SHARDED = {"fsdp": True, "ddp": False}
+_FLOAT32 = {"bf16": False, "fp16": False, "master_dtype": "float32"}
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "32": _FLOAT32,
+    "32-true": _FLOAT32,
+    "bf16": {**_FLOAT32, "bf16": True},
+    "bf16-mixed": {**_FLOAT32, "bf16": True},
+    "bf16-true": {**_FLOAT32, "bf16": True, "master_dtype": "bfloat16"},
+    "16": {**_FLOAT32, "fp16": True},
+    "16-mixed": {**_FLOAT32, "fp16": True},
+}
+"""Lightning's names, and what they set in `compute`."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who starts the processes of a run."""
+
+    job: Job = Job()
+    """The processes that a launcher has started; one where nobody has."""
+    is_launched: bool = False
+    """Whether a launcher has started this process, though it be the only one."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run lies: engine, processes, devices."""
+
+    kind: str
+    """The engine's kind."""
+    num_nodes: int
+    """Machines."""
+    num_processes: int
+    """Processes on each machine."""
+    num_devices: int
+    """Devices of all machines."""
+    config: Config
+    """The config for `accelerate()`; not resolved yet, and frozen."""
+    topology: Topology
+    """The mesh."""
+    notes: tuple[str, ...]
+    """What was decided for the user, and what has no effect."""
+
+    @property
+    def num_data_shards(self) -> int:
+        """Devices that see different data."""
+        return self.topology.num_data_shards
+
+    def rows(self) -> dict[str, str]:
+        """Return what `--dry-run` prints of it."""
+        processes = "one process drives them all" if self.num_devices > 1 else "in this process"
+        if self.num_nodes * self.num_processes > 1:
+            one_each = f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
+            processes = f"{one_each} on {f'each of {self.num_nodes} machines' if self.num_nodes > 1 else 'one machine'}"
+        strategy = self.config.dist.fsdp.sharding_strategy
+        return {
+            "devices": f"{self.num_devices}, engine {self.kind}, {processes}",
+            "mesh": f"{self.topology.describe()}, {strategy}",
+            "precision": _precision_in_words(self.config),
+        }
+
+
+def make_layout(
+    distributed: DistributedConfig, torchacc: dict[str, Any], *, precision: str | int | None, launch: Launch
+) -> Layout:
+    """Decide engine, processes and devices, and check that they can be had here.
+
+    Args:
+        distributed: The section, after the command's wishes.
+        torchacc: Further options of `torchacc.Config`.
+        precision: Lightning's name of a precision; None for what `torchacc` says.
+        launch: Who starts the processes.
+
+    Raises:
+        ConfigError: Something contradicts something else, or cannot be done here.
+    """
+    notes: list[str] = []
+    config = Config.from_dict(deepcopy(torchacc))
+    config.backend = distributed.engine
+    _set_precision(config, precision)
+    num_nodes, devices = _count(distributed, launch, notes)
+    _set_sharding(config, distributed, num_nodes, devices, notes)
+    total = num_nodes * devices
+    job = Job(num_processes=total, local_num_processes=devices)
+    kind = _choose_engine(config, job, num_nodes, launch, notes)
+    one_for_all = registry.drives_all_devices(kind)
+    job = Job() if one_for_all else job
+    if not one_for_all:
+        _check_processes(num_nodes, devices, launch)
+        _check_devices(devices, notes)
+    _check_batchnorm(distributed, kind, total, notes)
+    engine = registry.make_engine(config, job)
+    if engine.topology.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
+        engine.check(nn.Module())
+    config.freeze()
+    return Layout(
+        kind=kind,
+        num_nodes=num_nodes,
+        num_processes=job.local_num_processes,
+        num_devices=total,
+        config=config,
+        topology=from_config(engine.config),
+        notes=tuple(notes),
+    )
+
+
+def _set_precision(config: Config, precision: str | int | None) -> None:
+    if precision is None:
+        return
+    if str(precision) not in _PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is not one of {', '.join(_PRECISIONS)}")
+    for name, value in _PRECISIONS[str(precision)].items():
+        setattr(config.compute, name, value)
+
+
+def _precision_in_words(config: Config) -> str:
+    computed = "bfloat16" if config.compute.bf16 else "float16" if config.compute.fp16 else "float32"
+    return f"{computed}, parameters in {config.compute.master_dtype}"
+
+
+def _count(distributed: DistributedConfig, launch: Launch, notes: list[str]) -> tuple[int, int]:
+    """Return the number of machines, and of devices on each."""
+    devices = distributed.devices
+    if isinstance(devices, int):
+        return distributed.num_nodes, devices
+    if launch.job.launched:
+        local = launch.job.local_num_processes
+        return launch.job.num_processes // local, local
+    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
+    notes.append(f"devices: auto takes {found}")
+    return distributed.num_nodes, found
+
+
+def _set_sharding(
+    config: Config, distributed: DistributedConfig, num_nodes: int, devices: int, notes: list[str]
+) -> None:
+    fsdp, into = distributed.fsdp, config.dist.fsdp
+    is_sharded = _IS_SHARDED.get(distributed.strategy, fsdp.enabled)
+    if is_sharded and not fsdp.enabled:
+        raise ConfigError(
+            "distributed.strategy = 'fsdp' with distributed.fsdp.enabled = False: they contradict each other; write "
+            "strategy: ddp, or leave enabled out"
+        )
+    total, dist = num_nodes * devices, config.dist
+    others = prod(axis.size for axis in (dist.tp, dist.pp, dist.sp))
+    if is_sharded:
+        for name in StageFSDPConfig.model_fields.keys() - {"enabled"}:
+            setattr(into, name, getattr(fsdp, name))
+        if into.sharding_strategy == "HYBRID_SHARD" and dist.dp.size is None:
+            dist.dp.size = num_nodes
+    else:
+        into.sharding_strategy = "NO_SHARD"
+        notes += [
+            f"distributed.fsdp.{name} = {getattr(fsdp, name)!r} has no effect: nothing is sharded"
+            for name in sorted(fsdp.model_fields_set - {"enabled"})
+            if getattr(fsdp, name) != StageFSDPConfig.model_fields[name].default
+        ]
+    if "size" not in into.model_fields_set:
+        into.size = max(1, total // (others * (dist.dp.size or 1)))
+
+
+def _choose_engine(config: Config, job: Job, num_nodes: int, launch: Launch, notes: list[str]) -> str:
+    """Choose the engine; one process for all devices where XLA can, and no launcher has started several."""
+    fsdp = config.dist.fsdp
+    may_drive_all = "use_spmd" not in fsdp.model_fields_set or fsdp.use_spmd
+    fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not launch.job.launched
+    option = registry.native_only(config)
+    kind = registry.choose_kind(config, job)
+    if option is not None:
+        config.backend = "native"
+        chosen = registry.choose_kind(config, job)
+        if chosen != kind:
+            notes.append(f"engine: auto takes {chosen}, as {option} is asked for, which XLA has not")
+        kind = chosen
+    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(kind)
+    return kind
+
+
+def _check_processes(num_nodes: int, devices: int, launch: Launch) -> None:
+    """Refuse a launcher's processes that are not one for each device."""
+    job = launch.job
+    if launch.is_launched and (job.num_processes, job.local_num_processes) != (num_nodes * devices, devices):
+        raise ConfigError(
+            f"the launcher has started {job.num_processes} processes, {job.local_num_processes} of them on this "
+            f"machine, and the run has {num_nodes} machines with {devices} devices, each with a process of its own: "
+            f"pass --num-nodes {job.num_processes // job.local_num_processes} --devices {job.local_num_processes}, or "
+            "leave the launcher out: the command starts the processes itself"
+        )
+
+
+def _check_devices(devices: int, notes: list[str]) -> None:
+    if torch.accelerator.is_available():
+        found = torch.accelerator.device_count()
+        if devices > found:
+            kind = torch.accelerator.current_accelerator()
+            raise ConfigError(f"devices = {devices}, and this machine has {found} of kind {kind}: ask for no more")
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if devices > cores:
+        notes.append(f"{devices} processes share this machine's {cores} cores, so that each is slower")
+
+
+def _check_batchnorm(distributed: DistributedConfig, kind: str, num_devices: int, notes: list[str]) -> None:
+    if not distributed.sync_batchnorm:
+        return
+    if num_devices > 1 and not registry.drives_all_devices(kind):
+        raise ConfigError(
+            "distributed.sync_batchnorm = True: with one process per device each has its own BatchNorm statistics. "
+            "Use engine: xla on one machine, where one program sees the batch of all devices, or leave it out"
+        )
+    notes.append("sync_batchnorm: one program sees the batch of all devices, so that it is so by nature")
