@@ -12,6 +12,7 @@ from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
 from torchacc.errors import ConfigError
 from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig
+from torchacc.train.optim import check_options
 
 _MODEL = "model_config_"
 _ELSEWHERE = {"backend": "distributed.engine"}
@@ -103,6 +104,10 @@ def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfi
     stages = _sections(source, StageConfig, values, "training_stages")
     for name, stage in stages.items():
         _check_torchacc(source, stage.torchacc, f"training_stages.{name}.torchacc")
+        try:
+            check_options(stage.optimizer.name, stage.optimizer.options)
+        except ConfigError as error:
+            raise source.located(error, f"training_stages.{name}") from None
     return stages
 
 

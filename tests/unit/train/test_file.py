@@ -37,9 +37,9 @@ def test_a_stage_has_defaults_for_all_that_it_leaves_out(tmp_path):
 
 
 def test_an_optimizer_takes_any_argument_of_its_class(tmp_path):
-    text = "training_stages: {a: {optimizer: {name: sgd, lr: 1e-2, momentum: 0.9, betas: [0.1, 0.2]}}}\n"
+    text = "training_stages: {a: {optimizer: {name: adam, lr: 1e-2, amsgrad: true, betas: [0.1, 0.2]}}}\n"
     optimizer = read(tmp_path, text).stages["a"].optimizer
-    assert optimizer.options == {"lr": 0.01, "momentum": 0.9, "betas": (0.1, 0.2)}
+    assert optimizer.options == {"lr": 0.01, "amsgrad": True, "betas": (0.1, 0.2)}
 
 
 STAGE = "training_stages:\n  a:\n    {}\n"
@@ -56,6 +56,10 @@ WRONG = {
     "'auto', 'fsdp' or 'ddp'; did you mean 'ddp'?",
     STAGE.format("training:\n      early_stopping: {patience: 0}"): "FILE:4: training_stages.a.training.early_stopping."
     "patience = 0: expected at least 1",
+    STAGE.format("optimizer:\n      name: sgd\n      beta: 0.9"): "FILE:5: training_stages.a.optimizer.beta = 0.9: SGD "
+    "has no such option",
+    STAGE.format("optimizer: {name: adanw}"): "FILE:3: training_stages.a.optimizer.name = 'adanw': torch.optim has no "
+    "such optimizer; did you mean 'AdamW'?",
     STAGE.format("torchacc:\n      compute: {bf61: true}"): "FILE:4: training_stages.a.torchacc.compute.bf61 = True: "
     "there is no such option; did you mean 'bf16'?",
     STAGE.format("torchacc: {backend: xla}"): "FILE:3: training_stages.a.torchacc.backend = 'xla': in a training file "

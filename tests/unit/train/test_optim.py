@@ -1,0 +1,48 @@
+"""Optimizers by name, and which parameters decay."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchacc
+from torchacc.errors import ConfigError
+from torchacc.train.optim import check_options, make_optimizer
+
+
+def sharded_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+    model[2].weight.requires_grad_(False)
+    config = torchacc.Config()
+    config.backend = "native"
+    return torchacc.accelerate(model, config=config)
+
+
+def test_biases_norms_and_frozen_weights_do_not_decay():
+    model = sharded_model()
+    optimizer = make_optimizer(model, "AdamW", {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.5})
+    assert type(optimizer) is torch.optim.AdamW
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [([names[p] for p in group["params"]], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(["0.weight"], 0.5), (["0.bias", "1.weight", "1.bias"], 0.0)]
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+def test_without_decay_there_is_one_group():
+    optimizer = make_optimizer(sharded_model(), "sgd", {"lr": 0.1, "momentum": 0.9})
+    assert [(len(group["params"]), group["momentum"]) for group in optimizer.param_groups] == [(4, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("adanw", {"lr": 0.1}, "optimizer.name = 'adanw'.*did you mean 'AdamW'"),
+        ("lbfgs", {"lr": 0.1}, "optimizer.name = 'lbfgs' cannot train here"),
+        ("sgd", {"lr": 0.1, "beta": 0.9}, "optimizer.beta = 0.9: SGD has no such option"),
+        ("adam", {"lr": 0.1, "wieght_decay": 0}, "optimizer.wieght_decay.*did you mean 'weight_decay'"),
+        ("adam", {"lr": 0.1, "params": []}, "optimizer.params = .*no such option"),
+        ("adamw", {"lr": 0.1, "betas": (0.9, 1.5)}, "AdamW refuses .*beta parameter at index 1: 1.5"),
+    ],
+)
+def test_what_an_optimizer_does_not_have_is_refused(name, options, text):
+    with pytest.raises(ConfigError, match=text):
+        check_options(name, options)

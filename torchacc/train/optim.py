@@ -1,0 +1,108 @@
+"""Make the optimizer that a stage names."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchacc.config.sections import nearest
+from torchacc.engines.base import sharded_model
+from torchacc.errors import ConfigError
+
+_NEED_MORE = {
+    "LBFGS": "it computes the loss several times for each step",
+    "SparseAdam": "it needs sparse gradients",
+}
+"""Optimizers that a loop of one forward and one backward per step cannot serve, and why."""
+_OF_THE_SCRIPT = {"self", "params", "named_parameters"}
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Return the class of torch.optim with this name, in any case: `adamw` is `AdamW`.
+
+    Raises:
+        ConfigError: There is none, or it needs another loop.
+    """
+    classes: dict[str, type[Optimizer]] = {k: v for k, v in vars(torch.optim).items() if _is_optimizer(v)}
+    by_lower = {key.lower(): key for key in classes}
+    found = by_lower.get(name.lower())
+    if found is None:
+        raise ConfigError(f"optimizer.name = {name!r}: torch.optim has no such optimizer; {nearest(name, classes)}")
+    if found in _NEED_MORE:
+        raise ConfigError(f"optimizer.name = {name!r} cannot train here, as {_NEED_MORE[found]}: use adamw")
+    return classes[found]
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that the optimizer does not have, or values that it does not take, before anything is built.
+
+    Args:
+        name: The optimizer's name.
+        options: What is passed to it beside the parameters.
+
+    Raises:
+        ConfigError: It names the option.
+    """
+    cls = optimizer_class(name)
+    known = inspect.signature(cls).parameters.keys() - _OF_THE_SCRIPT
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(
+                f"optimizer.{option} = {value!r}: {cls.__name__} has no such option; {nearest(option, known)}"
+            )
+    try:
+        cls([nn.Parameter(torch.zeros(1, 1))], **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {cls.__name__} refuses {dict(options)}: {error}") from None
+
+
+def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> Optimizer:
+    """Make an optimizer of the parameters that are trained. Weight decay leaves out biases and norms.
+
+    Args:
+        model: The model that accelerate() returned.
+        name: The name of an optimizer of torch.optim, in any case.
+        options: What is passed to it, such as `lr`.
+
+    Raises:
+        ConfigError: There is no such optimizer or option; or `flatten_parameters` has joined weights with biases.
+    """
+    check_options(name, options)
+    cls = optimizer_class(name)
+    decay = options.get("weight_decay", _default(cls, "weight_decay"))
+    if not decay:
+        return cls([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
+    decayed, spared = _split_for_decay(model)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    return cls([group for group in groups if group["params"]], **options)
+
+
+def _split_for_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters of two or more dimensions when unsharded, and the others."""
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    holdings = sharded_model(model).holdings
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        holding = holdings[parameter]
+        is_weight = {len(shape) > 1 for _, shape in holding.members}
+        if len(is_weight) > 1:
+            raise ConfigError(
+                f"optimizer.weight_decay leaves out biases and norms, which flatten_parameters joins with weights in "
+                f"{holding.key}: write flatten_parameters: false, or weight_decay: 0"
+            )
+        (decayed if is_weight.pop() else spared).append(parameter)
+    return decayed, spared
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+
+
+def _default(cls: type[Optimizer], option: str) -> Any:
+    parameter = inspect.signature(cls).parameters.get(option)
+    return None if parameter is None else parameter.default
