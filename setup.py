@@ -48,8 +48,10 @@ setup(
     install_requires=TORCH + read_requirements(),
     extras_require={
         "xla-cuda": XLA_CUDA,
-        "examples": ["matplotlib", "tokenizers"],
-        "test": ["pytest>=8", "pytest-timeout", "psutil", "matplotlib", "tokenizers"],
+        "tensorboard": ["tensorboard"],
+        "wandb": ["wandb"],
+        "examples": ["tokenizers"],
+        "test": ["pytest>=8", "pytest-timeout", "psutil", "tokenizers", "tensorboard", "wandb"],
         "lint": ["ruff", "mypy", "types-PyYAML", "types-tqdm", "pre-commit"],
     },
     classifiers=[

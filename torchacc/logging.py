@@ -21,7 +21,12 @@ def start_logging(rank: int) -> None:
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if logger.hasHandlers():
         return
+    logger.addHandler(make_console(rank))
+    logger.propagate = False  # torch_xla gives the root logger a handler when it is imported
+
+
+def make_console(rank: int) -> logging.Handler:
+    """Return what shows the package's lines on the terminal; those of others than rank 0 begin with the rank."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("torchacc: %(message)s" if rank == 0 else f"torchacc[{rank}]: %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False  # torch_xla gives the root logger a handler when it is imported
+    return handler

@@ -15,6 +15,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -117,6 +118,22 @@ class Engine(ABC):
     def compile_report(self) -> CompileReport:
         """Return what has been compiled in this process so far."""
         return CompileReport()
+
+    def read_scalars(self, scalars: Sequence[torch.Tensor]) -> list[float]:
+        """Return the values of tensors without dimensions, in one transfer, once the devices have computed them."""
+        if not scalars:
+            return []
+        device = scalars[0].device
+        values: list[float] = torch.stack([scalar.detach().to(device, torch.float32) for scalar in scalars]).tolist()
+        return values
+
+    def memory(self) -> Memory | None:
+        """Return the most memory that was in use so far; None where that is not known."""
+        return memory_of_process()
+
+    def device_name(self) -> str:
+        """Return what this process's devices are, as their vendor names them; only once `setup()` has run."""
+        return "CPU"
 
 
 class ShardedModel(ABC):

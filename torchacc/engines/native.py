@@ -17,6 +17,7 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import native_layers, recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
+from torchacc.engines.memory import Memory
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
@@ -70,10 +71,7 @@ class NativeEngine(Engine):
         if not torch.accelerator.is_available():
             return "CPU"
         kind = str(torch.accelerator.current_accelerator())
-        names = [
-            getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)(index)
-            for index in range(torch.accelerator.device_count())
-        ]
+        names = [_name(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]
         return ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names))
 
     def check(self, model: nn.Module) -> None:
@@ -156,6 +154,16 @@ class NativeEngine(Engine):
         super().set_random_state(state)
         if self.device.type != "cpu" and "device" in state:
             torch.get_device_module(self.device).set_rng_state(state["device"])
+
+    def memory(self) -> Memory | None:
+        """Return the most that tensors have taken of the accelerator, or the process's where it is the CPU."""
+        if self.device.type == "cpu":
+            return super().memory()
+        return Memory(torch.accelerator.max_memory_allocated(self.device), "device")
+
+    def device_name(self) -> str:
+        """Return the accelerator's name, or that it is the CPU."""
+        return super().device_name() if self.device.type == "cpu" else _name(self.device)
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`."""
@@ -410,6 +418,11 @@ def _let_pytree_see(output: Any) -> None:
             register_dataclass(type(leaf))
             _let_pytree_see(output)
             return
+
+
+def _name(device: torch.device) -> str:
+    name: str = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)(device.index)
+    return name
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

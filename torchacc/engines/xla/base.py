@@ -20,6 +20,7 @@ from torchacc.engines import compat, recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
+from torchacc.engines.memory import Memory
 from torchacc.engines.xla import quirks, runtime
 from torchacc.engines.xla.compiles import CompileWatch
 from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
@@ -128,6 +129,21 @@ class XlaEngine(Engine):
     def compile_report(self) -> CompileReport:
         """Return what has been compiled in this process so far, by this engine and those before it."""
         return _watch.report()
+
+    def read_scalars(self, scalars: Sequence[torch.Tensor]) -> list[float]:
+        """Return the values of tensors without dimensions, without a program that would put them together."""
+        return [scalar.item() for scalar in runtime.to_host([scalar.detach() for scalar in scalars])]
+
+    def memory(self) -> Memory | None:
+        """Return what PJRT says of the fullest device, or the process's where they are the CPU."""
+        if runtime.runs_on_cpu():
+            return super().memory()
+        peak = runtime.peak_bytes()
+        return None if peak is None else Memory(peak, "device")
+
+    def device_name(self) -> str:
+        """Return the kind of device, as PJRT names it."""
+        return super().device_name() if runtime.runs_on_cpu() else runtime.device_kind()
 
     @cached_property
     def num_lengths(self) -> int:

@@ -347,6 +347,27 @@ def count(event: str) -> int:
     return metrics.counter_value(event) or 0
 
 
+def peak_bytes() -> int | None:
+    """Return the most memory of this process's device that was in use; None where PJRT does not tell, as under SPMD."""
+    import torch_xla.core.xla_model as xm
+
+    try:
+        found = xm.get_memory_info("xla:0")
+    except RuntimeError:
+        return None
+    return int(found.get("peak_bytes_used") or 0) or None
+
+
+def device_kind() -> str:
+    """Return the kind of this process's device as PJRT names it, or the platform where it does not, as under SPMD."""
+    import torch_xla.core.xla_model as xm
+
+    try:
+        return str(xm.xla_device_kind("xla:0"))
+    except RuntimeError:
+        return platform()
+
+
 def open_compile_cache(folder: Path) -> None:
     """Read programs from a folder, and write there what is compiled.
 

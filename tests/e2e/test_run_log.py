@@ -1,0 +1,55 @@
+"""What a person sees of a run, on each engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("run_log_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "num_processes"),
+    [
+        ("native", 2),
+        pytest.param("xla-spmd", 1, marks=pytest.mark.xla),
+        pytest.param("xla-multiprocess", 2, marks=pytest.mark.xla),
+    ],
+)
+def test_what_a_run_shows_and_leaves(tmp_path, engine, num_processes):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), engine, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "WANDB_MODE": "offline"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    *rows, end = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["loss"] for row in rows] == found["losses"]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert [row["step"] for row in rows if "tokens_per_sec" in row] == [5, 10, 12]
+    assert all(row["process_memory_bytes"] > 2**26 for row in rows if "tokens_per_sec" in row)
+    assert end["event"] == "finished"
+    if engine == "xla-spmd":
+        assert found["num_compiles"] == 1
+        waited = [step for step, fetches in enumerate(found["fetches"], start=1) if fetches]
+        assert waited == [2, 5, 10, 12], "the device is waited for once an interval, and after the warm-up"
+
+    assert done.stderr.count("torchacc: step 10/12  loss") == 1
+    assert "torchacc[1]" not in done.stderr
+    ranks = [f"rank-{rank:05d}.log" for rank in range(num_processes)]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ranks
+    assert f"{engine}: dp 1 x fsdp 2" in (folder / "training.log").read_text()
+    assert engine in (folder / "report.html").read_text()
+    if engine == "native":
+        assert list((folder / "tensorboard").glob("events.*"))
+        assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -1,0 +1,81 @@
+"""How much arithmetic a token takes, and how much a device can do: what model FLOPs utilisation (MFU) is made of."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torchacc.engines.base import sharded_model
+
+PEAK_FLOPS: Mapping[str, float] = {
+    r"B200": 2250e12,
+    r"H200 NVL|H100 NVL": 835e12,
+    r"H100 PCIe": 756e12,
+    r"GH200|H200|H100": 989e12,
+    r"A100|A800": 312e12,
+    r"A40": 149.7e12,
+    r"A30": 165e12,
+    r"A10": 125e12,
+    r"L40S": 362e12,
+    r"L40": 181e12,
+    r"L4": 121e12,
+    r"MI355X": 2500e12,
+    r"MI325X|MI300X": 1307e12,
+    r"MI250X": 383e12,
+    r"TPU v4": 275e12,
+    r"TPU v5 lite|TPU v5e": 197e12,
+    r"TPU v5p?": 459e12,
+    r"TPU v6 lite|TPU v6e": 918e12,
+}
+"""Dense bfloat16 operations in a second, by a pattern that the device's name has as whole words; the first one counts.
+
+From the vendors' data sheets, half of what those of NVIDIA state "with sparsity": nvidia.com/en-us/data-center for
+DGX B200, H200, H100, A100, L40S, L40, L4, A40, A30 and A10; amd.com/en/products/accelerators/instinct for MI350, MI300
+and MI200; cloud.google.com/tpu/docs for v4, v5e, v5p and v6e.
+"""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return a device's dense bfloat16 operations in a second; None where they are not known.
+
+    Args:
+        device_name: The name as the vendor's driver gives it, such as `NVIDIA H100 80GB HBM3`.
+    """
+    if re.search(r"\bMIG\b", device_name):  # a slice of a GPU
+        return None
+    found = (peak for pattern, peak in PEAK_FLOPS.items() if re.search(rf"\b({pattern})\b", device_name))
+    return next(found, None)
+
+
+def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
+    """Return the operations of a training step for each token: 6 N + 12 L H T.
+
+    N parameters take part in products (6: two operations forward, four backward), and attention in L layers of width H
+    over T tokens adds the rest; as in appendix B of PaLM (arXiv 2204.02311). What recompute adds does not count, and a
+    causal mask takes nothing off, as is the custom.
+
+    Args:
+        model: The model that accelerate() returned.
+        sequence_length: Tokens of an example.
+
+    Returns:
+        None for what the formula does not describe: no transformer, or one of which each token takes a part.
+    """
+    config: Any = getattr(model, "config", None)
+    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if layers is None or width is None or any(_num_experts(config)):
+        return None
+    plan = sharded_model(model).plan
+    looked_up = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    in_products = [
+        planned.numel
+        for planned in plan.parameters
+        if not all(name.rpartition(".")[0] in looked_up for name in planned.names)
+    ]
+    return float(6 * sum(in_products) + 12 * layers * width * sequence_length)
+
+
+def _num_experts(config: Any) -> list[int]:
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return [getattr(config, name, None) or 0 for name in names]

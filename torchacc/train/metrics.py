@@ -1,0 +1,325 @@
+"""What a person sees of a run while it trains: a bar, a line for each interval, and files: see `docs/monitoring.md`."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchacc.engines import registry
+from torchacc.logging import get_logger
+from torchacc.train.config import LoggingConfig, WandbConfig
+from torchacc.train.flops import peak_flops
+from torchacc.train.history import History, Row
+from torchacc.train.report import write_report
+from torchacc.train.trackers import check_packages, make_trackers
+
+_log = get_logger(__name__)
+
+WARM_UP_STEPS = 2
+"""Steps at the start of a process that are in no rate: they compile, and take memory for the first time."""
+
+
+@dataclass
+class _Held:
+    """A step whose values are still on the device."""
+
+    row: Row
+    scalars: dict[str, torch.Tensor]
+
+
+class _Pace:
+    """Time of an interval that went into training, and its tokens."""
+
+    def __init__(self, compile_secs: float) -> None:
+        self._started = time.perf_counter()
+        self._compile_secs = compile_secs
+        self.aside_secs = self.data_wait_secs = 0.0
+        self.tokens = self.steps = 0
+
+    def secs(self, compile_secs: float) -> float:
+        """Return the time since the start without what was set aside or went into compiling."""
+        compiling = compile_secs - self._compile_secs
+        return max(time.perf_counter() - self._started - self.aside_secs - compiling, 1e-9)
+
+
+class RunLog:
+    """Writes down what a run measures. Every process makes one and calls it alike; only one of them speaks and writes.
+
+    The values of a step stay on the device until the interval's end, where all are fetched at once: between two such
+    moments the host runs ahead of the device. Every process fetches, so that the same tensors live in all of them and
+    an XLA program is the same everywhere.
+
+    Rates (tokens/s, MFU, data wait) are those of the interval, without its compile seconds, without what `aside()`
+    holds, and without the first two steps of the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        *,
+        total_steps: int,
+        tokens_per_step: int,
+        log_every_steps: int = 10,
+        flops_per_token: float | None = None,
+        logging: LoggingConfig | None = None,
+        wandb: WandbConfig | None = None,
+        is_master: bool = True,
+        resumed_at: int = 0,
+    ) -> None:
+        """Open the files; comes after `accelerate()`.
+
+        Args:
+            folder: The stage's folder, which exists.
+            facts: What the report shows of the run: name -> value, or a heading -> such a mapping.
+            total_steps: The run's last step.
+            tokens_per_step: Tokens of a step on all devices, for steps that do not say their own.
+            log_every_steps: Steps in an interval.
+            flops_per_token: As `flops.flops_per_token()` gives it; None leaves MFU out.
+            logging: Whether TensorBoard.
+            wandb: Whether Weights & Biases, and as what.
+            is_master: Whether this process speaks and writes.
+            resumed_at: The step of the checkpoint that the run goes on from; 0 for a new run.
+
+        Raises:
+            ConfigError: A package that the options ask for is missing.
+        """
+        logging, wandb = logging or LoggingConfig(), wandb or WandbConfig()
+        check_packages(logging, wandb)
+        engine = registry.active_engine()
+        assert engine is not None, "RunLog comes after accelerate()"
+        self._engine = engine
+        self._folder, self._facts = folder, dict(facts)
+        self._total_steps, self._tokens_per_step, self._interval = total_steps, tokens_per_step, log_every_steps
+        self._is_master, self._resumed_at, self._step = is_master, resumed_at, resumed_at
+        peak = peak_flops(engine.device_name())
+        self._tokens_per_sec_at_peak: float | None = None
+        if peak and flops_per_token:
+            self._tokens_per_sec_at_peak = peak * engine.topology.num_devices / flops_per_token
+        self._held: list[_Held] = []
+        self._warned = self._closed = False
+        self._history = None
+        self._tokens, self._earlier_secs = 0, 0.0
+        self._stack = ExitStack()
+        if is_master:
+            self._history = History(folder / "metrics.jsonl", resumed_at=resumed_at)
+            self._tokens = _last(self._history.kept, "tokens", 0)
+            self._earlier_secs = _last(self._history.kept, "secs", 0.0)
+            self._trackers = make_trackers(folder, logging, wandb, facts=facts, resumed_at=resumed_at)
+        self._bar = self._open_bar() if is_master else None
+        self._started = time.perf_counter()
+        self._pace = _Pace(engine.compile_report().secs)
+
+    def _open_bar(self) -> "tqdm[Any] | None":
+        if not sys.stderr.isatty():
+            return None
+        self._stack.enter_context(logging_redirect_tqdm([get_logger("torchacc")]))
+        return tqdm(total=self._total_steps, initial=self._resumed_at, unit="step", dynamic_ncols=True)
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: torch.Tensor,
+        lr: float,
+        grad_norm: torch.Tensor | None = None,
+        tokens: int | None = None,
+        data_wait_secs: float = 0.0,
+    ) -> None:
+        """Take in an optimizer step, after it; waits for the devices at the end of an interval only.
+
+        Args:
+            step: Its number; the first of a run is 1.
+            loss: The global loss, without dimensions, on the device.
+            lr: The learning rate of the step.
+            grad_norm: The norm of the gradients before clipping, without dimensions, on the device.
+            tokens: Tokens of the step on all devices.
+            data_wait_secs: Time that this process waited for the step's batches.
+        """
+        tokens = self._tokens_per_step if tokens is None else tokens
+        self._step = step
+        self._tokens += tokens
+        self._pace.tokens += tokens
+        self._pace.steps += 1
+        self._pace.data_wait_secs += data_wait_secs
+        scalars = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
+        row = {"step": step, "lr": lr, "tokens": self._tokens}
+        self._held.append(_Held(row, {name: scalar.detach() for name, scalar in scalars.items()}))
+        taken = step - self._resumed_at
+        if step % self._interval == 0 or step == self._total_steps:
+            self._end_interval(has_rates=taken > WARM_UP_STEPS)
+        if taken == WARM_UP_STEPS:
+            self.flush()
+            self._end_warm_up()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Hold a context for what is no training, such as an evaluation or a checkpoint: it is in no rate.
+
+        What was measured before is fetched and written first, so that a run that goes on from a checkpoint saved here
+        has all of it.
+        """
+        self.flush()
+        began, compiled = time.perf_counter(), self._compile_secs()
+        try:
+            yield
+        finally:
+            # What compiles in here is taken off with all that compiles.
+            self._pace.aside_secs += time.perf_counter() - began - (self._compile_secs() - compiled)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Take in an evaluation after a step."""
+        self.flush()
+        self._write({"step": step, "eval_loss": loss})
+        if self._is_master:
+            _log.info("step %s  eval loss %.4f", self._position(step), loss)
+
+    def event(self, text: str) -> None:
+        """Log what happened, and keep it beside the metrics."""
+        self.flush()
+        self._write({"step": self._step, "event": text})
+        if self._is_master:
+            _log.info("%s", text)
+
+    def flush(self) -> None:
+        """Fetch and write what is still on the device; waits for it."""
+        self._write(*self._fetch())
+
+    def close(self, outcome: str, facts: Mapping[str, Any] | None = None) -> None:
+        """End the run, and write its report. Raises nothing, as it may follow an error; a second call does nothing.
+
+        Args:
+            outcome: How it ended in a few words, such as `finished`, `stopped: SIGTERM` or `failed: out of memory`.
+            facts: What came to be known since, for the report.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with self._stack:
+            try:
+                self.flush()
+            except RuntimeError as error:
+                _log.warning("what the last %d steps measured is lost: %s", len(self._held), error)
+            if self._is_master:
+                self._finish(outcome, self._facts | dict(facts or {}))
+
+    def _finish(self, outcome: str, facts: dict[str, Any]) -> None:
+        assert self._history is not None
+        if self._bar is not None:
+            self._bar.close()
+        report = self._folder / "report.html"
+        try:
+            self._write({"step": self._step, "event": outcome, "secs": self._secs()})
+            self._history.close()
+            for tracker in self._trackers:
+                tracker.close(failed=outcome.startswith("failed"))
+            write_report(report, self._history.read(), outcome, self._run_facts() | facts)
+            _log.info("%s at step %s; report: %s", outcome, self._position(self._step), report)
+        except Exception:
+            _log.exception("the run ended (%s), and its report could not be written", outcome)
+
+    def _run_facts(self) -> dict[str, Any]:
+        compiled = self._engine.compile_report()
+        return {
+            "engine": self._engine.kind,
+            "devices": f"{self._engine.topology.num_devices} × {self._engine.device_name()}",
+            "mesh": self._engine.topology.describe(),
+            "processes": self._engine.job.num_processes,
+            "compiled": f"{compiled.graphs} programs in {compiled.secs:.1f} s",
+        }
+
+    def _end_warm_up(self) -> None:
+        compiled = self._engine.compile_report()
+        secs = time.perf_counter() - self._started
+        if self._is_master:
+            compiling = (
+                f", {compiled.secs:.1f} s of it to compile {compiled.graphs} programs" if compiled.graphs else ""
+            )
+            _log.info("the first %d steps took %.1f s%s; rates leave them out", WARM_UP_STEPS, secs, compiling)
+        self._pace = _Pace(compiled.secs)
+
+    def _end_interval(self, *, has_rates: bool) -> None:
+        rows = self._fetch()  # waits for the devices, so that the interval ends when its last step does
+        if has_rates:
+            rows[-1] |= self._rates()
+            self._pace = _Pace(self._compile_secs())
+        rows[-1] |= self._memory() | {"secs": self._secs()}
+        self._write(*rows)
+        if self._is_master:
+            _log.info("%s", self._line(rows[-1]))
+
+    def _rates(self) -> Row:
+        secs = self._pace.secs(self._compile_secs())
+        rates: Row = {
+            "tokens_per_sec": self._pace.tokens / secs,
+            "secs_per_step": secs / self._pace.steps,
+            "data_wait": min(self._pace.data_wait_secs / secs, 1.0),
+        }
+        if self._tokens_per_sec_at_peak is not None:
+            rates["mfu"] = rates["tokens_per_sec"] / self._tokens_per_sec_at_peak
+        return rates
+
+    def _memory(self) -> Row:
+        memory = self._engine.memory()
+        return {} if memory is None else {f"{memory.of}_memory_bytes": memory.peak_bytes}
+
+    def _line(self, row: Row) -> str:
+        parts = [f"step {self._position(row['step'])}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        if "grad_norm" in row:
+            parts.append(f"grad norm {row['grad_norm']:.3g}")
+        if "tokens_per_sec" in row:
+            parts.append(f"{row['tokens_per_sec']:,.0f} tokens/s")
+        if "mfu" in row:
+            parts.append(f"MFU {row['mfu']:.1%}")
+        for of in ("device", "process"):
+            if (key := f"{of}_memory_bytes") in row:
+                parts.append(f"{of} memory {row[key] / 2**30:.2f} GiB")
+        if "data_wait" in row:
+            parts.append(f"data wait {row['data_wait']:.1%}")
+        return "  ".join(parts)
+
+    def _position(self, step: int) -> str:
+        return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _fetch(self) -> list[Row]:
+        """Return the steps that are held, with their values, in one transfer."""
+        scalars = [scalar for held in self._held for scalar in held.scalars.values()]
+        values = iter(self._engine.read_scalars(scalars))
+        rows = [held.row | {name: next(values) for name in held.scalars} for held in self._held]
+        self._held.clear()
+        return rows
+
+    def _write(self, *rows: Row) -> None:
+        if self._history is None or not rows:
+            return
+        self._history.write(rows)
+        for tracker in self._trackers:
+            tracker.write(rows)
+        if self._bar is not None:
+            self._bar.update(rows[-1]["step"] - self._bar.n)
+        for row in rows:
+            odd = [name for name in ("loss", "grad_norm") if not math.isfinite(row.get(name, 0.0))]
+            if odd and not self._warned:
+                self._warned = True
+                what = " and ".join(f"the {name.replace('_', ' ')} is {row[name]}" for name in odd)
+                text = f"step {row['step']}: {what}; later ones are not reported"
+                _log.warning("%s", text)
+                self._history.write([{"step": row["step"], "event": text}])
+
+    def _compile_secs(self) -> float:
+        return self._engine.compile_report().secs
+
+    def _secs(self) -> float:
+        return self._earlier_secs + time.perf_counter() - self._started
+
+
+def _last(rows: list[Row], name: str, default: Any) -> Any:
+    return next((row[name] for row in reversed(rows) if name in row), default)
