@@ -15,6 +15,8 @@ RUN = "run.json"
 """File that names the run whose folder it is."""
 FINISHED = "finished.json"
 """File that a run leaves when it has come to its end."""
+LOGS = "logs"
+"""Folder of the logs of each rank, which another rank may make first."""
 
 
 def is_finished(folder: Path) -> bool:
@@ -34,7 +36,7 @@ def check_folder(run: "StageRun", *, overwrite: bool = False) -> None:
         ConfigError: It holds something else.
     """
     folder = run.folder
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(path.name != LOGS for path in folder.iterdir()):
         return
     if not (folder / RUN).is_file():
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchacc.logging import get_logger, make_console
 from torchacc.train.config import LoggingConfig
+from torchacc.train.folder import LOGS
 
 _LIBRARIES = ("py.warnings", "transformers", "datasets", "huggingface_hub", "torch", "torch_xla", "absl")
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -50,7 +51,7 @@ def _paths(folder: Path, options: LoggingConfig, rank: int) -> Iterator[Path]:
     if options.log_file is not None and rank == 0:
         yield folder / Path(options.log_file).expanduser()
     if options.debug:
-        yield folder / "logs" / f"rank-{rank:05d}.log"
+        yield folder / LOGS / f"rank-{rank:05d}.log"
 
 
 def _open(path: Path) -> logging.Handler:

@@ -121,7 +121,8 @@ class RunLog:
     def _open_bar(self) -> "tqdm[Any] | None":
         if not sys.stderr.isatty():
             return None
-        self._stack.enter_context(logging_redirect_tqdm([get_logger("torchacc")]))
+        spoken = [logger for logger in (get_logger("torchacc"), get_logger("")) if logger.handlers]
+        self._stack.enter_context(logging_redirect_tqdm(spoken))
         return tqdm(total=self._total_steps, initial=self._resumed_at, unit="step", dynamic_ncols=True)
 
     def step(

@@ -21,6 +21,7 @@ from torchacc.train.config import (
 )
 from torchacc.train.file import TrainFile
 from torchacc.train.layout import Launch, Layout, make_layout
+from torchacc.train.trackers import check_packages
 
 FINAL = "final"
 """Folder, in a stage's folder, of the checkpoint that a finished run leaves."""
@@ -169,6 +170,7 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
     layout = make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
     folder = file.output_dir / name
     checks.check_writable(folder)
+    _check_packages(file)
     run = StageRun(
         stage=name,
         folder=folder,
@@ -248,6 +250,13 @@ def _init_from(
         checks.check_finished(file.source, at, given, file.output_dir / given)
         return file.output_dir / given / FINAL
     return checks.checkpoint_name(file.source, at, given, file.stages)
+
+
+def _check_packages(file: TrainFile) -> None:
+    try:
+        check_packages(file.logging, file.wandb)
+    except ConfigError as error:
+        raise ConfigError(file.source.at(str(error))) from None
 
 
 def _dotted(parent: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 import json
 import logging
 import math
+import sys
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.engines.native import NativeEngine
 from torchacc.env import Job
+from torchacc.logging import get_logger, make_console
 from torchacc.train.metrics import RunLog
 
 
@@ -153,3 +156,18 @@ def test_a_run_that_fails_keeps_what_it_had_and_has_its_report(folder, engine, m
     assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 2, 3, 4, 5]
     assert "failed: the device is gone" in (folder / "report.html").read_text()
     assert rows(folder)[-1]["event"] == "failed: the device is gone"
+
+
+def test_a_terminal_shows_a_bar_and_whole_lines_above_it(folder, capsys, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread outlives the bar
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(get_logger("torchacc"), "handlers", [make_console(0)])
+    monkeypatch.setattr(get_logger("torchacc"), "propagate", False)
+    log = make_log(folder)
+    train(log, range(1, 11))
+    shown = capsys.readouterr().err
+    assert "| 10/20 [" in shown
+    lines = [line.rpartition("\r")[2] for line in shown.split("\n")]
+    assert [line.split("  ")[1] for line in lines if line.startswith("torchacc: step 10")] == ["loss 0.1000"]
+    assert shown.count("torchacc: step ") == 2
+    log.close("stopped: SIGTERM")

@@ -240,3 +240,18 @@ def test_a_run_that_never_resumes_does_not_start_among_older_checkpoints(make, t
     path.write_text(path.read_text(encoding="utf-8").replace("max_steps", "resume: never, max_steps"), encoding="utf-8")
     with pytest.raises(ConfigError, match="training.resume = 'never' would start at step 0"):
         check_folder(resolve_stage(TrainFile.read(path), Wishes(), Launch()))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(make, tmp_path, monkeypatch):
+    make()
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text() + "wandb: {use_wandb: true}\n")
+    monkeypatch.setattr("torchacc.train.trackers._is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match=r"config.yaml:\d+: wandb.use_wandb = True needs .*torchacc\[wandb\]"):
+        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+
+
+def test_the_logs_of_a_rank_that_was_faster_are_no_other_run(make):
+    run = make()
+    (run.folder / "logs").mkdir(parents=True)
+    check_folder(run)
