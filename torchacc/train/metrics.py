@@ -205,10 +205,11 @@ class RunLog:
             return
         self._closed = True
         with self._stack:
+            num_held = len(self._held)
             try:
                 self.flush()
-            except RuntimeError as error:
-                _log.warning("what the last %d steps measured is lost: %s", len(self._held), error)
+            except Exception as error:
+                _log.warning("what the last %d steps measured is lost: %s", num_held, error)
             if self._is_master:
                 self._finish(outcome, self._facts | dict(facts or {}))
 
@@ -241,9 +242,8 @@ class RunLog:
         compiled = self._engine.compile_report()
         secs = time.perf_counter() - self._started
         if self._is_master:
-            compiling = (
-                f", {compiled.secs:.1f} s of it to compile {compiled.graphs} programs" if compiled.graphs else ""
-            )
+            programs = f"{compiled.graphs} program{'s' * (compiled.graphs > 1)}"
+            compiling = f", with {compiled.secs:.1f} s to compile {programs}" if compiled.graphs else ""
             _log.info("the first %d steps took %.1f s%s; rates leave them out", WARM_UP_STEPS, secs, compiling)
         self._pace = _Pace(compiled.secs)
 
