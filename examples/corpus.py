@@ -5,23 +5,16 @@ cached or shared: every process computes the same corpus in a few seconds, and r
 """
 
 import re
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-END_OF_TEXT = "<|endoftext|>"
+from torchacc.train.corpus import stdlib_documents
+from torchacc.train.tokens import train_tokenizer
+
 SMALL_VOCAB_SIZE = 4096
 HELD_OUT_EVERY = 20  # every 20th file of the standard library is kept for evaluation
-
-# Tests, tables and data in the clothes of code, and what is not the standard library's own.
-SKIPPED_FOLDERS = {
-    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "distutils"),
-    *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ def load_corpus(dataset: str, model: str) -> Corpus:
         model: The model on the hub whose tokenizer to use, or "small" to train one on the documents.
     """
     train, held_out = _stdlib_documents() if dataset == "stdlib" else _wikitext_documents()
-    tokenizer = _train_tokenizer(train) if model == "small" else AutoTokenizer.from_pretrained(model)
+    tokenizer = train_tokenizer(train, SMALL_VOCAB_SIZE) if model == "small" else AutoTokenizer.from_pretrained(model)
     return Corpus(tokenizer, _tokenize(tokenizer, train), _tokenize(tokenizer, held_out))
 
 
@@ -69,13 +62,7 @@ def blocks_of(tokens: torch.Tensor, length: int, *, limit: int | None = None) ->
 
 
 def _stdlib_documents() -> tuple[list[str], list[str]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
-    )
-    documents = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    documents = stdlib_documents()
     held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     del documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return documents, held_out
@@ -89,12 +76,6 @@ def _wikitext_documents() -> tuple[list[str], list[str]]:
         return re.split(r"(?m)^(?= = [^=])", text)  # an article starts with a line " = Title = "
 
     return articles("train"), articles("validation")
-
-
-def _train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(documents, vocab_size=SMALL_VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> torch.Tensor:

@@ -1,0 +1,168 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from torchacc.data import shard_loader
+from torchacc.errors import DataError
+from torchacc.train.blocks import IGNORED, Blocks, StreamedBlocks, make_block
+from torchacc.train.text import PACKING_FAMILIES
+from torchacc.train.tokens import TokenWriter
+
+PAD = 0
+BLOCK = 8
+# One that fills blocks by itself, one that ends with a block, ones that share one, and a single token.
+DOCUMENTS = [np.arange(size) + 100 * index for index, size in enumerate((19, 5, 8, 1, 2, 13), start=1)]
+EVERY_PACKING = pytest.mark.parametrize("packing", [True, "concat", False])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with TokenWriter(tmp_path / "tokens", 1000) as writer:
+        for document in DOCUMENTS:
+            writer.add(document)
+    return tmp_path / "tokens"
+
+
+def stream(packing, epochs=(DOCUMENTS,)):
+    return StreamedBlocks(lambda epoch: epochs[epoch], BLOCK, packing, PAD)
+
+
+def equal(blocks, others):
+    return [{name: values.tolist() for name, values in block.items()} for block in blocks] == [
+        {name: values.tolist() for name, values in block.items()} for block in others
+    ]
+
+
+def test_documents_of_a_block_are_apart():
+    block = make_block(np.array([7, 8, 9, 1, 2, 3]), np.array([3, 5]), BLOCK, pad_id=PAD, isolate=True)
+    assert block["input_ids"].tolist() == [7, 8, 9, 1, 2, 3, PAD, PAD]
+    assert block["labels"].tolist() == [7, 8, 9, IGNORED, 2, IGNORED, IGNORED, IGNORED]
+    assert block["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert {(values.dtype, values.shape) for values in block.values()} == {(torch.int64, (BLOCK,))}
+
+
+def test_concatenated_documents_are_targets_of_one_another():
+    block = make_block(np.array([7, 8, 9, 1, 2]), np.array([3]), BLOCK, pad_id=PAD, isolate=False)
+    assert block.keys() == {"input_ids", "labels"}
+    assert block["labels"].tolist() == [7, 8, 9, 1, 2, IGNORED, IGNORED, IGNORED]
+
+
+@EVERY_PACKING
+def test_every_token_is_in_one_block_in_order(folder, packing):
+    blocks = Blocks(folder, BLOCK, packing, PAD)
+    seen = [token for block in blocks for token in block["input_ids"].tolist() if token != PAD]
+    assert seen == np.concatenate(DOCUMENTS).tolist()
+    assert (blocks.num_tokens, blocks.num_documents) == (len(seen), len(DOCUMENTS))
+    assert len(blocks) == {True: 6, "concat": 6, False: 3 + 1 + 1 + 1 + 1 + 2}[packing]
+
+
+def test_without_packing_a_block_holds_one_document(folder):
+    for block in Blocks(folder, BLOCK, False, PAD):
+        tokens = block["input_ids"][block["labels"] != IGNORED]
+        assert len(set((tokens // 100).tolist())) == 1
+        assert block.keys() == {"input_ids", "labels"}
+
+
+def test_a_target_belongs_to_the_document_of_the_token_before_it(folder):
+    for block in Blocks(folder, BLOCK, True, PAD):
+        targets = block["labels"][1:]
+        learnt = targets != IGNORED
+        assert torch.equal(block["input_ids"][:-1][learnt] + 1, targets[learnt])  # documents count up
+
+
+@EVERY_PACKING
+def test_a_stream_gives_the_same_blocks(folder, packing):
+    assert equal(stream(packing), Blocks(folder, BLOCK, packing, PAD))
+
+
+def test_blocks_are_indexed_like_a_list_and_travel_to_workers(folder):
+    blocks = Blocks(folder, BLOCK, True, PAD)
+    assert equal([blocks[-1]], [blocks[len(blocks) - 1]])
+    with pytest.raises(IndexError, match="example 6 of 6"):
+        blocks[6]
+    sent = pickle.dumps(blocks)
+    assert len(sent) < 500
+    assert equal(pickle.loads(sent), blocks)
+
+
+def test_a_stream_is_found_again_at_its_position():
+    epochs = [DOCUMENTS, DOCUMENTS[::-1]]
+
+    def loader():
+        return shard_loader(DataLoader(stream(True, epochs), batch_size=1), num_shards=2, shards=range(2))
+
+    whole = loader()
+    whole.set_epoch(1)
+    expected = [batch["input_ids"].tolist() for batch in whole]
+
+    interrupted = loader()
+    interrupted.set_epoch(1)
+    batches = iter(interrupted)
+    seen = [next(batches)["input_ids"].tolist()]
+    position = interrupted.position(1, over=False).to_json()
+
+    resumed = loader()
+    resumed.resume(position)
+    seen += [batch["input_ids"].tolist() for batch in resumed]
+    assert seen == expected
+    assert len(expected) == 3
+
+
+def test_a_stream_refuses_several_workers():
+    batches = iter(DataLoader(stream(True), num_workers=2))
+    with pytest.raises(DataError, match=r"num_workers=2: .*num_workers=1"):
+        next(batches)
+    batches._shutdown_workers()
+
+
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rotary_dim": 8},
+    **{"num_experts": 4, "num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
+}
+
+
+def small_model(family, attention=None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    defaults = AutoConfig.for_model(family)
+    known = vars(defaults).keys() | type(defaults).attribute_map.keys()
+    config = AutoConfig.for_model(family, **{name: value for name, value in SMALL.items() if name in known})
+    if attention:
+        config._attn_implementation = attention
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # zeros and ones would hide what a model looks at
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(family, None) for family in sorted(PACKING_FAMILIES)] + [("gpt2", "eager"), ("llama", "eager")],
+)
+@torch.no_grad()
+def test_a_document_in_a_block_has_the_logits_that_it_has_alone(family, attention, tmp_path):
+    model = small_model(family, attention)
+    documents = [np.random.default_rng(index).integers(2, 64, size) for index, size in enumerate((3, 5, 7, 4))]
+    with TokenWriter(tmp_path / "tokens", 64) as writer:
+        for document in documents:
+            writer.add(document)
+    batch = next(iter(DataLoader(Blocks(tmp_path / "tokens", 10, True, PAD), batch_size=2)))
+    packed = model(**batch, use_cache=False).logits.flatten(0, 1)
+    # The third document reaches into the second block, which sees no more of it than it holds.
+    pieces = [documents[0], documents[1], documents[2][:2], documents[2][2:], documents[3]]
+    alone = torch.cat([model(input_ids=torch.as_tensor(ids)[None], use_cache=False).logits[0] for ids in pieces])
+    torch.testing.assert_close(packed[: len(alone)], alone, rtol=1e-4, atol=2e-6)
+
+
+@torch.no_grad()
+def test_opt_is_no_such_family():
+    assert "opt" not in PACKING_FAMILIES
+    model = small_model("opt")
+    ids, positions = torch.arange(2, 10)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = model(input_ids=ids[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
+    assert not torch.allclose(packed[:, 4:], alone, atol=1e-4)

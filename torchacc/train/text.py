@@ -1,0 +1,181 @@
+"""The text that a stage trains on: read, tokenised once, and cut into blocks."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchacc.errors import ConfigError
+from torchacc.train.blocks import Blocks, StreamedBlocks
+from torchacc.train.config import TextConfig
+from torchacc.train.sources import FileSource, Source, check_column, find_sources
+from torchacc.train.text_cache import prepare
+from torchacc.train.tokens import Tokens, is_held_out, load_tokenizer, tokenise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_STREAM_BATCH = 64
+_STREAM_BUFFER = 10_000
+
+# Those whose attention, by the tests, keeps to one document of a packed block, which it finds by its positions. Others
+# take `position_ids` and look across all the same, such as OPT and Falcon.
+PACKING_FAMILIES = frozenset(
+    {
+        *("codegen", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode"),
+        *("gpt_neox", "gptj", "granite", "helium", "llama", "llama4_text", "mistral", "mixtral", "nemotron", "olmo"),
+        *("olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+_MASKED_ATTENTION = (None, "eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Examples to train on and to validate on, and how they came about.
+
+    An example has `input_ids`, `labels` and, where documents are packed apart, `position_ids`, each (block_size,).
+    """
+
+    train: Dataset[Any]
+    """Examples to learn from; an `IterableDataset` where they are streamed."""
+    validation: Dataset[Any] | None
+    """Examples of documents that training never sees."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """What made the tokens."""
+    num_documents: int | None
+    """Documents to learn from; None where they are streamed."""
+    num_tokens: int | None
+    """Tokens to learn from in an epoch, padding left out; None where they are streamed."""
+
+
+def check_text(config: TextConfig) -> None:
+    """Refuse what cannot be loaded, before anything is built; reads the beginning of files, and nothing of the hub.
+
+    Raises:
+        DataError: Options contradict each other, a file is missing, empty or has no such column of text, or a folder
+            of a tokenizer holds none.
+    """
+    for source in filter(None, find_sources(config)):
+        if isinstance(source, FileSource):
+            check_column(source.stream(), config.text_column, source)
+    if config.tokenizer is not None and Path(config.tokenizer).exists():
+        load_tokenizer(config.tokenizer)
+
+
+def check_model(config: TextConfig, model_config: "PreTrainedConfig") -> None:
+    """Refuse a model that the examples do not fit.
+
+    Args:
+        config: The text.
+        model_config: The model's configuration, with `use_cache` as the model is going to run.
+
+    Raises:
+        ConfigError: Its positions are fewer than a block's, or it would look across documents that are packed apart.
+    """
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions is not None and config.block_size > positions:
+        raise ConfigError(
+            f"data.block_size = {config.block_size}: the model has {positions} positions; write block_size: "
+            f"{positions} or less, or give the model more"
+        )
+    if config.packing is not True:
+        return
+    instead = (
+        "write packing: concat to let documents see those before them, or packing: false for blocks of one document"
+    )
+    if model_config.model_type not in PACKING_FAMILIES:
+        raise ConfigError(
+            f"data.packing = true: {model_config.model_type} is not known to keep to one document of a block, as "
+            f"{', '.join(sorted(PACKING_FAMILIES))} are; {instead}"
+        )
+    attention = getattr(model_config, "_attn_implementation", None)
+    if attention not in _MASKED_ATTENTION:
+        raise ConfigError(
+            f"data.packing = true: attention {attention!r} does not keep to one document of a block, as eager and sdpa "
+            f"do; {instead}"
+        )
+    if getattr(model_config, "use_cache", False):
+        raise ConfigError(
+            "data.packing = true: with a cache of keys and values transformers does not look at where documents start; "
+            "set model.config.use_cache = False while training"
+        )
+
+
+def load_text(config: TextConfig, *, seed: int) -> TextData:
+    """Load the text of a stage; every process calls it, and one on each machine tokenises, unless that was done before.
+
+    Args:
+        config: The text.
+        seed: What decides, with the epoch, on the order of a stream.
+
+    Raises:
+        DataError: The text or the tokenizer cannot be read.
+    """
+    source, validation = find_sources(config)
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    if config.streaming:
+        assert tokenizer is not None
+        return _stream(config, source, validation, tokenizer, seed)
+    folder = prepare(config, source, validation, tokenizer)
+    tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
+    train, held_out = (
+        Blocks(folder / name, config.block_size, config.packing, tokenizer.eos_token_id)
+        for name in ("train", "validation")
+    )
+    return TextData(train, held_out if len(held_out) else None, tokenizer, train.num_documents, train.num_tokens)
+
+
+def _stream(
+    config: TextConfig,
+    source: Source,
+    validation: Source | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+) -> TextData:
+    share = config.validation_share if validation is None else 0.0
+
+    def blocks(of: Source, *, held_out: bool, shuffled: bool) -> StreamedBlocks:
+        check_column(of.stream(), config.text_column, of)
+
+        def documents(epoch: int) -> Iterator[Tokens]:
+            texts = _texts(of, config.text_column, share, held_out)
+            return _tokens(_shuffled(texts, seed, epoch) if shuffled else texts, tokenizer)
+
+        return StreamedBlocks(documents, config.block_size, config.packing, tokenizer.eos_token_id)
+
+    train = blocks(source, held_out=False, shuffled=config.shuffle)
+    if validation is not None:
+        return TextData(train, blocks(validation, held_out=False, shuffled=False), tokenizer, None, None)
+    held_out = blocks(source, held_out=True, shuffled=False) if share else None
+    return TextData(train, held_out, tokenizer, None, None)
+
+
+def _texts(source: Source, column: str, share: float, held_out: bool) -> Iterator[str]:
+    """Yield the documents to learn from, or those that are held out, in the order of the source."""
+    for index, row in enumerate(source.stream()):
+        if is_held_out(index, share) is held_out and row[column]:
+            yield row[column]
+
+
+def _shuffled(texts: Iterable[str], seed: int, epoch: int) -> Iterator[str]:
+    """Yield documents in a random order, as far as a buffer of them goes."""
+    random = Random(f"{seed}/{epoch}")
+    texts = iter(texts)
+    buffer = list(itertools.islice(texts, _STREAM_BUFFER))
+    for text in texts:
+        index = random.randrange(len(buffer))
+        yield buffer[index]
+        buffer[index] = text
+    random.shuffle(buffer)
+    yield from buffer
+
+
+def _tokens(texts: Iterator[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[Tokens]:
+    while batch := list(itertools.islice(texts, _STREAM_BATCH)):
+        yield from map(np.asarray, tokenise(batch, tokenizer=tokenizer)["tokens"])
