@@ -8,6 +8,8 @@ import pytest
 
 # pytest sets the first between a test's phases; a later torch the second, when an optimizer is first made.
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# It watches all of a process's progress bars, and lives as long as that.
+_THREADS_OF_OTHERS = {"tqdm_monitor"}
 _SECONDS_TO_END = 5.0
 
 
@@ -40,6 +42,7 @@ def no_leaked_threads() -> Iterator[None]:
     yield
     # A dummy stands for a thread of autograd's, not of Python's: it lives as long as the process.
     started = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)} - before
+    started = {thread for thread in started if thread.name not in _THREADS_OF_OTHERS}
     for thread in started:
         thread.join(_SECONDS_TO_END)
     alive = sorted(thread.name for thread in started if thread.is_alive())

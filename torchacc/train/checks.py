@@ -1,42 +1,23 @@
 """What a run needs from the world: files, folders, other stages. All of it is looked at before anything is started."""
 
-import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, DataError
 from torchacc.train.config import StageConfig, TextConfig
 from torchacc.train.folder import is_finished
-
-FILE_KINDS = ("text", "json", "parquet")
-"""Values of `data.dataset` that mean files of one's own."""
+from torchacc.train.sources import check_text, is_path
 
 
 def check_data(source: YamlFile, at: str, data: TextConfig) -> None:
-    """Check that the data's files are there, and that its options go together."""
-    validation = data.validation
-    if data.dataset in FILE_KINDS and data.files is None:
-        raise ConfigError(source.at(f"{at}.dataset = {data.dataset!r}: it reads files; name them in data.files"))
-    if data.dataset not in FILE_KINDS and data.files is not None:
-        raise ConfigError(
-            source.at(
-                f"{at}.files = {data.files!r}: files go with dataset: {', '.join(FILE_KINDS)}, not {data.dataset!r}"
-            )
-        )
-    _check_files(source, f"{at}.files", data.files)
-    if validation is not None:
-        if (validation.split is None) == (validation.files is None):
-            raise ConfigError(source.at(f"{at}.validation: give one of split and files"))
-        if validation.files is not None and data.dataset not in FILE_KINDS:
-            raise ConfigError(source.at(f"{at}.validation.files: files go with dataset: {', '.join(FILE_KINDS)}"))
-        _check_files(source, f"{at}.validation.files", validation.files)
-    for option in ("dataset", "tokenizer"):
-        given = getattr(data, option)
-        if given is not None and _is_path(given) and not Path(given).expanduser().exists():
-            raise ConfigError(source.at(f"{at}.{option} = {given!r}: there is no such folder"))
+    """Check that the data's files are there and hold text, and that its options go together."""
+    try:
+        check_text(data)
+    except DataError as error:
+        raise ConfigError(source.at(f"{at.removesuffix('data')}{error}")) from error
 
 
 def check_length(source: YamlFile, at: str, stage: StageConfig) -> None:
@@ -79,19 +60,8 @@ def checkpoint_name(source: YamlFile, at: str, given: str, stages: Iterable[str]
     if folder.is_dir():
         return folder
     hint = did_you_mean(given, stages)
-    if _is_path(given) or hint:
+    if is_path(given) or hint:
         raise ConfigError(
             source.at(f"{at}: there is no such stage and no such folder; {hint or 'stages: ' + ', '.join(stages)}")
         )
     return given
-
-
-def _check_files(source: YamlFile, at: str, patterns: list[str] | None) -> None:
-    for pattern in patterns or ():
-        if not glob.glob(os.path.expanduser(pattern), recursive=True):
-            raise ConfigError(source.at(f"{at} = {pattern!r}: there is no such file, seen from {Path.cwd()}"))
-
-
-def _is_path(given: str) -> bool:
-    """Return whether a name can be a path alone: names on the hub have one slash at most, and no dot before it."""
-    return given.startswith(("/", ".", "~")) or given.count("/") > 1

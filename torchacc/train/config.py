@@ -59,8 +59,9 @@ class TextConfig(Section):
     """Tokens of a tokenizer that is trained here: its 256 bytes and at least one more."""
     block_size: Annotated[int, Field(strict=True, ge=2)] = 128
     """Tokens in an example."""
-    packing: StrictBool = True
-    """Fill each block with whole and partial documents, which do not see one another; False for a document each."""
+    packing: StrictBool | Literal["concat"] = True
+    """Fill each block with whole and partial documents, which do not see one another; `concat` to let them, as GPT-2's
+    training did; False for blocks of one document, padded."""
     streaming: StrictBool = False
     """Read while training, instead of everything first; `training.max_steps` then says how long."""
     shuffle: StrictBool = True
@@ -68,7 +69,7 @@ class TextConfig(Section):
     num_proc: Count | None = None
     """Processes that tokenize; None for this one."""
     cache_dir: StrictStr | None = None
-    """Folder for what is tokenized and packed; None for the one of `datasets`."""
+    """Folder for what is tokenized; None for `torchacc/text` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
 
 
 class OptimizerConfig(Section):

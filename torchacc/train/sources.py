@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from torchacc.errors import DataError
 from torchacc.train.corpus import stdlib_documents, stdlib_files
+from torchacc.train.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     import datasets
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torchacc.train.config import TextConfig
 
 FILE_KINDS = ("text", "json", "parquet")
+"""Values of `data.dataset` that mean files of one's own."""
 
 
 class Source(ABC):
@@ -94,7 +96,7 @@ class FileSource(Source):
         try:
             return datasets.load_dataset(self.kind, data_files=list(self.files), split="train", **options)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            raise DataError(f"data.files: {self} cannot be read as {self.kind}: {_cause(error)}") from error
+            raise DataError(f"data: {self} cannot be read: {_cause(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -127,68 +129,101 @@ class HubSource(Source):
         try:
             return datasets.load_dataset(self.dataset, self.name, split=self.split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            raise DataError(f"data.dataset: {self} cannot be read: {_cause(error)}") from error
+            raise DataError(f"data: {self} cannot be read: {_cause(error)}") from error
 
 
-def find_sources(config: "TextConfig") -> tuple[Source, Source | None]:
-    """Return the source to learn from, and the one to validate on where the configuration names one.
+def check_text(config: "TextConfig") -> None:
+    """Refuse what cannot be loaded, before anything is built; reads the beginning of files, and nothing of the hub.
 
     Raises:
-        DataError: Options contradict each other, a file is missing or empty.
+        DataError: Options contradict each other; a file is missing, empty, or without such a column of text; a folder
+            holds no tokenizer.
     """
+    for source in find_sources(config):
+        if isinstance(source, FileSource):
+            check_column(source.stream(), config.text_column, source)
+    if config.tokenizer is not None and is_path(config.tokenizer):
+        load_tokenizer(config.tokenizer)
+
+
+def find_sources(config: "TextConfig") -> list[Source]:
+    """Return the source to learn from and, where the configuration names one, another to validate on.
+
+    Raises:
+        DataError: Options contradict each other; a file is missing or empty.
+    """
+    validation = config.validation
+    if validation is not None and (validation.split is None) == (validation.files is None):
+        raise DataError("data.validation: give one of split and files")
+    for option, name in (("dataset", config.dataset), ("tokenizer", config.tokenizer)):
+        if name is not None and is_path(name) and not Path(name).expanduser().exists():
+            raise DataError(f"data.{option} = {name!r}: there is no such folder, seen from {Path.cwd()}")
     if config.streaming and config.tokenizer is None:
-        raise DataError("data.tokenizer: text that is streamed is not there to train one on; name a folder or a hub id")
-    if config.name is not None and config.dataset in ("stdlib", *FILE_KINDS):
-        raise DataError(f"data.name: {config.name!r} is for a dataset of the hub; leave it out for {config.dataset!r}")
+        raise DataError(
+            "data.streaming = True: no tokenizer can be trained on text that is streamed; name one as data.tokenizer"
+        )
     if config.dataset in FILE_KINDS:
         return _file_sources(config)
-    if config.files is not None or (config.validation is not None and config.validation.files is not None):
-        raise DataError(
-            f"data.files: dataset {config.dataset!r} has files of its own; write dataset: "
-            f"{', '.join(FILE_KINDS[:-1])} or {FILE_KINDS[-1]} to read yours"
-        )
-    split = None if config.validation is None else config.validation.split
-    if config.dataset == "stdlib":
-        if split is not None or config.split != "train":
+    given = {"files": config.files, "validation.files": None if validation is None else validation.files}
+    for option, files in given.items():
+        if files is not None:
             raise DataError(
-                "data.split: stdlib has the split 'train' alone; data.validation_share holds a part of it out"
+                f"data.{option} = {_plain(files)!r}: files go with dataset: {', '.join(FILE_KINDS)}, "
+                f"not {config.dataset!r}"
             )
-        return StdlibSource(config.text_column), None
-    if split == config.split:
-        raise DataError(f"data.validation: split {split!r} is the one to train on; name another, or leave it out")
-    validation = None if split is None else HubSource(config.dataset, config.name, split)
-    return HubSource(config.dataset, config.name, config.split), validation
+    if config.dataset == "stdlib":
+        return [_stdlib_source(config)]
+    return _hub_sources(config)
 
 
-def _file_sources(config: "TextConfig") -> tuple[Source, Source | None]:
+def _stdlib_source(config: "TextConfig") -> Source:
+    if config.name is not None:
+        raise DataError(f"data.name = {config.name!r}: stdlib has no configurations; leave it out")
+    if config.split != "train" or config.validation is not None:
+        raise DataError("data.split: stdlib has the split 'train' alone; data.validation_share holds a part of it out")
+    return StdlibSource(config.text_column)
+
+
+def _hub_sources(config: "TextConfig") -> list[Source]:
+    splits = [config.split] if config.validation is None else [config.split, config.validation.split]
+    if len(set(splits)) < len(splits):
+        raise DataError(f"data.validation.split = {config.split!r}: it is trained on; name another, or leave it out")
+    dataset = str(Path(config.dataset).expanduser()) if is_path(config.dataset) else config.dataset
+    return [HubSource(dataset, config.name, split) for split in splits if split is not None]
+
+
+def _file_sources(config: "TextConfig") -> list[Source]:
     if config.files is None:
-        raise DataError(f"data.files: dataset {config.dataset!r} needs them: a path, a glob, or a list of them")
+        raise DataError(f"data.dataset = {config.dataset!r}: it reads files; name them in data.files")
+    if config.name is not None:
+        raise DataError(f"data.name = {config.name!r}: files have no configurations; leave it out")
     if config.split != "train" or (config.validation is not None and config.validation.split is not None):
-        raise DataError("data.split: files have no splits; name those to validate on as data.validation.files")
+        raise DataError("data.split: files have no splits; name those to validate on in data.validation.files")
     files = _existing(config.files, "data.files")
     if config.validation is None or config.validation.files is None:
-        return FileSource(config.dataset, files), None
+        return [FileSource(config.dataset, files)]
     held_out = _existing(config.validation.files, "data.validation.files")
     if shared := sorted(set(files) & set(held_out)):
-        raise DataError(f"data.validation.files: {shared[0]} would be trained on too; leave it out of data.files")
-    return FileSource(config.dataset, files), FileSource(config.dataset, held_out)
+        raise DataError(f"data.validation.files: {shared[0]} is trained on; leave it out of data.files")
+    return [FileSource(config.dataset, files), FileSource(config.dataset, held_out)]
 
 
 def _existing(patterns: Sequence[str], option: str) -> tuple[str, ...]:
     """Return the files that paths and globs name, each once, in a fixed order."""
     files: dict[str, None] = {}
     for pattern in patterns:
-        found = (
-            [pattern] if Path(pattern).is_file() else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-        )
+        path = os.path.expanduser(pattern)
+        found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        if os.path.isdir(path):
+            raise DataError(
+                f"{option} = {pattern!r}: it is a folder; write {os.path.join(pattern, '*')!r} for its files"
+            )
         if not found:
-            folder = Path(pattern).is_dir()
-            hint = f"it is a folder: write {pattern}/* for its files" if folder else f"seen from {Path.cwd()}"
-            raise DataError(f"{option}: there is no file {pattern!r} ({hint})")
-        files.update(dict.fromkeys(str(Path(path).resolve()) for path in found))
-    for path in files:
-        if not os.path.getsize(path):
-            raise DataError(f"{option}: {path} is empty")
+            raise DataError(f"{option} = {pattern!r}: there is no such file, seen from {Path.cwd()}")
+        files.update(dict.fromkeys(os.path.realpath(file) for file in found))
+    for file in files:
+        if not os.path.getsize(file):
+            raise DataError(f"{option}: {file} is empty")
     return tuple(files)
 
 
@@ -205,10 +240,17 @@ def check_column(documents: Iterable[Any], column: str, source: Source) -> None:
     if row is None:
         raise DataError(f"data: {source} has no document")
     if column not in row:
-        raise DataError(f"data.text_column: {source} has no column {column!r}, but {', '.join(map(repr, row))}")
+        raise DataError(f"data.text_column = {column!r}: {source} has no such column, but {', '.join(map(repr, row))}")
     if not isinstance(row[column], str | None):
         kind = type(row[column]).__name__
-        raise DataError(f"data.text_column: {column!r} of {source} holds {kind}, not text: {str(row[column])[:60]}")
+        raise DataError(
+            f"data.text_column = {column!r}: it holds {kind}, not text, in {source}: {str(row[column])[:60]}"
+        )
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can be a path alone: names on the hub have one slash at most, and no dot before it."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def file_facts(paths: Iterable[Path]) -> list[list[Any]]:
@@ -221,3 +263,7 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _plain(files: Sequence[str]) -> Sequence[str]:
+    return files[0] if len(files) == 1 else files

@@ -28,6 +28,7 @@ FINAL = "final"
 CHECKPOINTS = "checkpoints"
 """Folder, in a stage's folder, of the checkpoints that a run goes on from."""
 
+_PACKING: Mapping[bool | str, str] = {True: ", packed apart", "concat": ", packed", False: ""}
 _RESUME: Mapping[str, tuple[bool, None]] = {"auto": (True, None), "never": (False, None)}
 
 
@@ -132,7 +133,7 @@ class StageRun:
             "stage": f"{self.stage} of {self.source}, written to {self.folder}",
             "model": f"{self.model_name}: {self.model.get('model_type', '')} ({options})",
             "weights": f"new, seed {training.seed}" if self.init_from is None else f"from {self.init_from}",
-            "data": f"{data.dataset}, {data.split}, blocks of {data.block_size} tokens{', packed' * data.packing}",
+            "data": f"{data.dataset}, {data.split}, blocks of {data.block_size} tokens{_PACKING[data.packing]}",
             **self.layout.rows(),
             "batch": (
                 f"{training.batch_size} x {self.layout.num_data_shards} devices x "

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 from torchacc.errors import ConfigError
 from torchacc.train.blocks import Blocks, StreamedBlocks
 from torchacc.train.config import TextConfig
-from torchacc.train.sources import FileSource, Source, check_column, find_sources
+from torchacc.train.sources import Source, check_column, find_sources
 from torchacc.train.text_cache import prepare
 from torchacc.train.tokens import Tokens, is_held_out, load_tokenizer, tokenise
 
@@ -52,20 +51,6 @@ class TextData:
     """Documents to learn from; None where they are streamed."""
     num_tokens: int | None
     """Tokens to learn from in an epoch, padding left out; None where they are streamed."""
-
-
-def check_text(config: TextConfig) -> None:
-    """Refuse what cannot be loaded, before anything is built; reads the beginning of files, and nothing of the hub.
-
-    Raises:
-        DataError: Options contradict each other, a file is missing, empty or has no such column of text, or a folder
-            of a tokenizer holds none.
-    """
-    for source in filter(None, find_sources(config)):
-        if isinstance(source, FileSource):
-            check_column(source.stream(), config.text_column, source)
-    if config.tokenizer is not None and Path(config.tokenizer).exists():
-        load_tokenizer(config.tokenizer)
 
 
 def check_model(config: TextConfig, model_config: "PreTrainedConfig") -> None:
@@ -117,7 +102,8 @@ def load_text(config: TextConfig, *, seed: int) -> TextData:
     Raises:
         DataError: The text or the tokenizer cannot be read.
     """
-    source, validation = find_sources(config)
+    source, *others = find_sources(config)
+    validation = others[0] if others else None
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     if config.streaming:
         assert tokenizer is not None

@@ -44,16 +44,16 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"data.tokenizer: {name!r} holds no tokenizer that can be loaded ({str(error).splitlines()[0]}). Write "
+            f"data.tokenizer = {name!r}: there is no tokenizer that can be loaded ({str(error).splitlines()[0]}); name "
             "the folder or the hub id of one, or leave it out to train one on the text"
         ) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"data.tokenizer: the tokenizer of {name!r} has no end-of-text token, with which documents end. Save it "
-            "with its `eos_token` set, or choose another"
+            f"data.tokenizer = {name!r}: it has no end-of-text token, with which documents end; save it with its "
+            "`eos_token` set, or choose another"
         )
     return tokenizer
 

@@ -1,0 +1,298 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig, OPTConfig
+
+from torchacc.errors import ConfigError, DataError
+from torchacc.train.blocks import IGNORED
+from torchacc.train.config import TextConfig
+from torchacc.train.corpus import stdlib_documents, stdlib_files
+from torchacc.train.sources import StdlibSource, check_text
+from torchacc.train.text import check_model, load_text
+from torchacc.train.tokens import train_tokenizer
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = [
+    f"{word} has {index} letters and {'more ' * (index % 7)}" for index, word in enumerate(["one", "two"] * 30)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(DOCUMENTS, 300).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def configure(tmp_path, tokenizer):
+    """Make a configuration that reads DOCUMENTS from a JSON file."""
+    write_json(tmp_path / "text.jsonl", DOCUMENTS)
+
+    def make(**options):
+        defaults = {"dataset": "json", "files": str(tmp_path / "text.jsonl"), "tokenizer": tokenizer, "block_size": 16}
+        return TextConfig(**{**defaults, "cache_dir": str(tmp_path / "cache"), **options})
+
+    return make
+
+
+def write_json(path, documents, column="text"):
+    path.write_text("".join(json.dumps({"id": 7, column: document}) + "\n" for document in documents))
+
+
+def documents_of(examples, tokenizer):
+    """Return the documents that examples hold, put together again."""
+    tokens = [
+        token
+        for block in examples
+        for token, position, label in zip(
+            *(block[k].tolist() for k in ("input_ids", "position_ids", "labels")), strict=True
+        )
+        if label != IGNORED or position == 0
+    ]
+    # What is padded ends texts, too.
+    return [text for text in tokenizer.decode(tokens).split(tokenizer.eos_token) if text]
+
+
+def test_a_share_of_the_documents_is_held_out(configure):
+    data = load_text(configure(), seed=0)
+    held_out = DOCUMENTS[19::20]
+    assert documents_of(data.validation, data.tokenizer) == held_out
+    assert documents_of(data.train, data.tokenizer) == [text for text in DOCUMENTS if text not in held_out]
+    assert data.num_documents == 57
+    assert data.num_tokens == sum((block["input_ids"] != 0).sum() for block in data.train) + 57  # 0 ends a document
+    batch = next(iter(DataLoader(data.train, batch_size=4)))
+    assert {name: tuple(values.shape) for name, values in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (4, 16)
+    )
+
+
+def test_text_json_and_parquet_give_the_same_tokens(configure, tmp_path):
+    (tmp_path / "text").mkdir()
+    for index, document in enumerate(DOCUMENTS):
+        (tmp_path / "text" / f"{index:02}.txt").write_text(document)
+    Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "text.parquet")
+    expected = load_text(configure(), seed=0)
+    for kind, files in (("text", f"{tmp_path}/text/*.txt"), ("parquet", f"{tmp_path}/text.parquet")):
+        data = load_text(configure(dataset=kind, files=files), seed=0)
+        for name in ("train", "validation"):
+            blocks, others = getattr(data, name), getattr(expected, name)
+            assert [block["input_ids"].tolist() for block in blocks] == [
+                block["input_ids"].tolist() for block in others
+            ]
+
+
+def test_a_dataset_in_a_folder_has_its_own_splits(configure, tmp_path):
+    (tmp_path / "dataset").mkdir()
+    write_json(tmp_path / "dataset" / "train.jsonl", DOCUMENTS[:9])
+    write_json(tmp_path / "dataset" / "test.jsonl", DOCUMENTS[9:12])
+    config = configure(dataset=str(tmp_path / "dataset"), files=None, validation={"split": "test"})
+    data = load_text(config, seed=0)
+    assert documents_of(data.train, data.tokenizer) == DOCUMENTS[:9]
+    assert documents_of(data.validation, data.tokenizer) == DOCUMENTS[9:12]
+    with pytest.raises(DataError, match="dataset.no': there is no such folder"):
+        load_text(configure(dataset=str(tmp_path / "dataset.no"), files=None), seed=0)
+    with pytest.raises(DataError, match=r"split 'none' of .* cannot be read: Unknown split \"none\""):
+        load_text(configure(dataset=str(tmp_path / "dataset"), files=None, validation={"split": "none"}), seed=0)
+
+
+def test_validation_files_of_ones_own(configure, tmp_path):
+    write_json(tmp_path / "other.jsonl", ["another text"])
+    data = load_text(configure(validation={"files": str(tmp_path / "other.jsonl")}), seed=0)
+    assert documents_of(data.validation, data.tokenizer) == ["another text"]
+    assert data.num_documents == len(DOCUMENTS)
+
+
+def test_a_document_that_is_alone_is_cut(configure, tmp_path):
+    (tmp_path / "one.txt").write_text(" ".join(DOCUMENTS))
+    data = load_text(configure(dataset="text", files=str(tmp_path / "one.txt"), validation_share=0.25), seed=0)
+    (begin,), (end,) = (documents_of(part, data.tokenizer) for part in (data.train, data.validation))
+    assert begin + end == " ".join(DOCUMENTS)
+    assert data.validation.num_tokens == pytest.approx(data.num_tokens / 3, abs=1)
+
+
+def test_few_documents_leave_one_to_validate_on(configure, tmp_path):
+    write_json(tmp_path / "few.jsonl", ["one", "", "two", "three"])
+    data = load_text(configure(files=str(tmp_path / "few.jsonl")), seed=0)
+    assert documents_of(data.train, data.tokenizer) == ["one", "two"]
+    assert documents_of(data.validation, data.tokenizer) == ["three"]
+    assert load_text(configure(files=str(tmp_path / "few.jsonl"), validation_share=0.0), seed=0).validation is None
+
+
+def test_a_tokenizer_is_trained_on_what_is_learnt_from(configure, tmp_path):
+    documents = ["abcabc abc"] * 19 + ["xyzxyz xyz"]
+    write_json(tmp_path / "letters.jsonl", documents)
+    data = load_text(configure(files=str(tmp_path / "letters.jsonl"), tokenizer=None, vocab_size=260), seed=0)
+    assert len(data.tokenizer) == 260
+    assert "abc" in data.tokenizer.get_vocab()
+    assert "xy" not in data.tokenizer.get_vocab()
+    assert documents_of(data.validation, data.tokenizer) == ["xyzxyz xyz"]
+
+
+def test_several_processes_tokenise_alike(configure):
+    expected = load_text(configure(), seed=0).train[3]
+    found = load_text(configure(num_proc=2, cache_dir=configure().cache_dir + "2"), seed=0).train[3]
+    assert found["input_ids"].tolist() == expected["input_ids"].tolist()
+
+
+def cached(config):
+    return {path.name: path.stat().st_mtime_ns for path in Path(config.cache_dir).iterdir() if path.is_dir()}
+
+
+def test_what_matters_decides_whether_the_cache_is_used(configure, tmp_path):
+    config = configure()
+    load_text(config, seed=0)
+    first = cached(config)
+    for same in (configure(), configure(block_size=32, packing=False, shuffle=False), configure(num_proc=1)):
+        load_text(same, seed=1)
+        assert cached(config) == first
+    write_json(tmp_path / "text.jsonl", DOCUMENTS[::-1])  # as long as before
+    trained = {"tokenizer": None, "vocab_size": 270}
+    for number, other in enumerate([{}, {"validation_share": 0.1}, trained, {**trained, "vocab_size": 280}], start=2):
+        load_text(configure(**other), seed=0)
+        assert len(cached(config)) == number
+    assert first.items() <= cached(config).items()
+
+
+@pytest.fixture
+def start(configure, tmp_path):
+    """Start processes that load a text which takes a while to tokenise."""
+    write_json(tmp_path / "long.jsonl", [" ".join(DOCUMENTS)] * 400)
+    config = configure(files=str(tmp_path / "long.jsonl"))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+    def make():
+        return subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("text_program.py"), json.dumps(config.model_dump())],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return config, make
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_tokenises_also_after_one_was_killed(start):
+    config, make = start
+    killed = make()
+    cache = Path(config.cache_dir)
+    while killed.poll() is None and not list(cache.glob("*.unfinished/train/*")):
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (path for path in cache.iterdir() if path.is_dir())
+    assert left.suffix == ".unfinished"
+
+    processes = [make(), make()]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (found,) = {stdout for stdout, _ in outputs}
+    assert json.loads(found.splitlines()[1])[0] == 380
+    assert sorted(stderr.count("tokenising /") for _, stderr in outputs) == [0, 1]
+    assert sorted("examples/s" in stderr for _, stderr in outputs) == [False, True]
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [""]
+
+
+def test_a_stream_has_the_documents_of_the_text(configure):
+    data = load_text(configure(), seed=0)
+    stream = load_text(configure(streaming=True, shuffle=False), seed=0)
+    for name in ("train", "validation"):
+        blocks, others = getattr(stream, name), getattr(data, name)
+        assert [block["labels"].tolist() for block in blocks] == [block["labels"].tolist() for block in others]
+    assert not Path(configure(streaming=True, cache_dir="none").cache_dir).exists()
+
+
+def test_the_order_of_a_stream_depends_on_seed_and_epoch(configure):
+    def order(seed, epoch):
+        data = load_text(configure(streaming=True), seed=seed)
+        data.train.set_epoch(epoch)
+        return documents_of(data.train, data.tokenizer)
+
+    first = order(0, 0)
+    assert first == order(0, 0)
+    assert len({tuple(first), tuple(order(0, 1)), tuple(order(1, 0)), tuple(sorted(first))}) == 4
+    assert sorted(first) == sorted(order(0, 1))
+
+
+def test_the_standard_library():
+    files = stdlib_files()
+    assert {"argparse.py", "heapq.py"} < {path.name for path in files}
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
+    documents = StdlibSource("code").read(Path())["code"]
+    assert documents[files.index(Path(os.__file__))] == Path(os.__file__).read_text()
+    assert len(documents) == len(stdlib_documents()) == len(files)
+
+
+BAD = {
+    "files = 'none.jsonl': there is no such file": {"files": "none.jsonl"},
+    "validation.files = 'none': there is no such file": {"validation": {"files": "none"}},
+    "files = '.': it is a folder": {"files": "."},
+    "it reads files": {"files": None},
+    "empty.jsonl is empty": {"files": "empty.jsonl"},
+    "no such column, but 'id', 'text'": {"text_column": "body"},
+    "'id': it holds int, not text": {"text_column": "id"},
+    "broken.jsonl cannot be read: JSON parse error": {"files": "broken.jsonl"},
+    "latin.txt cannot be read: 'utf-8' codec": {"dataset": "text", "files": "latin.txt"},
+    "blank.jsonl has no text in its column 'text'": {"files": "blank.jsonl", "validation_share": 0.0},
+    "files go with dataset: text, json, parquet, not 'stdlib'": {"dataset": "stdlib"},
+    "text.jsonl is trained on": {"validation": {"files": "tex*.jsonl"}},
+    "give one of split and files": {"validation": {}},
+    "files have no splits": {"validation": {"split": "test"}},
+    "files have no configurations": {"name": "small"},
+    "no tokenizer can be trained on text that is streamed": {"streaming": True, "tokenizer": None},
+    "tokenizer = './none': there is no such folder": {"tokenizer": "./none"},
+    "tokenizer = './endless': it has no end-of-text token": {"tokenizer": "./endless"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused(configure, tmp_path, monkeypatch, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    write_json(Path("blank.jsonl"), ["", ""])
+    Path("broken.jsonl").write_text('{"text": "one"\nno')
+    Path("latin.txt").write_bytes("für".encode("latin1"))
+    endless = train_tokenizer(DOCUMENTS, 300)
+    endless.eos_token = None
+    endless.save_pretrained("endless")
+    with pytest.raises(DataError) as caught:
+        load_text(configure(**BAD[message]), seed=0)
+    assert message in str(caught.value)
+    assert not list(Path(configure().cache_dir).glob("*/"))
+    if "blank" not in message:  # it takes reading all
+        with pytest.raises(DataError) as early:
+            check_text(configure(**BAD[message]))
+        assert str(early.value) == str(caught.value)
+
+
+def test_a_model_that_does_not_fit_is_refused(configure):
+    config = configure(block_size=64)
+    check_model(config, GPT2Config(n_positions=64, use_cache=False))
+    check_model(configure(block_size=64, packing="concat"), OPTConfig(use_cache=True))
+    check_model(configure(block_size=64, packing=False), GPT2Config(n_positions=64))
+    with pytest.raises(ConfigError, match="block_size = 64: the model has 32 positions; write block_size: 32 or less"):
+        check_model(config, GPT2Config(n_positions=32, use_cache=False))
+    with pytest.raises(ConfigError, match="opt is not known to keep to one document"):
+        check_model(config, OPTConfig(use_cache=False))
+    with pytest.raises(ConfigError, match=r"set model.config.use_cache = False"):
+        check_model(config, LlamaConfig())
+    flash = LlamaConfig(use_cache=False, attn_implementation="flash_attention_2")
+    with pytest.raises(ConfigError, match="attention 'flash_attention_2' does not keep"):
+        check_model(config, flash)
+
+
+def test_the_tokenizer_that_was_trained_is_that_of_the_folder(configure):
+    data = load_text(configure(tokenizer=None, vocab_size=280), seed=0)
+    (folder,) = (path for path in Path(configure().cache_dir).iterdir() if path.is_dir())
+    assert AutoTokenizer.from_pretrained(folder / "tokenizer").get_vocab() == data.tokenizer.get_vocab()
