@@ -113,6 +113,7 @@ class HubSource(Source):
 
     @override
     def facts(self) -> Any:
+        # `datasets` names by it what it derives from a dataset; nothing public tells two versions of one apart.
         return [self.dataset, self.name, self.split, self._load(streaming=False)._fingerprint]
 
     @override

@@ -66,6 +66,8 @@ def prepare(
             shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             try:
                 _build(unfinished, config, source, validation, tokenizer)
+                if _key(config, source, validation, tokenizer) != key:
+                    raise DataError(f"data: {source} has changed while it was read; start again when it is complete")
                 os.replace(unfinished, folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)

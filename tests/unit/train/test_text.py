@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -15,8 +16,9 @@ from torchacc.errors import ConfigError, DataError
 from torchacc.train.blocks import IGNORED
 from torchacc.train.config import TextConfig
 from torchacc.train.corpus import stdlib_documents, stdlib_files
-from torchacc.train.sources import StdlibSource, check_text
+from torchacc.train.sources import FileSource, StdlibSource, check_text
 from torchacc.train.text import check_model, load_text
+from torchacc.train.text_cache import prepare
 from torchacc.train.tokens import train_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +50,10 @@ def write_json(path, documents, column="text"):
     path.write_text("".join(json.dumps({"id": 7, column: document}) + "\n" for document in documents))
 
 
+def cached(config):
+    return {path.name: path.stat().st_mtime_ns for path in Path(config.cache_dir).iterdir() if path.is_dir()}
+
+
 def documents_of(examples, tokenizer):
     """Return the documents that examples hold, put together again."""
     tokens = [
@@ -75,14 +81,15 @@ def test_a_share_of_the_documents_is_held_out(configure):
     )
 
 
-def test_text_json_and_parquet_give_the_same_tokens(configure, tmp_path):
+def test_kinds_of_files_give_the_same_tokens(configure, tmp_path):
     (tmp_path / "text").mkdir()
     for index, document in enumerate(DOCUMENTS):
         (tmp_path / "text" / f"{index:02}.txt").write_text(document)
     Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "text.parquet")
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress((tmp_path / "text.jsonl").read_bytes()))
     expected = load_text(configure(), seed=0)
-    for kind, files in (("text", f"{tmp_path}/text/*.txt"), ("parquet", f"{tmp_path}/text.parquet")):
-        data = load_text(configure(dataset=kind, files=files), seed=0)
+    for kind, files in (("text", "text/*.txt"), ("parquet", "text.parquet"), ("json", "text.jsonl.gz")):
+        data = load_text(configure(dataset=kind, files=str(tmp_path / files)), seed=0)
         for name in ("train", "validation"):
             blocks, others = getattr(data, name), getattr(expected, name)
             assert [block["input_ids"].tolist() for block in blocks] == [
@@ -98,6 +105,11 @@ def test_a_dataset_in_a_folder_has_its_own_splits(configure, tmp_path):
     data = load_text(config, seed=0)
     assert documents_of(data.train, data.tokenizer) == DOCUMENTS[:9]
     assert documents_of(data.validation, data.tokenizer) == DOCUMENTS[9:12]
+    first = cached(config)
+    load_text(config, seed=0)
+    assert cached(config) == first
+    write_json(tmp_path / "dataset" / "test.jsonl", DOCUMENTS[12:15])
+    assert documents_of(load_text(config, seed=0).validation, data.tokenizer) == DOCUMENTS[12:15]
     with pytest.raises(DataError, match="dataset.no': there is no such folder"):
         load_text(configure(dataset=str(tmp_path / "dataset.no"), files=None), seed=0)
     with pytest.raises(DataError, match=r"split 'none' of .* cannot be read: Unknown split \"none\""):
@@ -143,10 +155,6 @@ def test_several_processes_tokenise_alike(configure):
     assert found["input_ids"].tolist() == expected["input_ids"].tolist()
 
 
-def cached(config):
-    return {path.name: path.stat().st_mtime_ns for path in Path(config.cache_dir).iterdir() if path.is_dir()}
-
-
 def test_what_matters_decides_whether_the_cache_is_used(configure, tmp_path):
     config = configure()
     load_text(config, seed=0)
@@ -160,6 +168,22 @@ def test_what_matters_decides_whether_the_cache_is_used(configure, tmp_path):
         load_text(configure(**other), seed=0)
         assert len(cached(config)) == number
     assert first.items() <= cached(config).items()
+
+
+class GrowingSource(FileSource):
+    """A file to which something is added while it is read."""
+
+    def read(self, scratch):
+        with Path(self.files[0]).open("a") as file:
+            file.write('{"text": "more"}\n')
+        return super().read(scratch)
+
+
+def test_a_text_that_changes_while_it_is_read_is_not_kept(configure, tmp_path):
+    config = configure()
+    with pytest.raises(DataError, match=r"text.jsonl has changed while it was read"):
+        prepare(config, GrowingSource("json", (str(tmp_path / "text.jsonl"),)), None, None)
+    assert not cached(config)
 
 
 @pytest.fixture
