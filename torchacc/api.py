@@ -22,6 +22,7 @@ from torchacc.engines.meta import materialise_buffers
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
 from torchacc.errors import CheckpointError, ConfigError
+from torchacc.launch import progress
 from torchacc.logging import get_logger, start_logging
 from torchacc.plan import WrapPlan, make_plan
 
@@ -67,6 +68,7 @@ def accelerate(
     _refuse_stale_optimizers(model, optimizer)
     _list_options_without_effect(engine)
 
+    progress.start()
     if job.launched:
         failure.install_excepthook()
     registry.activate(engine, plan)
@@ -300,11 +302,13 @@ def _watch_optimizers() -> None:
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for sharded in _models_of(optimizer):
+            progress.stepping()
             sharded.prepare_optimizer(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for sharded in _models_of(optimizer):
             sharded.after_step(optimizer)
+            progress.stepped()
 
     def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
@@ -332,6 +336,11 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
     options = engine.config.dataloader
+
+    def end_batch() -> None:
+        engine.end_batch()
+        progress.mark(progress.Phase.DATA)
+
     sharded = data.shard_loader(
         dataloader,
         num_shards=engine.topology.num_data_shards,
@@ -342,7 +351,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         sharded,
         put=engine.put,
         transform=_bucketing(engine),
-        on_batch=engine.end_batch,
+        on_batch=end_batch,
         # Without a transfer there is nothing to overlap, and a second thread would draw from the same generator.
         prefetch=0 if engine.device.type == "cpu" else options.prefetch,
     )

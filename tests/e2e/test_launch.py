@@ -1,6 +1,8 @@
 """Jobs that `torchacc launch` starts: their ends, and what is left of them."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,14 +15,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("launched_script.py"))
-SECONDS = 120
+TRAINING = str(Path(__file__).with_name("launched_training.py"))
+NUM_STEPS = 10
+SECONDS = 200
+
+
+def environ(folder: object) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)}
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-m", "torchacc", "launch", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(arguments[-1])},
+        env=environ(next(path for path in reversed(arguments) if isinstance(path, Path))),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -49,38 +57,59 @@ def wait_until_gone(pids: list[int]) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+def losses_in(out: str) -> list[float]:
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of a run in one process, without a launcher."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = subprocess.run(
+        [sys.executable, TRAINING, "nothing", "native", str(NUM_STEPS), str(folder)],
+        env=environ(folder), capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    losses = losses_in(done.stdout)
+    assert len(losses) == NUM_STEPS
+    return losses
+
+
 def test_a_job_runs_and_shows_rank_0(tmp_path):
-    done = launch("-n", 3, SCRIPT, "end", tmp_path)
+    done = launch("-n", 3, "--log-dir", tmp_path / "logs", SCRIPT, "end", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 of 3\n"
-    assert done.stderr == ""
     assert len(pids_in(tmp_path, 3)) == 3
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").glob("*/attempt-0/rank-*.log")}
+    assert logs == {f"rank-{rank}.log": f"rank {rank} of 3\n" for rank in range(3)}
 
 
 @pytest.mark.parametrize(
-    ("told", "status", "words"),
+    ("told", "status", "words", "options"),
     [
-        ("raise", 1, "ValueError: rank one has had enough\n"),
-        ("fault", 139, "Fatal Python error: Segmentation fault"),
-        ("exit", 7, "failed with exit status 7"),
-        ("kill", 137, "was killed (SIGKILL)"),
+        ("raise", 1, "ValueError: rank one has had enough\ntorchacc launch: rank 1 on ", ["--all-ranks"]),
+        ("fault", 139, "Fatal Python error: Segmentation fault", []),
+        ("kill", 137, "was killed (SIGKILL)", []),
+        ("misuse", 2, "failed with exit status 2", ["--max-restarts", 3]),
     ],
 )
-def test_one_rank_ends_all_and_is_named(tmp_path, told, status, words):
-    done = launch("-n", 2, SCRIPT, told, tmp_path)
+def test_one_rank_ends_all_and_is_named(tmp_path, told, status, words, options):
+    done = launch("-n", 2, *options, SCRIPT, told, tmp_path)
     assert done.returncode == status
     assert words in done.stderr
     assert f"torchacc launch: rank 1 on {socket.gethostname()} " in done.stderr
+    assert "torchacc launch: restart" not in done.stderr
+    prefixed = "".join(f"[rank {rank}] rank {rank} of 2\n" for rank in range(2))
+    shown = "".join(sorted(done.stdout.splitlines(keepends=True)))
+    assert shown == (prefixed if "--all-ranks" in options else "rank 0 of 2\n")
     wait_until_gone(pids_in(tmp_path, 2))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_lets_every_rank_save(tmp_path, number, status):
+def test_a_signal_lets_every_rank_save(tmp_path):
     process = start("-n", 2, SCRIPT, "save", tmp_path)
     pids = pids_in(tmp_path, 2)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == status, err
+    assert process.returncode == 143, err
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
     assert "Traceback" not in err
     wait_until_gone(pids)
@@ -99,3 +128,59 @@ def test_a_wrong_count_is_one_line_and_status_2(tmp_path):
     assert done.returncode == 2
     assert done.stderr == "error: num_processes = 0: write a whole number of 1 or more\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_hung_rank_is_named_and_the_job_goes_on_with_fewer(tmp_path, undisturbed):
+    """Rank 1 hangs; restarted, it fails at the same step; with one process the run comes through."""
+    options = ["--heartbeat-secs", 8, "--max-restarts", 3, "--min-nproc", 1]
+    done = launch("-n", 2, *options, TRAINING, "hang", "native", NUM_STEPS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    culprit = (
+        rf"rank 1 on {socket.gethostname()} has been in the forward pass of step 6 for \d+ s; the others wait for it"
+    )
+    assert re.search(culprit, done.stderr), done.stderr
+    assert re.search(r'launched_training.py", line \d+ in forward\n', done.stderr), done.stderr
+    assert "restart 1 of 3, after step 5" in done.stderr
+    assert "restart 2 of 3 with 1 processes in place of 2, after step 5" in done.stderr
+    assert (tmp_path / "starts-0").read_text().split() == ["2", "2", "1"]
+    assert losses_in(done.stdout) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 1]
+    training = [TRAINING, "crash", "native", NUM_STEPS, tmp_path]
+    other = start("-n", 1, *nodes, "--node-rank", 1, *training)
+    first = launch("-n", 1, *nodes, "--node-rank", 0, *training)
+    out, err = other.communicate(timeout=SECONDS)
+    assert (first.returncode, other.returncode) == (0, 0), first.stderr + err
+    assert "have lost a rank of another node" in first.stderr
+    assert f"rank 1 on {socket.gethostname()} failed with exit status 9\n" in err
+    assert out == ""
+    assert losses_in(first.stdout) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
+    process = start("-n", 2, TRAINING, "wait", "xla", 10**6, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    deadline = time.monotonic() + SECONDS
+    while not (checkpoints / "step-00000002" / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, err
+    assert "SIGINT: all processes are asked to save and end" in err
+    saved = max(path.name for path in checkpoints.iterdir())
+    num_steps = int(saved.removeprefix("step-")) + 2
+    done = launch("-n", 2, TRAINING, "nothing", "xla", num_steps, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"restored {checkpoints / saved}" in done.stderr
+    losses = losses_in(done.stdout)
+    assert len(losses) == num_steps
+    assert losses[:NUM_STEPS] == pytest.approx(undisturbed[:num_steps], rel=1e-5)

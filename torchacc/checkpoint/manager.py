@@ -20,6 +20,7 @@ from torchacc.checkpoint import live
 from torchacc.checkpoint.manifest import MANIFEST, settle
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
+from torchacc.launch import progress
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -146,7 +147,8 @@ class CheckpointManager:
         for step in self._on_rank0(self._candidates):
             path = self._path(step)
             try:
-                extra = live.load(path, **self._contents)
+                with progress.during(progress.Phase.LOADING):
+                    extra = live.load(path, **self._contents)
             except CheckpointError as error:
                 if self._is_intact(path):
                     raise  # then it is the model that does not fit
@@ -155,6 +157,7 @@ class CheckpointManager:
                 continue
             _log.info("restored %s", path)
             self._saved_step = step
+            progress.resumed(step)
             return Restored(step=step, extra=extra, path=path)
         if reasons:
             raise CheckpointError(
@@ -203,7 +206,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: This or the last checkpoint could not be written; on every process.
         """
-        self._save(step, extra, in_background=self.async_save)
+        with progress.during(progress.Phase.SAVING):
+            self._save(step, extra, in_background=self.async_save)
 
     def wait(self) -> None:
         """Wait until what is being written is complete. Every process.

@@ -22,6 +22,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
     parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of node 0")
     parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="start a job that failed again (default: 0)"
+    )
+    parser.add_argument(
+        "--min-nproc", dest="min_processes", type=int, metavar="N",
+        help="restart with down to N processes, where GPUs are lost or it does not get on (default: as many as before)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--heartbeat-secs", type=float, metavar="SECS",
+        help="end a job that makes no progress for so long, and name the rank that hangs (default: never)",
+    )  # fmt: skip
+    parser.add_argument("--log-dir", metavar="FOLDER", help="keep what each process prints (default: on failure only)")
+    parser.add_argument("--all-ranks", action="store_true", help="show all processes, each line with its rank")
+    parser.add_argument(
         "--grace-secs", type=float, default=_DEFAULTS.grace_secs, metavar="SECS",
         help="how long processes may save after SIGTERM or Ctrl-C (default: %(default).0f)",
     )  # fmt: skip

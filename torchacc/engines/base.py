@@ -19,6 +19,7 @@ from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
+from torchacc.launch import progress
 from torchacc.layout import Holding
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
@@ -267,9 +268,13 @@ class ShardedModel(ABC):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            progress.mark(progress.Phase.FORWARD)
             output = run(inner, args, kwargs)
             if torch.is_grad_enabled():
+                progress.mark(progress.Phase.BACKWARD)
                 map_tensors(self._watch_backward, output)
+            else:
+                progress.mark(progress.Phase.EVALUATION)
             return output
 
         model.forward = forward

@@ -4,6 +4,8 @@ import sys
 import time
 from types import TracebackType
 
+from torchacc.launch import progress
+
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
 _PATIENCE_SECS = 15.0
 """How long a process that lost a peer waits to be ended by the launcher before it reports on its own."""
@@ -17,6 +19,7 @@ def install_excepthook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if any(text in str(error) for text in _PEER_LOST):
+            progress.mark(progress.Phase.FOLLOWING)
             time.sleep(_PATIENCE_SECS)
         elif isinstance(error, Exception):
             _record(error)

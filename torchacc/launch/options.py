@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 
 from torchacc import env
@@ -30,8 +31,20 @@ class LaunchOptions:
     """Host name or address of node 0; None on a single node."""
     master_port: int | None = None
     """A port on node 0 that is free; None on a single node for any."""
+    max_restarts: int = 0
+    """How often a job that failed is started again."""
+    min_processes: int | None = None
+    """With how many processes at least it is, where devices are lost or it does not get on; None for as many as before.
+    On a single node."""
+    heartbeat_secs: float | None = None
+    """Seconds without progress after which a job hangs; None for ever. Longer than anything between two steps, such as
+    an evaluation by other means or a checkpoint. Counted from the first step on, for models of accelerate()."""
     grace_secs: float = 300.0
     """Seconds that the processes have to save and end after SIGTERM or Ctrl-C."""
+    log_dir: str | PathLike[str] | None = None
+    """A folder that gets a new one for this job, with the output of each process; None to keep it only on failure."""
+    all_ranks: bool = False
+    """Whether the terminal shows all processes of this node, each line with its rank, and not rank 0 alone."""
 
 
 def check(command: Sequence[str], options: LaunchOptions) -> None:
@@ -58,7 +71,7 @@ def count_gpus(devices: Path = _DEVICES, environ: Mapping[str, str | None] | Non
 
 
 def _check_numbers(options: LaunchOptions) -> None:
-    for name, least in (("num_processes", 1), ("num_nodes", 1), ("node_rank", 0)):
+    for name, least in (("num_processes", 1), ("num_nodes", 1), ("node_rank", 0), ("max_restarts", 0)):
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} = {value!r}: write a whole number of {least} or more")
@@ -67,8 +80,24 @@ def _check_numbers(options: LaunchOptions) -> None:
             f"node_rank = {options.node_rank} with num_nodes = {options.num_nodes}: nodes are numbered from 0 to "
             f"{options.num_nodes - 1}"
         )
-    if not options.grace_secs > 0:
-        raise ConfigError(f"grace_secs = {options.grace_secs!r}: write a number of seconds above 0")
+    for name in ("grace_secs", "heartbeat_secs"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} = {value!r}: write a number of seconds above 0")
+    if options.min_processes is not None:
+        _check_least(options.min_processes, options)
+
+
+def _check_least(least: int, options: LaunchOptions) -> None:
+    if not 1 <= least <= options.num_processes:
+        raise ConfigError(f"min_processes = {least!r}: write a number from 1 to num_processes, {options.num_processes}")
+    if options.num_nodes > 1:
+        raise ConfigError(
+            "min_processes is for a single node: of several, each would have to know what the others have left. Start "
+            "the job anew with fewer; it goes on from its checkpoint at any size"
+        )
+    if not options.max_restarts:
+        raise ConfigError(f"min_processes = {least} says with how many to restart, and max_restarts is 0: set it too")
 
 
 def _check_nodes(options: LaunchOptions) -> None:

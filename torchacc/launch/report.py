@@ -1,9 +1,14 @@
 """What the launcher says of a job, on standard error."""
 
 import signal
+import socket
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from torchacc.launch.processes import Process, hostname
+from torchacc.launch.hang import Standing, describe, find_culprit
+from torchacc.launch.processes import Process
 
 _TRACEBACKS = ("Traceback (most recent call last)", "Fatal Python error")
 _CHAINED = (
@@ -11,6 +16,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
 )
 _NUM_LINES = 60
+_VMSTAT = Path("/proc/vmstat")
 
 
 def say(text: str) -> None:
@@ -19,28 +25,75 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def failure(process: Process, output: str | None, *, others: int) -> None:
-    """Tell of the process that failed first: what it said of it, and then which it is."""
-    if output is not None:
+def failure(process: Process, output: str, *, is_out_of_memory: bool) -> None:
+    """Tell of the process that failed first: what it printed at last, and then which it is."""
+    if output:
         sys.stderr.write(f"{last_words(output)}\n")
-    rest = f", and the {others} other{'s' * (others > 1)} of this node ended with it" if others else ""
-    say(f"rank {process.rank} on {hostname()} {how_it_ended(process.status or 0)}{rest}")
+    ended = how_it_ended(process.status or 0, is_out_of_memory=is_out_of_memory)
+    say(f"rank {process.rank} on {hostname()} {ended}")
 
 
-def torchrun(log: str) -> None:
-    """Tell that torchrun itself failed, before any process."""
+def hang(standings: Sequence[Standing], *, is_alone: bool) -> None:
+    """Tell which process the others wait for: its stack, and then which it is.
+
+    Args:
+        standings: Of the processes of this node.
+        is_alone: Whether there is no other node.
+    """
+    now = time.monotonic()
+    culprit = find_culprit(standings)
+    if culprit is not None:
+        sys.stderr.write(culprit.stack or "it does not say where it is: it is stopped, or deep in the system\n")
+        others = "; the others wait for it" if len(standings) > 1 else ""
+        say(f"{describe(culprit, hostname(), now)}{others}")
+        return
+    for standing in standings:
+        say(describe(standing, hostname(), now))
+    say(
+        "each of them waits for others: not all have called the same collectives"
+        if is_alone
+        else f"those on {hostname()} wait for others: see what the launchers of the other nodes say"
+    )
+
+
+def left() -> None:
+    """Tell that the processes of this node have lost one of another."""
+    say(f"those on {hostname()} have lost a rank of another node: see what its launcher says")
+
+
+def torchrun(log: str, status: int) -> None:
+    """Tell that torchrun itself failed."""
     sys.stderr.write(f"{last_words(log)}\n")
-    say(f"torchrun failed on {hostname()}")
+    say(f"torchrun on {hostname()} {how_it_ended(status)}")
 
 
-def how_it_ended(status: int) -> str:
-    """Return an exit status in words."""
+def how_it_ended(status: int, *, is_out_of_memory: bool = False) -> str:
+    """Return an exit status in words.
+
+    Args:
+        status: An exit status, or a signal's negative number.
+        is_out_of_memory: Whether the system has killed some process meanwhile, as memory ran out.
+    """
     if status >= 0:
         return f"failed with exit status {status}"
     name = signal.Signals(-status).name
-    if -status == signal.SIGKILL:
-        return f"was killed ({name}): by a kill -9, or by the system as memory ran out (see dmesg)"
-    return f"was ended by {name}"
+    if -status != signal.SIGKILL:
+        return f"was ended by {name}"
+    return f"was killed ({name}): " + ("memory ran out" if is_out_of_memory else "by a kill -9, or its container")
+
+
+def count_oom_kills() -> int:
+    """Return how many processes this system has killed as memory ran out; 0 where it does not tell."""
+    try:
+        counters = dict(line.split() for line in _VMSTAT.read_text(encoding="ascii").splitlines())
+        return int(counters["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def hostname() -> str:
+    """Return this machine's name."""
+    return socket.gethostname()
 
 
 def last_words(output: str) -> str:

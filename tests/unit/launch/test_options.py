@@ -34,6 +34,14 @@ def taken():
         ({"master_port": 70000}, "master_port = 70000: ports are numbered from 1 to 65535"),
         ({"master_addr": "no host at all", "master_port": 2000}, "no host that is known here"),
         ({"grace_secs": 0}, "grace_secs = 0"),
+        ({"heartbeat_secs": -1.0}, "heartbeat_secs = -1.0: write a number of seconds above 0"),
+        ({"max_restarts": -1}, "max_restarts = -1: write a whole number of 0 or more"),
+        ({"min_processes": 2, "max_restarts": 1}, "min_processes = 2: write a number from 1 to num_processes, 1"),
+        ({"min_processes": 1}, "max_restarts is 0: set it too"),
+        (
+            {"num_nodes": 2, "min_processes": 1, "max_restarts": 1, "master_addr": "127.0.0.1", "master_port": 2000},
+            "min_processes is for a single node",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(script, wrong, message):

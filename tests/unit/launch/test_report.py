@@ -26,6 +26,15 @@ def test_last_words_without_a_traceback_are_the_last_lines():
 
 
 def test_a_killed_process_is_named_as_such():
-    assert report.how_it_ended(-9).startswith("was killed (SIGKILL): by a kill -9, or by the system as memory ran out")
+    assert report.how_it_ended(-9) == "was killed (SIGKILL): by a kill -9, or its container"
+    assert report.how_it_ended(-9, is_out_of_memory=True) == "was killed (SIGKILL): memory ran out"
     assert report.how_it_ended(-11) == "was ended by SIGSEGV"
     assert report.how_it_ended(3) == "failed with exit status 3"
+
+
+def test_the_system_is_asked_for_what_it_killed(tmp_path, monkeypatch):
+    assert report.count_oom_kills() >= 0
+    monkeypatch.setattr(report, "_VMSTAT", tmp_path / "vmstat")
+    assert report.count_oom_kills() == 0
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
+    assert report.count_oom_kills() == 3

@@ -1,0 +1,62 @@
+"""Which process hangs, when none gets on."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchacc.launch.progress import Phase, Record
+
+_FRAME = re.compile(r'^ +File "(.*)", line \d+ in \S+', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_COLLECTIVES = re.compile(r"/torch/distributed/(?!elastic/|run\.py)|/torchacc/engines/(process_group|xla/exchange)")
+_NUM_FRAMES = 4
+"""How many frames above a collective PyTorch itself may add: decorators, and operators that wait."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a process stands."""
+
+    rank: int
+    """Its rank."""
+    record: Record
+    """What it last wrote."""
+    stack: str
+    """The Python stack of its threads; empty where it gave none, as when it is stopped."""
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether one of its threads is inside of a collective."""
+        return any(_in_collective(thread) for thread in _THREAD.split(self.stack))
+
+
+def is_stuck(records: Sequence[Record], now: float, limit_secs: float) -> bool:
+    """Return whether no process has come further for so long, and at least one has made its first step before.
+
+    One that is at its end is not waited for.
+    """
+    going = [record for record in records if record.phase is not Phase.ENDING]
+    return any(r.own_steps for r in going) and all(now - record.since > limit_secs for record in going)
+
+
+def find_culprit(standings: Sequence[Standing]) -> Standing | None:
+    """Return the process that the others wait for; None where each waits for others.
+
+    It is in no collective. Of several it is the one that is the least far, and there for the longest.
+    """
+    free = [standing for standing in standings if not standing.waits_for_others]
+    return min(free, key=lambda s: (s.record.step, s.record.phase, s.record.since), default=None)
+
+
+def describe(standing: Standing, host: str, now: float) -> str:
+    """Say where a process is, and since when."""
+    record = standing.record
+    secs = now - record.since
+    where = record.phase.words
+    if record.phase < Phase.STEPPED:
+        return f"rank {standing.rank} on {host} has been {where} of step {record.step + 1} for {secs:.0f} s"
+    return f"rank {standing.rank} on {host} has been {where}, after step {record.step}, for {secs:.0f} s"
+
+
+def _in_collective(thread: str) -> bool:
+    return any(_COLLECTIVES.search(path) for path in _FRAME.findall(thread)[:_NUM_FRAMES])

@@ -1,0 +1,171 @@
+"""How far each process of a job is: written by the process itself, read by its launcher.
+
+A record is 32 bytes of a file that the process has mapped into its memory, so that writing it takes no system call.
+Without a launcher nothing is written.
+"""
+
+import atexit
+import faulthandler
+import mmap
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from torchacc import env
+
+FOLDER = "TORCHACC_LAUNCH_FOLDER"
+"""The variable by which a launcher tells its processes where to write."""
+DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Lets a process write the Python stack of each of its threads; of the signals that nobody else uses."""
+
+_RECORD = struct.Struct("=qqqd")
+
+
+class Phase(IntEnum):
+    """What a process is at. Within a step in this order."""
+
+    START = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    EVALUATION = 4
+    OPTIMIZER = 5
+    STEPPED = 6
+    SAVING = 7
+    LOADING = 8
+    FOLLOWING = 9
+    ENDING = 10
+
+    @property
+    def words(self) -> str:
+        """Say where such a process is."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Phase.START: "at the start",
+    Phase.DATA: "between the request for a batch and the forward pass",
+    Phase.FORWARD: "in the forward pass",
+    Phase.BACKWARD: "between the forward pass and the optimizer's step",
+    Phase.EVALUATION: "after a forward pass without gradients",
+    Phase.OPTIMIZER: "in the optimizer's step",
+    Phase.STEPPED: "after the optimizer's step",
+    Phase.SAVING: "saving a checkpoint",
+    Phase.LOADING: "loading a checkpoint",
+    Phase.FOLLOWING: "left by another rank",
+    Phase.ENDING: "at its end",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a process last wrote."""
+
+    step: int
+    """Steps that the run has made, those before a restart included where a checkpoint told of them."""
+    own_steps: int
+    """Steps that this process has made."""
+    phase: Phase
+    """What it has been at since then."""
+    since: float
+    """Seconds of `time.monotonic()`, which is one clock for all processes of a machine."""
+
+
+class _Recorder:
+    def __init__(self, folder: Path, local_rank: int) -> None:
+        path = record_path(folder, local_rank)
+        path.write_bytes(bytes(_RECORD.size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _RECORD.size)
+        self._stack = stack_path(folder, local_rank).open("w")
+        faulthandler.register(DUMP_SIGNAL, self._stack, all_threads=True)
+        self.step = 0
+        self.own_steps = 0
+        self.phase = Phase.START
+        self.write()
+
+    def write(self) -> None:
+        _RECORD.pack_into(self._memory, 0, self.step, self.own_steps, self.phase, time.monotonic())
+
+
+@dataclass
+class _Active:
+    recorder: _Recorder | None = None
+
+
+_active = _Active()
+
+
+def start() -> None:
+    """Begin to write, where there is a launcher."""
+    folder = env.get(FOLDER)
+    if folder and _active.recorder is None and Path(folder).is_dir():
+        _active.recorder = _Recorder(Path(folder), env.read_job().local_rank)
+
+
+def mark(phase: Phase) -> None:
+    """Note that this process has come to a phase."""
+    recorder = _active.recorder
+    if recorder is not None:
+        recorder.phase = phase
+        recorder.write()
+
+
+def stepped() -> None:
+    """Note that an optimizer has stepped. Several in a row, with no forward between them, are one step."""
+    recorder = _active.recorder
+    if recorder is None:
+        return
+    if recorder.phase == Phase.OPTIMIZER:
+        recorder.step += 1
+        recorder.own_steps += 1
+        if recorder.own_steps == 1:  # late, so that it is among the first at the end
+            atexit.register(mark, Phase.ENDING)
+    mark(Phase.STEPPED)
+
+
+def stepping() -> None:
+    """Note that an optimizer is about to step."""
+    if _active.recorder is not None and _active.recorder.phase != Phase.STEPPED:
+        mark(Phase.OPTIMIZER)
+
+
+def resumed(step: int) -> None:
+    """Note how many steps the run had made when it was saved."""
+    if _active.recorder is not None:
+        _active.recorder.step = step
+
+
+@contextmanager
+def during(phase: Phase) -> Iterator[None]:
+    """Hold a context for a phase; after it the process is where it was."""
+    before = _active.recorder.phase if _active.recorder is not None else phase
+    mark(phase)
+    try:
+        yield
+    finally:
+        mark(before)
+
+
+def record_path(folder: Path, local_rank: int) -> Path:
+    """Return where a process writes its record."""
+    return folder / f"progress-{local_rank}"
+
+
+def stack_path(folder: Path, local_rank: int) -> Path:
+    """Return where a process writes its stack when it is asked to."""
+    return folder / f"stack-{local_rank}.txt"
+
+
+def read(folder: Path, local_rank: int) -> Record | None:
+    """Return what a process last wrote; None where it has not begun to."""
+    try:
+        step, own_steps, phase, since = _RECORD.unpack(record_path(folder, local_rank).read_bytes())
+    except (OSError, struct.error):
+        return None
+    return Record(step=step, own_steps=own_steps, phase=Phase(phase), since=since) if since else None
