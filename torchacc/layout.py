@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 
@@ -66,7 +67,7 @@ class Holding:
         """Original names of the whole tensors."""
         return tuple(name for name, _ in self.members)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What the shard has of each whole tensor; of some it may have nothing."""
         names, shapes = zip(*self.members, strict=True)

@@ -279,21 +279,29 @@ def what_cannot_be_loaded_is_refused() -> None:
 def altered_checkpoint_is_refused_by_every_rank() -> None:
     model, optimizer, _, _ = trained()
     with shared_folder() as folder:
-        for name in ("a", "b"):
+        for name in ("a", "model", "optimizer"):
             torchacc.checkpoint.save(folder / name, model=model, optimizer=optimizer)
         before = snapshot(model, optimizer)
         torchacc.dist.rendezvous("saved")
-        if RANK == 0:
-            with (folder / "b" / "model.safetensors").open("r+b") as file:
+        for name in ("model", "optimizer") if RANK == 0 else ():
+            with (folder / name / f"{name}.safetensors").open("r+b") as file:
                 file.seek(-3, os.SEEK_END)
                 byte = file.read(1)
                 file.seek(-3, os.SEEK_END)
                 file.write(bytes([byte[0] ^ 1]))
         torchacc.dist.rendezvous("altered")
-        with pytest.raises(torchacc.CheckpointError, match=r"model.safetensors is not as it was written"):
-            torchacc.checkpoint.load(folder / "b", model=model, optimizer=optimizer)
-        with pytest.raises(torchacc.EngineError, match="the model cannot run, step or be saved: loading .* has failed"):
-            model(part(X))
+        for name in ("model", "optimizer"):
+            with pytest.raises(torchacc.CheckpointError, match=rf"{name}.safetensors is not as it was written"):
+                torchacc.checkpoint.load(folder / name, model=model, optimizer=optimizer)
+            with pytest.raises(torchacc.EngineError, match="the model cannot run, .*: loading .* has failed"):
+                model(part(X))
+        torchacc.checkpoint.load(folder / "a", model=model)  # the optimizer stays as the failed load has left it
+        model(part(X))
+        for use in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(torchacc.EngineError, match="cannot step or be saved"):
+                use()
+        with pytest.raises(torchacc.EngineError, match="cannot step or be saved"):
+            torchacc.checkpoint.save(folder / "mixed", model=model, optimizer=optimizer)
         torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
         check_same(snapshot(model, optimizer), before)
         step(model, part(X), optimizer)

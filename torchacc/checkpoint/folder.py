@@ -3,17 +3,34 @@
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
-from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, digest, is_incomplete, locate, read_manifest
+from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, hasher, is_incomplete, locate, read_manifest
 from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_slots
 from torchacc.errors import CheckpointError
+
+_PART_BYTES = 1 << 20
+"""How much is read at a time: a checksum is fast while the bytes are in the processor's cache."""
+
+
+class _Part(NamedTuple):
+    """What is to be read of one segment."""
+
+    file: str
+    start: int
+    """The first byte, counted in the file."""
+    target: memoryview
+    segment: Segment
+    """Where the folder has no checksums, of the same bytes and without one."""
+    what: str
+    """Named in an error's message."""
 
 
 class Folder:
@@ -32,7 +49,8 @@ class Folder:
         self.is_verified = (self.path / MANIFEST).exists()
         self._segments: dict[str, list[Segment]] = {}
         self._starts: dict[str, list[int]] = {}
-        self._files: dict[str, int] = {}
+        self._files: dict[str, tuple[int, Path]] = {}
+        self._planned: list[_Part] = []
         self._last: tuple[tuple[str, int], bytearray] | None = None
         if self.is_verified:
             self._read_manifest()
@@ -54,7 +72,7 @@ class Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         files, self._files = self._files, {}
-        for file in files.values():
+        for file, _ in files.values():
             os.close(file)
 
     @property
@@ -69,7 +87,8 @@ class Folder:
     def read_file(self, name: str) -> bytes:
         """Return all of a file."""
         buffer = bytearray((self.path / name).stat().st_size)
-        self._read(name, 0, memoryview(buffer), name)
+        for part in self._parts(name, 0, memoryview(buffer), name):
+            self._read(part)
         return bytes(buffer)
 
     def read_json(self, name: str) -> Any:
@@ -94,11 +113,28 @@ class Folder:
         Raises:
             CheckpointError: What is on the disk is not what was written.
         """
-        count = (slot.numel if stop is None else stop) - start
-        run = torch.empty(count, dtype=slot.dtype)
-        if count:
-            self._read(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(run), name)
+        run = torch.empty((slot.numel if stop is None else stop) - start, dtype=slot.dtype)
+        for part in self._parts_of(run, name, slot, start):
+            self._read(part)
         return run
+
+    def plan_read(self, run: torch.Tensor, name: str, slot: Slot, start: int = 0) -> None:
+        """Note that a contiguous host tensor of the slot's dtype is to be filled with a run of a tensor's elements.
+
+        Nothing is read before `carry_out()`: one tight loop, so that the processor need not change back and forth
+        between Python's bookkeeping and the tensors' bytes, which would drive it out of the cache each time.
+        """
+        self._planned += self._parts_of(run, name, slot, start)
+
+    def carry_out(self) -> None:
+        """Read what was planned, as it lies in the files.
+
+        Raises:
+            CheckpointError: What is on the disk is not what was written; it may lie in a tensor now.
+        """
+        planned, self._planned = self._planned, []
+        for part in sorted(planned, key=lambda part: (part.file, part.start)):
+            self._read(part)
 
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""
@@ -161,45 +197,62 @@ class Folder:
             "from_pretrained() and save_pretrained()"
         )
 
-    def _file(self, name: str) -> int:
+    def _file(self, name: str) -> tuple[int, Path]:
+        """Return a file's descriptor, and its path for an error's message."""
         if name not in self._files:
-            self._files[name] = os.open(self.path / name, os.O_RDONLY)
+            path = self.path / name
+            self._files[name] = os.open(path, os.O_RDONLY), path
         return self._files[name]
 
-    def _read(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
+    def _parts_of(self, run: torch.Tensor, name: str, slot: Slot, start: int) -> Iterator[_Part]:
+        assert run.dtype == slot.dtype, (run.dtype, slot)
+        offset = slot.offset + start * slot.dtype.itemsize
+        return self._parts(slot.path.name, offset, as_bytes(run), name) if run.numel() else iter(())
+
+    def _parts(self, file: str, offset: int, buffer: memoryview, what: str) -> Iterator[_Part]:
+        """Yield what is to be read of each segment to fill a buffer from an offset on."""
         if not self.is_verified:
-            read_exactly(self._file(name), buffer, offset, self.path / name)
+            yield _Part(file, offset, buffer, Segment(offset, len(buffer), ""), what)
             return
-        stop, segments = offset + len(buffer), self._segments[name]
-        begin = bisect_right(self._starts[name], offset) - 1
+        stop, segments = offset + len(buffer), self._segments[file]
+        begin = bisect_right(self._starts[file], offset) - 1
         for index in range(begin, len(segments) if buffer else begin):
             segment = segments[index]
-            first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
             if segment.start >= stop:
                 break
-            if last - first == segment.size:
-                target = buffer[first - offset : last - offset]
-                read_exactly(self._file(name), target, first, self.path / name)
-                self._check(name, segment, target, what)
-            elif first < last:
-                part = self._segment(name, segment, what)
-                buffer[first - offset : last - offset] = part[first - segment.start : last - segment.start]
+            first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
+            if first < last:
+                yield _Part(file, first, buffer[first - offset : last - offset], segment, what)
+
+    def _read(self, part: _Part) -> None:
+        if len(part.target) == part.segment.size:
+            self._fill(part.target, part.file, part.segment, part.what)
+        else:
+            first = part.start - part.segment.start
+            part.target[:] = self._segment(part.file, part.segment, part.what)[first : first + len(part.target)]
 
     def _segment(self, name: str, segment: Segment, what: str | None = None) -> bytearray:
         """Return a verified segment; the last one is kept, as neighbours share it."""
         key = (name, segment.start)
         if self._last is None or self._last[0] != key:
             data = bytearray(segment.size)
-            read_exactly(self._file(name), memoryview(data), segment.start, self.path / name)
-            self._check(name, segment, data, what)
+            self._fill(memoryview(data), name, segment, what)
             self._last = key, data
         return self._last[1]
 
-    def _check(self, name: str, segment: Segment, data: memoryview | bytearray, what: str | None) -> None:
-        if digest(data) != segment.digest:
+    def _fill(self, buffer: memoryview, name: str, segment: Segment, what: str | None) -> None:
+        """Read a segment, and verify it."""
+        file, path = self._file(name)
+        found = hasher() if segment.digest else None
+        for begin in range(0, segment.size, _PART_BYTES):
+            part = buffer[begin : begin + _PART_BYTES]
+            read_exactly(file, part, segment.start + begin, path)
+            if found is not None:
+                found.update(part)
+        if found is not None and found.hexdigest() != segment.digest:
             what = what or self._tensor_at(name, segment.start)
             raise CheckpointError(
-                f"{self.path / name} is not as it was written: {what}, within the bytes {segment.start:,} to "
+                f"{path} is not as it was written: {what}, within the bytes {segment.start:,} to "
                 f"{segment.start + segment.size:,}. Load another checkpoint"
             )
 

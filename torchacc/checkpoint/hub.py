@@ -87,6 +87,17 @@ class Plain:
         return self.folder.read(self.name, self.slot, start, stop)
 
 
+def plan_read(run: torch.Tensor, stored: Stored, start: int) -> None:
+    """Let a contiguous host tensor of one dimension be filled with a run of a tensor's elements, cast to its dtype.
+
+    It is filled once the folder has carried out what is planned.
+    """
+    if isinstance(stored, Plain) and run.dtype == stored.dtype:
+        stored.folder.plan_read(run, stored.name, stored.slot, start)
+    else:
+        run.copy_(stored.read(start, start + len(run)))
+
+
 def find(sharded: ShardedModel, folder: Folder) -> dict[str, Stored]:
     """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
 

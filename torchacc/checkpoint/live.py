@@ -1,5 +1,6 @@
 """Save a model that is being trained to a checkpoint, and load one into it, at any number of devices, in any engine."""
 
+import functools
 import random
 import secrets
 import time
@@ -119,6 +120,8 @@ def snapshot(
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
     sharded.check_usable()
+    if optimizer is not None:
+        sharded.check_optimizer(optimizer)
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = random_state(sharded)
@@ -218,15 +221,18 @@ def load(
         What was saved as `extra`.
 
     Raises:
-        CheckpointError: The checkpoint is torn or altered, or does not fit; on every process. A model that was partly
-            loaded refuses to run until another load succeeds.
+        CheckpointError: The checkpoint is torn or altered, or does not fit; on every process. A model and an optimizer
+            that were partly loaded refuse to run until another load succeeds.
     """
     sharded = sharded_model(model)
     group = sharded.engine.group
     sharded.engine.sync()
     with group.agreed(lambda: _open(sharded, path, optimizer, scheduler, loader)) as reader:
         sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"
+        if optimizer is not None:
+            sharded.half_loaded.add(optimizer)
 
+        @torch.no_grad()
         def read() -> Any:
             if sharded.engine.job.rank == 0:
                 reader.folder.verify_headers()
@@ -238,6 +244,8 @@ def load(
         extra = group.agreed(read)
         sharded.engine.sync()
         sharded.unusable = None
+        if optimizer is not None:
+            sharded.half_loaded.discard(optimizer)
         reader.set_random_state()
     return extra
 
@@ -289,12 +297,17 @@ class _Reader:
 
     def load_model(self) -> None:
         """Load parameters and persistent buffers."""
-        with torch.no_grad():
-            for parameter, holding in self._sharded.holdings.items():
-                self._sharded.assign(parameter, self._read(holding, self._tensors).to(parameter.dtype))
-            for name, buffer in state.buffer_slots(self._sharded.model):
-                if name in self._tensors:
-                    buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
+        for parameter, holding in self._sharded.holdings.items():
+            memory = self._sharded.host_memory(parameter, parameter)
+            if memory is None:
+                self._sharded.assign(parameter, self._read(holding, self._tensors, parameter.dtype))
+            else:
+                self._plan_read(memory, holding, self._tensors)
+                torch.autograd.graph.increment_version(memory)  # which a read into memory does not tell autograd
+        self.folder.carry_out()
+        for name, buffer in state.buffer_slots(self._sharded.model):
+            if name in self._tensors:
+                buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
@@ -312,12 +325,13 @@ class _Reader:
             ids = []
             for parameter in group:
                 holding = self._sharded.holdings[parameter]
-                found = self._entries(parameter, holding, keys, described["values"])
+                found = self._entries(parameter, holding, keys, described["values"], optimizer.state.get(parameter, {}))
                 if found:
                     entries[next_id] = found
                 ids.append(next_id)
                 next_id += 1
             saved_groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": ids})
+        self.folder.carry_out()
         optimizer.load_state_dict(optimizer_state.LocalState({"state": entries, "param_groups": saved_groups}))
 
     def load_other(self, scheduler: Any, loader: Any) -> Any:
@@ -331,12 +345,17 @@ class _Reader:
         self._random_states = described["random"]
         return described["extra"]
 
-    def _read(self, holding: Holding, tensors: Mapping[str, hub.Stored]) -> torch.Tensor:
+    def _read(self, holding: Holding, tensors: Mapping[str, hub.Stored], dtype: torch.dtype) -> torch.Tensor:
         """Return what this process holds of tensors, flat."""
-        parts = [tensors[piece.name].read(piece.start, piece.stop) for piece in holding.pieces]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=tensors[holding.names[0]].dtype)
+        local = torch.empty(sum(piece.numel for piece in holding.pieces), dtype=dtype)
+        self._plan_read(local, holding, tensors)
+        self.folder.carry_out()
+        return local
+
+    @staticmethod
+    def _plan_read(local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored]) -> None:
+        for piece in holding.pieces:
+            hub.plan_read(local[piece.offset : piece.offset + piece.numel], tensors[piece.name], piece.start)
 
     def _entries(
         self,
@@ -344,6 +363,7 @@ class _Reader:
         holding: Holding,
         keys: Mapping[str, list[str]],
         values: Mapping[str, Mapping[str, Any]],
+        present_state: Mapping[str, Any],
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         by_member = [[*keys.get(name, ()), *values.get(name, ())] for name in holding.names]
@@ -356,19 +376,34 @@ class _Reader:
                 present[name].shape == shape and shape for name, shape in holding.members if name in present
             ):
                 tensors = {n: hub.Plain(self.folder, f"{n}/{key}", slot) for n, slot in present.items()}
-                found[key] = self._sharded.place(parameter, self._read(holding, tensors))
+                found[key] = self._state(parameter, holding, tensors, present_state.get(key))
                 continue
-            alike = [self._whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
-            if any(optimizer_state.differ(alike[0], other) for other in alike):
+            alike = [self._plan_whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
+            if len(alike) > 1:
+                self.folder.carry_out()
+            if any(optimizer_state.differ(alike[0], other) for other in alike[1:]):
                 raise CheckpointError(optimizer_state.flattened_apart(holding, f"values of {key!r}"))
             found[key] = alike[0]
         return found
 
-    def _whole(self, name: str, slot: Slot) -> torch.Tensor:
-        return self.folder.read(name, slot).view(slot.shape)
+    def _state(self, parameter: nn.Parameter, holding: Holding, tensors: Mapping[str, hub.Stored], present: Any) -> Any:
+        """Return a state that lies like a parameter; in the memory of the present one where that can be filled."""
+        dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
+        memory = self._sharded.host_memory(parameter, present) if getattr(present, "dtype", None) == dtype else None
+        if memory is None:
+            return self._sharded.place(parameter, self._read(holding, tensors, dtype))
+        self._plan_read(memory, holding, tensors)
+        return present
+
+    def _plan_whole(self, name: str, slot: Slot) -> torch.Tensor:
+        whole = torch.empty(slot.shape, dtype=slot.dtype)
+        self.folder.plan_read(whole, name, slot)
+        return whole
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self._whole(name, slot) for name, slot in self.folder.state.items()}
+        found = {name: self._plan_whole(name, slot) for name, slot in self.folder.state.items()}
+        self.folder.carry_out()
+        return found
 
     def set_random_state(self) -> None:
         """Put this process's random states where they were. Comes last, as whatever is run moves XLA's seed."""

@@ -27,9 +27,13 @@ class Segment(NamedTuple):
     digest: str
 
 
+hasher = xxhash.xxh3_64
+"""What takes the checksum of bytes."""
+
+
 def digest(data: Any) -> str:
     """Return the checksum of bytes."""
-    return xxhash.xxh3_64(data).hexdigest()
+    return hasher(data).hexdigest()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -39,7 +43,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def render_manifest(content: Mapping[str, Any]) -> str:
     """Return the text of a manifest, which has a checksum of its own."""
-    return _sealed({"format": _FORMAT, "version": _VERSION, **content})
+    compact = json.dumps({"format": _FORMAT, "version": _VERSION, **content}, separators=(",", ":"))
+    return _seal(compact.encode()).decode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -50,9 +55,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        text = file.read_bytes().decode()
+        text = file.read_bytes()
         content = json.loads(text)["content"]
-        intact = text == _sealed(content)
+        intact = text == _seal(text[_SEAL_BYTES:-2])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -118,12 +123,12 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sealed(content: Any) -> str:
-    return _compact({"xxh3": digest(_compact(content).encode()), "content": content}) + "\n"
+def _seal(content: bytes) -> bytes:
+    return b'{"xxh3":"%s","content":%s}\n' % (digest(content).encode(), content)
 
 
-def _compact(content: Any) -> str:
-    return json.dumps(content, separators=(",", ":"))
+_SEAL_BYTES = len(_seal(b"")) - 2
+"""What lies before the content; two bytes follow it."""
 
 
 def aside(path: Path, token: str) -> Path:

@@ -77,6 +77,7 @@ def whole_optim_state_dict(
 
 def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
+    sharded.check_optimizer(optimizer)
     state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -134,6 +135,7 @@ def optim_state_dict_to_load(
                 }
         kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
         groups.append({**kept, "params": ids})
+    sharded.half_loaded.discard(optimizer)
     return LocalState({"state": found, "param_groups": groups})
 
 
@@ -146,6 +148,7 @@ def with_metadata(
     left out where the optimizer holds parameters of several models, or of none.
     """
     for sharded in models:
+        sharded.check_optimizer(optimizer)
         for parameter in sharded.holdings:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_laid_out_like(parameter, value):

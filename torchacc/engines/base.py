@@ -150,6 +150,8 @@ class ShardedModel(ABC):
         """Names of the unsharded model's state, in its order."""
         self.unusable: str | None = None
         """Why the model cannot run: its weights have not been loaded yet, or not as a whole."""
+        self.half_loaded: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers whose state has not been loaded as a whole."""
         self.has_scaler = False
         """Whether a `GradScaler` was made for the model."""
         self._accumulating = False
@@ -185,6 +187,18 @@ class ShardedModel(ABC):
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
         """Give a parameter new values; the arguments are those of `place()`."""
         parameter.copy_(self.place(parameter, local))
+
+    def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
+        """Return the host memory of what this process keeps of a tensor, to be written to.
+
+        Args:
+            parameter: One of `holdings`.
+            tensor: It, or anything else.
+
+        Returns:
+            A contiguous tensor of one dimension; None where the tensor does not lie like the parameter, or on a device.
+        """
+        return None
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -291,6 +305,18 @@ class ShardedModel(ABC):
         if self.unusable is not None:
             raise EngineError(f"the model cannot run, step or be saved: {self.unusable}")
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to go on with state that was not loaded as a whole.
+
+        Raises:
+            EngineError: It was not.
+        """
+        if optimizer in self.half_loaded:
+            raise EngineError(
+                f"this {type(optimizer).__name__} cannot step or be saved: loading a checkpoint has failed, and left "
+                "it with state of both; load another one with optimizer=, or make a new optimizer"
+            )
+
     def watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
         """Learn of the moment when gradients are cleared."""
         zero_grad = owner.zero_grad
@@ -315,9 +341,11 @@ class ShardedModel(ABC):
         """Make an optimizer of this model ready for its next step.
 
         Raises:
-            EngineError: The gradients are those of an accumulation window that was not completed.
+            EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
+                state were not loaded as a whole.
         """
         self.check_usable()
+        self.check_optimizer(optimizer)
         if self._window_is_open:
             raise EngineError(
                 "optimizer.step() after a backward inside of torchacc.accumulate(): the gradients are not reduced over "

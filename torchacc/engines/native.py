@@ -394,6 +394,16 @@ class NativeModel(ShardedModel):
         shard = _local(parameter)
         shard.copy_(local.view(shard.shape))
 
+    def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
+        """Return the local tensor of a DTensor, flat, where it is on the host."""
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(parameter, DTensor)
+        if not isinstance(tensor, DTensor) or tensor._spec != parameter._spec:
+            return None
+        shard = tensor.to_local().detach()
+        return shard.view(-1) if shard.device.type == "cpu" and shard.is_contiguous() else None
+
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(holding.shard_numel for holding in self.holdings.values())

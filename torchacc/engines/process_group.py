@@ -135,13 +135,24 @@ class ProcessGroup:
             result = act()
         except Exception as error:  # whatever it is, the others are to hear of it
             failure = error
-        texts = self.all_gather_objects(None if failure is None else _described(failure))
-        failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
-        if failed is None:
+        if not self._is_any(failure is not None):
             return result
+        texts = self.all_gather_objects(None if failure is None else _described(failure))
         if failure is None:
+            failed = next(rank for rank, text in enumerate(texts) if text is not None)
             raise CheckpointError(f"rank {failed}: {texts[failed]}")
         raise failure if isinstance(failure, _OURS) else CheckpointError(_described(failure)) from failure
+
+    def _is_any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any process, in a fraction of the time that objects take. Collective."""
+        if not self.job.launched:
+            return flag
+        self.start()
+        if "cpu:" not in str(dist.get_backend_config()):  # the user's group may have no backend for host tensors
+            return any(self.all_gather_objects(flag))
+        found = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.

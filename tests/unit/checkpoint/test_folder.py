@@ -77,6 +77,27 @@ def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
             assert torch.equal(run, TENSORS["a"].flatten()[start:stop])
 
 
+def test_planned_reads_fill_memory_in_one_go_and_are_verified_too(tmp_path):
+    write(tmp_path / "c", num_ranks=2)
+    whole, run, nothing = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64), torch.ones(0, 3)
+    with Folder(tmp_path / "c") as folder:
+        folder.plan_read(whole, "a", folder.model["a"])
+        folder.plan_read(nothing, "empty", folder.model["empty"])
+        folder.plan_read(run[2:4], "b", folder.model["b"], 3)
+        assert not whole.any()
+        assert not run.any()
+        folder.carry_out()
+        assert torch.equal(whole, TENSORS["a"])
+        assert run.tolist() == [0, 0, 3, 4, 0, 0, 0]
+        path, slot = tmp_path / "c" / "model.safetensors", folder.model["a"]
+        altered = bytearray(path.read_bytes())
+        altered[slot.offset + 1] ^= 1
+        path.write_bytes(altered)
+        folder.plan_read(whole, "a", slot)
+        with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
+            folder.carry_out()
+
+
 @pytest.mark.parametrize("fail", [0, 1])
 def test_a_rank_that_fails_fails_the_save_and_leaves_what_was_there(tmp_path, fail):
     write(tmp_path / "c")

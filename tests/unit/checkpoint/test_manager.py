@@ -101,6 +101,24 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path, at, async_s
     assert {**first.losses, **resumed.losses} == whole.losses
 
 
+def test_restoring_fills_the_memory_that_is_there(tmp_path):
+    run = Run(tmp_path)
+
+    def held():
+        states = [state[key] for state in run.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [tensor.to_local().detach() for tensor in (*run.model.parameters(), *states)]
+
+    with run.manager as manager:
+        run.train(until=3)
+        memory, values = held(), [tensor.clone() for tensor in held()]
+        manager.save(3)
+        run.train(until=5)
+        assert not any(torch.equal(tensor, value) for tensor, value in zip(held(), values, strict=True))
+        manager.restore()
+    assert [tensor.data_ptr() for tensor in held()] == [tensor.data_ptr() for tensor in memory]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(held(), values, strict=True))
+
+
 def test_nothing_to_restore(tmp_path):
     with (run := Run(tmp_path / "deep" / "run")).manager:
         assert run.restore() is None
