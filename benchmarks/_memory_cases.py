@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Workload:
-    """A GPT-2 and its batch."""
+    """A model and its batch."""
 
     layers: int
     width: int
@@ -15,6 +15,7 @@ class Workload:
     """Tokens of a sample."""
     batch: int
     """Samples of all devices together."""
+    family: str = "gpt2"
 
     def __str__(self) -> str:
         return f"{self.layers} x {self.width}, {self.batch} x {self.length} tokens"
@@ -67,6 +68,16 @@ AGAINST_FSDP_V2 = tuple(
 LONG_PLANS = tuple(
     case for name in ("NO_SHARD", "FULL_SHARD") for case in with_and_without(Case(name, 2, workload=LONG))
 )
+GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=256, batch=1)
+LLAMA_162M = replace(GPT2_124M, vocabulary=32000, family="llama")
+PLANNED = tuple(
+    Case(strategy, n, workload=replace(model, batch=n))
+    for model in (GPT2_124M, LLAMA_162M)
+    for n in (1, 2, 4, 8)
+    for strategy in ("FULL_SHARD", "NO_SHARD")
+)
+"""What `torchacc plan` is compared with XLA on: a sample on each device."""
+PLAN_TOLERANCE = 0.1
 SEARCH = Case("NO_SHARD", 8, workload=replace(SMALL_BATCH, layers=2))
 """Whose memory there is for the searches, on as many devices as they have."""
 SEARCHES = (

@@ -15,11 +15,12 @@ import torch
 from _hlo import training_program
 from _machine import OtherWork
 from _memory_cases import Case, Workload
-from _models import make_gpt2
+from _models import MAKERS
 from torch import nn
 from torch.utils.data import DataLoader
 
 import torchacc
+from torchacc.memory_plan import study
 
 STEPS = 2  # where the optimizer makes its state in the first, the second compiles anew
 
@@ -30,7 +31,8 @@ Step = Callable[[], torch.Tensor]
 def run(dump: Path) -> None:
     """Answer questions until stdin ends.
 
-    `{"case": {...}}` is answered with the buffers and the traffic of one device, the parameters and the last loss;
+    `{"case": {...}, "steps": s}` is answered with the buffers and the traffic of one device, the parameters and the
+    last loss; `{"plan": {...}}` with what `torchacc plan` says of the case;
     `{"time": [{...}, {...}], "rounds": r, "steps": s}` with what `take_turns()` returns.
 
     Args:
@@ -41,17 +43,19 @@ def run(dump: Path) -> None:
     for line in sys.stdin:
         question = json.loads(line)
         if "case" in question:
-            answer = measure(_case(question["case"]), dump)
+            answer = measure(_case(question["case"]), dump, question.get("steps", STEPS))
+        elif "plan" in question:
+            answer = plan(_case(question["plan"]))
         else:
             answer = take_turns([_case(given) for given in question["time"]], question["rounds"], question["steps"])
         answers.write(json.dumps(answer) + "\n")
 
 
-def measure(case: Case, dump: Path) -> dict[str, Any]:
-    """Train for two steps, and return what XLA planned for the last of them."""
+def measure(case: Case, dump: Path, steps: int) -> dict[str, Any]:
+    """Train for some steps, and return what XLA planned for the last of them."""
     _take_programs(dump)
     step, num_parameters = make(case)
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = step()
     value = loss.item()
     del step
@@ -63,6 +67,24 @@ def measure(case: Case, dump: Path) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "loss": value,
     }
+
+
+def plan(case: Case) -> dict[str, int]:
+    """Return what the memory plan says of a case, before it is run."""
+    size = case.workload
+    with torch.device("meta"):
+        model = make_model(size)
+        tokens = torch.zeros(size.batch // case.devices, size.length, dtype=torch.long)
+    config = torchacc.Config()
+    config.memory.gc = case.recompute
+    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2)
+    needed = step.on(case.devices, case.strategy, replicas=case.dp)
+    return {**asdict(needed), "total": needed.total}
+
+
+def make_model(size: Workload) -> Any:
+    """Return a workload's model."""
+    return MAKERS[size.family](size.layers, size.width, size.heads, size.vocabulary, size.length)
 
 
 def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
@@ -90,7 +112,7 @@ def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
 def make(case: Case) -> tuple[Step, int]:
     """Return what trains a case, and how many parameters it has."""
     size = case.workload
-    model = make_gpt2(size.layers, size.width, size.heads, size.vocabulary, size.length)
+    model = make_model(size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(case.workload.vocabulary, (case.workload.batch, case.workload.length), generator=generator)

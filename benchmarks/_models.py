@@ -1,9 +1,9 @@
-"""The model that the benchmarks train."""
+"""The models that the benchmarks train."""
 
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 def make_gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
@@ -23,3 +23,25 @@ def make_gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int)
         eos_token_id=None,
     )
     return GPT2LMHeadModel(config).train()
+
+
+def make_llama(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
+    """Return a Llama, always with the same values."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+MAKERS = {"gpt2": make_gpt2, "llama": make_llama}
+"""By family."""

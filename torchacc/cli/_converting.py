@@ -1,7 +1,6 @@
 """What the commands that convert checkpoints have in common."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,10 @@ from tqdm import tqdm
 
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.copying import Plan, carry_out
+from torchacc.cli._options import positive, size
 from torchacc.errors import CheckpointError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a consolidated model: one .pth file, or a folder that from_pretrained() opens (default: pth)",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="split safetensors into files of this size, such as 5GB"
+        "--max-shard-size", type=size, metavar="SIZE", help="split safetensors into files of this size, such as 5GB"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="cast the floating tensors of a consolidated model")
     parser.add_argument(
@@ -36,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where config.json and the tokenizer are copied from (default: where the rank files are)",
     )
-    parser.add_argument("--workers", type=_positive, help="threads that copy (default: one for each core, up to 8)")
+    parser.add_argument("--workers", type=positive, help="threads that copy (default: one for each core, up to 8)")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -82,17 +80,3 @@ def _carry_out(plan: Plan, args: argparse.Namespace) -> None:
                 bar.update(count)
 
         carry_out(plan, workers=args.workers, verify=args.verify, progress=progress)
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    size = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a number and a unit, such as 5GB or 500MiB")
-    return size
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)

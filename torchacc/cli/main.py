@@ -9,6 +9,7 @@ from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",
+    "plan": "print what each device of a training needs in bytes, before there is any",
     "launch": "start the processes of a job, watch over them and end them together",
 }
 """Subcommand -> what it does. Its module, of the same name, has `add_options(parser)` and `run(args)`."""

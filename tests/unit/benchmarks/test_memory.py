@@ -1,7 +1,7 @@
 """The pure half of the memory benchmark, and the plans of a model that is small enough to compile here."""
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +157,37 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
     assert "all-gather" not in traffic[0]
     assert traffic[1]["all-gather"]["size"] < traffic[2]["all-gather"]["size"]
     assert len({round(plan["loss"], 5) for plan in plans.values()}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
+    from _memory_cases import PLAN_TOLERANCE, Case, Workload
+    from memory import Worker
+
+    gpt2 = Workload(layers=2, width=64, heads=2, vocabulary=512, length=128, batch=1)
+    llama = replace(gpt2, family="llama")
+    off_by = {}
+    for devices, strategies in ((1, ["NO_SHARD"] * 2), (2, ["FULL_SHARD", "NO_SHARD"]), (4, ["FULL_SHARD"] * 2)):
+        with Worker() as worker:
+            for model, strategy in zip((gpt2, llama), strategies, strict=True):
+                case = Case(strategy, devices, workload=replace(model, batch=devices))
+                planned = worker.ask(plan=asdict(case))
+                buffers = worker.ask(case=asdict(case), steps=1)["buffers"]
+                assert planned["parameters"] + planned["optimizer"] == pytest.approx(buffers["updated"], rel=1e-3)
+                off_by[case.workload.family, case.name] = planned["total"] / buffers["total"] - 1
+    assert len(off_by) == 6
+    assert {key: part for key, part in off_by.items() if abs(part) > PLAN_TOLERANCE} == {}
+
+
+def test_a_plan_that_is_off_is_told():
+    from _memory_cases import PLANNED
+    from memory import Compared, make_planner_report
+
+    report = make_planner_report({PLANNED[0]: Compared(110, 100), PLANNED[1]: Compared(95, 100)})
+    assert "| gpt2 " in report
+    assert "+10.0 %" in report
+    assert report.endswith("10.0%, HELD\n")
+    assert "MISSED" in make_planner_report({PLANNED[0]: Compared(89, 100)})

@@ -1,0 +1,107 @@
+"""`torchacc plan`, on files of a model's options."""
+
+import json
+
+import pytest
+
+from torchacc.cli.main import main
+
+pytest.importorskip("transformers.models.gpt2.modeling_gpt2")  # loads torch_xla, which sets variables
+
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+TINY |= {"bos_token_id": None, "eos_token_id": None}
+TRAINING = """
+training_stages:
+  one:
+    model_config: model_config_tiny
+    data: {block_size: 8, vocab_size: 300}
+    optimizer: {name: sgd, lr: 0.1}
+    training: {batch_size: 3}
+    distributed: {fsdp: {activation_checkpointing: true}}
+model_config_tiny: {model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, n_positions: 16}
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def plan(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments):
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_each_strategy_has_a_row(model, capsys):
+    assert main(["plan", "--model", model, "--devices", "4", "--memory", "1GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("28,032 parameters in 3 units, AdamW, float32")
+    assert lines[1] == "1 x 16 tokens on each of 4 devices, engine xla"
+    assert [line.split()[0] for line in lines[4:8]] == ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    assert lines[3].split() == [
+        "strategy", "parameters", "optimizer", "gradients", "gathered", "activations", "total", "fits",
+    ]  # fmt: skip
+    assert lines[4].endswith("from 1 device")
+    assert lines[5].endswith("from 4 devices")
+
+
+def test_bytes_add_up(model, capsys):
+    found = plan(capsys, "--model", model, "--devices", "2", "--strategy", "FULL_SHARD", "--memory", "64KiB")
+    assert found["num_parameters"] == 28032
+    [needed] = found["strategies"].values()
+    assert needed["parameters"] == 28032 * 4 / 2
+    assert needed.pop("fewest_devices") is None or needed["total"] <= 64 << 10
+    assert needed.pop("total") == sum(needed.values())
+
+
+def test_batch_length_and_vocabulary_are_chosen(model, capsys):
+    small, large = (
+        plan(capsys, "--model", model, "--strategy", "NO_SHARD", *more)
+        for more in ((), ("--batch", "4", "--seq", "8", "--vocab", "128"))
+    )
+    assert large["num_parameters"] - small["num_parameters"] == 64 * 32
+    assert (small["batch"], small["seq"], large["batch"], large["seq"]) == (1, 16, 4, 8)
+
+
+def test_a_training_file_says_it_all(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(TRAINING)
+    found = plan(capsys, "--config", str(path), "--devices", "2", "--strategy", "FULL_SHARD")
+    assert (found["model"], found["batch"], found["seq"]) == ("model_config_tiny", 3, 8)
+    assert found["num_parameters"] == 28032 + (300 - 64) * 32
+    assert found["strategies"]["FULL_SHARD"]["optimizer"] == 0
+
+
+def test_a_checkpoint_is_planned_by_its_folder(tmp_path, capsys):
+    from transformers import BertConfig
+
+    BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50,
+        max_position_embeddings=16, architectures=["BertForMaskedLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    found = plan(capsys, "--model", str(tmp_path), "--engine", "native", "--strategy", "NO_SHARD")
+    assert found["strategies"]["NO_SHARD"]["parameters"] == 4 * found["num_parameters"]
+
+
+def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
+    assert "there is no such model" in refused(capsys, "--model", str(tmp_path / "nothing"))
+    assert "has no model_type" in refused(capsys, "--model", str(write(tmp_path, "a.yaml", "n_layer: 2")))
+    assert "is a training file: write --config" in refused(capsys, "--model", str(write(tmp_path, "b.yaml", TRAINING)))
+    assert "16 positions" in refused(capsys, "--model", model, "--seq", "17")
+    assert "either --model, or --config" in refused(capsys)
+    assert "name it with --config" in refused(capsys, "--model", model, "--stage", "one")
+    assert "did you mean 'adamw'?" in refused(capsys, "--model", model, "--optimizer", "adamww")
+    assert "HYBRID_SHARD" in refused(capsys, "--model", model, "--devices", "2", "--strategy", "HYBRID_SHARD")
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path

@@ -1,0 +1,167 @@
+"""The memory plan's arithmetic, on models that are small enough to count by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.memory_plan import count_states, find_optimizer, study
+
+WIDTH = 64
+ROWS = 32
+MANY = 4096
+"""So many that activations are what counts."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.mse_loss(x, labels)}
+
+
+class Asking(Net):
+    def forward(self, x, labels):
+        return super().forward(x if x.sum().item() > 0 else -x, labels)
+
+
+class Silent(Net):
+    def forward(self, x, labels):
+        return {"x": x}
+
+
+def plan(kind=Net, config=None, num_states=2, engine="xla", rows=ROWS, **options):
+    with torch.device("meta"):
+        model = kind(**options).train()
+        batch = {"x": torch.zeros(rows, WIDTH), "labels": torch.zeros(rows, WIDTH)}
+    return study(model, batch, config or Config(), num_states=num_states, engine=engine)
+
+
+PARAMETER_BYTES = 3 * 2 * 4 * WIDTH * WIDTH * 4
+HIDDEN_BYTES = MANY * WIDTH * 4
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_parameters_and_state_are_split_evenly(strategy, num_devices):
+    needed = plan().on(num_devices, strategy)
+    assert needed.parameters == PARAMETER_BYTES / num_devices
+    assert needed.optimizer == 2 * PARAMETER_BYTES / num_devices
+
+
+def test_replicas_hold_them_whole_and_hybrid_in_groups():
+    step = plan()
+    assert step.on(8, "NO_SHARD").parameters == PARAMETER_BYTES
+    assert step.on(8, "HYBRID_SHARD", replicas=2).parameters == PARAMETER_BYTES / 4
+
+
+def test_what_does_not_divide_stays_whole():
+    assert plan().on(3, "FULL_SHARD").parameters == PARAMETER_BYTES
+
+
+def test_strategies_need_less_the_more_they_shard():
+    step = plan(rows=1)
+    full, kept, whole = (step.on(4, name).total for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    assert full < kept < whole
+    assert step.on(4, "SHARD_GRAD_OP").gathered > step.on(4, "FULL_SHARD").gathered
+
+
+def test_activations_are_what_backward_needs_of_each_layer():
+    """A layer keeps what `up` reads, and what `tanh` makes, which `down` reads as well."""
+    three, four = (plan(layers=layers, rows=MANY).on(1, "NO_SHARD").activations for layers in (3, 4))
+    assert four - three == (1 + 4) * HIDDEN_BYTES
+
+
+def test_run_eagerly_a_layer_keeps_as_much():
+    steps = [plan(layers=layers, engine="native", num_states=0, rows=MANY) for layers in (3, 4)]
+    three, four = (step.on(1, "NO_SHARD").activations for step in steps)
+    assert four - three == 5 * HIDDEN_BYTES
+
+
+def test_recompute_keeps_only_what_goes_into_a_layer():
+    config = Config()
+    config.memory.gc = True
+    steps = [plan(layers=layers, config=config, rows=MANY) for layers in (6, 7)]
+    six, seven = (step.on(1, "NO_SHARD").activations for step in steps)
+    assert seven - six == HIDDEN_BYTES
+
+
+def test_products_in_bfloat16_keep_half():
+    config = Config()
+    config.compute.bf16 = True
+    for engine in ("xla", "native"):
+        half, whole = (plan(config=each, engine=engine, rows=MANY) for each in (config, Config()))
+        assert half.on(1, "NO_SHARD").activations < 0.8 * whole.on(1, "NO_SHARD").activations
+        assert half.on(1, "NO_SHARD").parameters == PARAMETER_BYTES
+
+
+def test_the_native_engine_holds_gradients_until_the_step():
+    step = plan(engine="native", rows=1)
+    assert step.on(4, "FULL_SHARD").gradients >= PARAMETER_BYTES / 4
+    assert step.on(1, "NO_SHARD").total >= 4 * PARAMETER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"), [("adamw", {}, 2), ("SGD", {}, 0), ("sgd", {"momentum": 0.9}, 1)]
+)
+def test_an_optimizer_tells_what_it_keeps(name, options, expected):
+    assert count_states(find_optimizer(name), {"lr": 1e-3, **options}) == expected
+    assert plan(num_states=expected).on(2, "FULL_SHARD").optimizer == expected * PARAMETER_BYTES / 2
+
+
+def test_the_fewest_devices_are_found():
+    step = plan(layers=8, rows=1)
+    memory = step.on(32, "FULL_SHARD").total
+    assert step.smallest(memory, "FULL_SHARD") == 32
+    assert step.smallest(step.on(1, "FULL_SHARD").total, "FULL_SHARD") == 1
+    assert step.smallest(step.on(8, "HYBRID_SHARD", replicas=2).total, "HYBRID_SHARD", replicas=2) == 8
+    assert step.smallest(step.on(1, "NO_SHARD").parameters, "NO_SHARD") is None
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ConfigError, match=r"Asking cannot be planned, .* the meta device"):
+        plan(Asking)
+    with pytest.raises(ConfigError, match="Silent returns no loss"):
+        plan(Silent)
+    offloaded = Config()
+    offloaded.dist.fsdp.cpu_offload = True
+    with pytest.raises(ConfigError, match=r"config.dist.fsdp.cpu_offload = True is not in the memory plan"):
+        plan(config=offloaded)
+    split = Config()
+    split.dist.tp.size = 2
+    with pytest.raises(ConfigError, match=r"config.dist.tp.size = 2 is not in the memory plan"):
+        plan(config=split)
+
+
+def test_devices_that_a_strategy_cannot_have_are_refused():
+    with pytest.raises(ConfigError, match="HYBRID_SHARD"):
+        plan().on(2, "HYBRID_SHARD", replicas=2)
+    with pytest.raises(ConfigError, match="8 devices cannot hold 3 replicas"):
+        plan().on(8, "FULL_SHARD", replicas=3)
+
+
+def test_optimizers_that_cannot_be_planned_are_refused():
+    with pytest.raises(ConfigError, match=r"'adamww' is no class of torch.optim; .*'adamw'"):
+        find_optimizer("adamww")
+    with pytest.raises(ConfigError, match="LBFGS cannot be planned"):
+        count_states(find_optimizer("lbfgs"), {"lr": 1.0})
+    with pytest.raises(ConfigError, match="AdamW cannot be planned: .*momentum"):
+        count_states(find_optimizer("adamw"), {"momentum": 0.9})

@@ -1,0 +1,166 @@
+"""What `torchacc plan` plans: a model on the meta device, and how it is trained."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.memory_plan import count_states, find_optimizer
+
+_DEFAULT_LENGTH = 1024
+_WITH_A_LOSS = ("HeadModel", "LM", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification")
+_AUTOMATIC = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, and how it is trained on each device."""
+
+    name: str
+    """Of the model."""
+    model: nn.Module
+    """On the meta device."""
+    batch: int
+    """Samples on each device."""
+    length: int
+    """Tokens of a sample."""
+    config: Config
+    """Precision, units and recompute."""
+    optimizer: str
+    num_states: int
+    """Tensors in a parameter's shape that the optimizer keeps for it."""
+
+    def make_batch(self) -> dict[str, torch.Tensor]:
+        """Return a batch without values, with labels."""
+        tokens = torch.zeros(self.batch, self.length, dtype=torch.long, device="meta")
+        labels = tokens[:, 0] if type(self.model).__name__.endswith("ForSequenceClassification") else tokens
+        return {"input_ids": tokens, "labels": labels}
+
+
+def read(args: argparse.Namespace) -> Training:
+    """Return what the options of `torchacc plan` describe.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be trained so.
+    """
+    if (args.model is None) == (args.config is None):
+        raise ConfigError("name what is planned: either --model, or --config with a training file")
+    if args.config is None and (args.stage or args.model_config):
+        raise ConfigError("--stage and --model-config choose from a training file: name it with --config")
+    return _from_options(args) if args.config is None else _from_file(args)
+
+
+def _from_options(args: argparse.Namespace) -> Training:
+    config = _model_config(args.model, {"vocab_size": args.vocab})
+    options: Mapping[str, Any] = {"lr": 1e-3}
+    return _training(args, args.model, config, Config(), args.batch or 1, args.seq, args.optimizer or "adamw", options)
+
+
+def _from_file(args: argparse.Namespace) -> Training:
+    from torchacc.train.file import TrainFile
+
+    file = TrainFile.read(args.config)
+    _, stage = file.stage(args.stage)
+    chosen = args.model_config or stage.model or next(iter(file.models), "")
+    name, section = file.model(chosen)
+    of_text = stage.data.vocab_size if stage.data.tokenizer is None else None
+    vocabulary = args.vocab or (None if "vocab_size" in section else of_text)
+    source = section.get("pretrained", section)
+    config = Config.from_dict(dict(stage.torchacc))
+    config.memory.gc = config.memory.gc or stage.distributed.fsdp.activation_checkpointing
+    options = {"lr": 1e-3} if args.optimizer else stage.optimizer.options
+    return _training(
+        args,
+        name,
+        _model_config(source, {"vocab_size": vocabulary}),
+        config,
+        args.batch or stage.training.batch_size,
+        args.seq or stage.data.block_size,
+        args.optimizer or stage.optimizer.name,
+        options,
+    )
+
+
+def _training(
+    args: argparse.Namespace,
+    name: str,
+    model_config: Any,
+    config: Config,
+    batch: int,
+    length: int | None,
+    optimizer: str,
+    options: Mapping[str, Any],
+) -> Training:
+    config.compute.bf16 = config.compute.bf16 or args.bf16
+    config.memory.gc = config.memory.gc or args.gc
+    kind = find_optimizer(optimizer)
+    return Training(
+        name=name,
+        model=_build(model_config),
+        batch=batch,
+        length=_length(model_config, length),
+        config=config,
+        optimizer=kind.__name__,
+        num_states=count_states(kind, options),
+    )
+
+
+def _length(config: Any, asked: int | None) -> int:
+    most = getattr(config, "max_position_embeddings", None) or asked or _DEFAULT_LENGTH
+    if asked is not None and asked > most:
+        raise ConfigError(f"--seq {asked}: the model has {most} positions (max_position_embeddings); ask for no more")
+    return asked or min(_DEFAULT_LENGTH, most)
+
+
+def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model: from its options, a file of them, a checkpoint, or the hub."""
+    from transformers import AutoConfig
+
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if isinstance(source, str) and Path(source).is_file():
+        source = _read_options(Path(source))
+    try:
+        if isinstance(source, Mapping):
+            return AutoConfig.for_model(**{**source, "use_cache": False, **changes})
+        return AutoConfig.from_pretrained(source, use_cache=False, **changes)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"--model {source}: there is no such model. It is a checkpoint's folder, a file of the options of its "
+            f"configuration with model_type, or a name on the Hugging Face hub. {reason}"
+        ) from error
+
+
+def _read_options(path: Path) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--model {path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
+    if isinstance(options, dict) and "training_stages" in options:
+        raise ConfigError(f"--model {path} is a training file: write --config {path}, and --model-config for its model")
+    if not isinstance(options, dict) or "model_type" not in options:
+        raise ConfigError(f"--model {path} has no model_type, such as `model_type: gpt2`, beside the model's options")
+    return options
+
+
+def _build(config: Any) -> nn.Module:
+    """Build a model with a loss on the meta device: the class that the configuration names, else a language model."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    names = [name for name in getattr(config, "architectures", None) or () if name.endswith(_WITH_A_LOSS)]
+    named = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    automatic = [getattr(transformers, name) for name in _AUTOMATIC]
+    known = [kind for kind in automatic if type(config) in kind._model_mapping]
+    if not named and not known:
+        raise ConfigError(f"transformers has no language model of model_type {config.model_type!r}: name another")
+    with torch.device("meta"):
+        model: nn.Module = named[0](config) if named else known[0].from_config(config)
+    return model.train()

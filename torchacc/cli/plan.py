@@ -1,0 +1,131 @@
+"""Print what each device of a training needs, by sharding strategy: `torchacc plan --model gpt2 --devices 8`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from torchacc.cli import _planned
+from torchacc.cli._options import positive, size
+from torchacc.memory_plan import ENGINES, DeviceBytes, Step, study
+from torchacc.topology import STRATEGIES
+
+EXAMPLES = (
+    "torchacc plan --model gpt2 --devices 8",
+    "torchacc plan --model config.json --devices 8 --batch 4 --seq 2048 --bf16 --gc --memory 80GiB",
+    "torchacc plan --config examples/config.yaml --model-config model_config_1.7B --devices 8",
+)
+_PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument_group("the training").add_argument
+    add("--model", metavar="MODEL", help="a checkpoint's folder, a config.json or .yaml, or a hub name")
+    add("--config", type=Path, metavar="FILE", help="a training file, which says the rest as well")
+    add("--stage", metavar="NAME", help="of the training file (default: its first)")
+    add("--model-config", metavar="NAME", help="of the training file (default: the stage's)")
+    add("--batch", type=positive, metavar="N", help="samples on each device (default: 1)")
+    add("--seq", type=positive, metavar="N", help="tokens of a sample (default: 1024, or what the model can)")
+    add("--vocab", type=positive, metavar="N", help="tokens of the vocabulary (default: the model's)")
+    add("--optimizer", metavar="NAME", help="a class of torch.optim (default: adamw)")
+    add("--bf16", action="store_true", help="compute in bfloat16; parameters stay in float32")
+    add("--gc", action="store_true", help="compute activations again in backward")
+    add = parser.add_argument_group("the devices").add_argument
+    add("--devices", type=positive, default=1, metavar="N", help="all of them together (default: 1)")
+    add("--dp", type=positive, metavar="N", help="copies of the model (default: 1; with HYBRID_SHARD 2)")
+    choices = ", ".join(STRATEGIES)
+    add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
+    add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
+    add("--engine", choices=ENGINES, default="xla", help="whose memory is planned (default: xla)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, and return the exit status."""
+    training = _planned.read(args)
+    step = study(
+        training.model, training.make_batch(), training.config, num_states=training.num_states, engine=args.engine
+    )
+    found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args)}
+    fewest = {}
+    if args.memory is not None:
+        fewest = {name: step.smallest(args.memory, name, replicas=_replicas(args, name)) for name in found}
+    describe = _as_json if args.json else _as_text
+    sys.stdout.write(describe(args, training, step, found, fewest) + "\n")
+    return 0
+
+
+def _strategies(args: argparse.Namespace) -> list[str]:
+    """Return the strategies that are asked for, else those that the devices allow."""
+    if args.strategy:
+        return list(args.strategy)
+    copies = _replicas(args, "HYBRID_SHARD")
+    is_hybrid = args.devices % copies == 0 and args.devices // copies > 1 and copies > 1
+    return [name for name in STRATEGIES if name != "HYBRID_SHARD" or is_hybrid]
+
+
+def _replicas(args: argparse.Namespace, strategy: str) -> int:
+    return int(args.dp or (2 if strategy == "HYBRID_SHARD" else 1))
+
+
+def _as_text(
+    args: argparse.Namespace,
+    training: _planned.Training,
+    step: Step,
+    found: Mapping[str, DeviceBytes],
+    fewest: Mapping[str, int | None],
+) -> str:
+    plan = step.plan
+    precision = f"{plan.compute_dtype}{', activations computed again' if plan.recomputed else ''}"
+    title = f"{training.name}: {plan.numel:,} parameters in {len(plan.units)} units, {training.optimizer}, {precision}"
+    each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
+    lines = [title, f"{training.batch} x {training.length} tokens on {each}, engine {args.engine}", ""]
+    head = ["strategy", *_PARTS, "total"] + (["fits"] if fewest else [])
+    rows = [head]
+    for name, needed in found.items():
+        row = [name, *(in_words(getattr(needed, part)) for part in _PARTS), in_words(needed.total)]
+        rows.append(row + ([_fits(fewest[name])] if fewest else []))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    if fewest:
+        lines += ["", f"fits: the fewest devices with {in_words(args.memory)} each"]
+    return "\n".join(lines)
+
+
+def _fits(num_devices: int | None) -> str:
+    if num_devices is None:
+        return "on no number"
+    return f"from {num_devices} device{'s' * (num_devices > 1)}"
+
+
+def _as_json(
+    args: argparse.Namespace,
+    training: _planned.Training,
+    step: Step,
+    found: Mapping[str, DeviceBytes],
+    fewest: Mapping[str, int | None],
+) -> str:
+    strategies = {
+        name: {**asdict(needed), "total": needed.total, **({"fewest_devices": fewest[name]} if fewest else {})}
+        for name, needed in found.items()
+    }
+    described = {
+        "model": training.name,
+        "num_parameters": step.plan.numel,
+        "devices": args.devices,
+        "batch": training.batch,
+        "seq": training.length,
+        "engine": args.engine,
+        "strategies": strategies,
+    }
+    return json.dumps(described, indent=2)
+
+
+def in_words(nbytes: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,6 @@
+"""What a training step needs in bytes on each device, before there is any device."""
+
+from torchacc.memory_plan.step import ENGINES, Step, count_states, find_optimizer, study
+from torchacc.memory_plan.strategies import DeviceBytes
+
+__all__ = ["ENGINES", "DeviceBytes", "Step", "count_states", "find_optimizer", "study"]

@@ -1,0 +1,218 @@
+"""From when to when each buffer of a training step is alive, once operations are fused as XLA fuses them.
+
+What is worth no memory of its own is computed where it is read: a chain of pointwise operations becomes part of the
+operations that read it. This is a model of XLA's rules, not a copy of its code:
+
+- Matrix products, convolutions, lookups and sums over a dimension have a result in memory, and matrix products and
+  lookups also need what they read there.
+- A pointwise result that several operations read gets memory where computing it again is expensive (`exp`, `tanh` …),
+  or where it would keep more alive than it takes itself.
+- A result that is read much later than it could be computed is computed late, where that keeps less alive.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchacc.memory_plan.trace import Operation, Trace
+
+_SHAPING = {
+    "alias_copy", "arange", "cat", "clone", "constant_pad_nd", "copy", "copy_", "empty_like", "expand_copy", "fill",
+    "fill_", "flip", "full", "full_like", "new_empty_strided", "new_zeros", "ones", "ones_like", "repeat",
+    "rand_like", "roll", "scalar_tensor", "select_backward", "slice_backward", "stack", "tril", "triu", "zeros",
+    "zeros_like", "_to_copy", "_unsafe_view", "native_layer_norm", "native_layer_norm_backward",
+    "native_dropout_backward", "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward",
+    "native_group_norm", "native_group_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
+    "split_with_sizes_copy",
+}  # fmt: skip
+"""Operations beside the pointwise ones that XLA computes where their result is read."""
+_EXPENSIVE = {
+    "exp", "log", "tanh", "sigmoid", "silu", "gelu", "erf", "sin", "cos", "pow", "sqrt", "rsqrt", "tanh_backward",
+    "gelu_backward", "native_dropout",
+}  # fmt: skip
+_OPERANDS_IN_MEMORY = {
+    "mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "embedding_dense_backward",
+}  # fmt: skip
+"""Operations that read tensors in memory, whole and one after another, and not what is still to be computed."""
+_MASKED = {"_safe_softmax"}
+"""Operations after which XLA makes rows of zeros, which are products' operands; backward reads what was before."""
+_LOSS_INPUTS = {"_log_softmax"}
+"""Operations that the loss is computed from, last of all."""
+_SMALL_BYTES = 1 << 10
+"""Below this a buffer is not worth a thought."""
+
+
+@dataclass
+class Buffer:
+    """Memory that one value takes for a while."""
+
+    nbytes: int
+    birth: int
+    """The operation that makes it."""
+    death: int
+    """The last one that reads it."""
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """What is alive during a step, apart from parameters and optimizer state; times are numbers of operations."""
+
+    num_operations: int
+    num_forward: int
+    buffers: tuple[Buffer, ...]
+    uses: Mapping[str, tuple[int, ...]]
+    """When each parameter is read."""
+    gradients: Mapping[str, int]
+    """When the gradient of each trained parameter is complete."""
+
+
+def fused_lifetimes(trace: Trace) -> Lifetimes:
+    """Decide which values of a step get memory under XLA, and for how long."""
+    return _Fusion(trace).run()
+
+
+def eager_lifetimes(trace: Trace) -> Lifetimes:
+    """Return how long values live where each operation is a kernel of its own: until the last one that reads them."""
+    last: dict[int, int] = {}
+    uses: dict[str, list[int]] = {}
+    born: dict[int, int] = {}
+    for time, operation in enumerate(trace.operations):
+        born.update(dict.fromkeys(operation.makes, time))
+        for read in operation.reads:
+            last[read.value] = time
+            parameter = trace.values[read.value].parameter
+            if parameter is not None:
+                uses.setdefault(parameter, []).append(time)
+    buffers = tuple(Buffer(trace.values[value].nbytes, birth, last.get(value, birth)) for value, birth in born.items())
+    gradients = {name: born.get(value, len(trace.operations) - 1) for name, value in trace.gradients.items()}
+    return Lifetimes(
+        len(trace.operations), trace.num_forward, buffers, {k: tuple(v) for k, v in uses.items()}, gradients
+    )
+
+
+class _Fusion:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._sources: dict[int, tuple[int, ...]] = {}
+        """For each value the buffers that are read where it is: its own, or those that it is computed from."""
+        self._buffers: dict[int, Buffer] = {}
+        self._reads: dict[int, list[int]] = {}
+        """When each buffer is read."""
+        self._inputs_of: dict[int, tuple[int, ...]] = {}
+        """The buffers that a buffer is computed from."""
+        self._cheaper: dict[int, tuple[int, ...]] = {}
+        """What others than matrix products read of a value that is in memory for these only."""
+        self._copies: dict[tuple[int, int, int], int] = {}
+        self._num_extra = 0
+        self._uses: dict[str, list[int]] = {}
+        self._users: dict[int, list[int]] = {}
+        for time, operation in enumerate(trace.operations):
+            for read in operation.reads:
+                self._users.setdefault(read.value, []).append(time)
+
+    def run(self) -> Lifetimes:
+        for time, operation in enumerate(self._trace.operations):
+            self._place(time, operation)
+        times = {name: self._complete(value) for name, value in self._trace.gradients.items()}
+        self._delay()
+        for key, buffer in self._buffers.items():
+            buffer.death = max([buffer.birth, *self._reads.get(key, ())])
+        uses = {name: tuple(sorted(set(found))) for name, found in self._uses.items()}
+        kept = tuple(buffer for buffer in self._buffers.values() if buffer.nbytes >= _SMALL_BYTES)
+        return Lifetimes(len(self._trace.operations), self._trace.num_forward, kept, uses, times)
+
+    def _place(self, time: int, operation: Operation) -> None:
+        name = operation.name.split(".")[1]
+        fused = (operation.is_pointwise or name in _SHAPING) and bool(operation.makes)
+        operands = [self._operand(time, name, read.value, read.nbytes, read.offset) for read in operation.reads]
+        sources = tuple(dict.fromkeys(source for found in operands for source in found))
+        if name in _MASKED:  # rows without any weight are made zero after it, where it is multiplied
+            self._masked(time, operation.makes[0], sources)
+            return
+        for value in operation.makes:
+            nbytes = self._trace.values[value].nbytes
+            if fused and not self._needs_memory(name, value, nbytes, sources):
+                self._sources[value] = sources
+            else:
+                self._make(value, nbytes, time, sources)
+        if not fused or any(value in self._buffers for value in operation.makes):
+            self._read(time, sources)
+        if name in _LOSS_INPUTS:  # the loss itself is computed when all else is done
+            self._read(len(self._trace.operations) - 1, sources)
+
+    def _operand(self, time: int, name: str, value: int, nbytes: int, offset: int) -> tuple[int, ...]:
+        """Return the buffers that are read for one operand."""
+        known = self._trace.values[value]
+        if known.parameter is not None:
+            self._uses.setdefault(known.parameter, []).append(time)
+            return ()
+        if known.is_input:
+            return ()
+        sources = self._sources[value]
+        if name not in _OPERANDS_IN_MEMORY:
+            return self._cheaper.get(value, sources)
+        if nbytes >= known.nbytes:
+            return sources
+        key = (value, nbytes, offset)  # XLA has no views: a part is copied
+        if key not in self._copies:
+            self._copies[key] = self._extra()
+            self._make(self._copies[key], nbytes, time, sources)
+            self._read(time, sources)
+        return (self._copies[key],)
+
+    def _needs_memory(self, name: str, value: int, nbytes: int, sources: tuple[int, ...]) -> bool:
+        users = self._users.get(value, [])
+        operations = [self._trace.operations[time] for time in users]
+        whole = [
+            operation
+            for operation in operations
+            if operation.name.split(".")[1] in _OPERANDS_IN_MEMORY
+            and any(read.value == value and read.nbytes >= nbytes for read in operation.reads)
+        ]
+        is_cheap = name not in _EXPENSIVE and sum(self._buffers[source].nbytes for source in sources) <= nbytes
+        if whole and is_cheap:
+            self._cheaper[value] = sources
+        return bool(whole) or (len(users) > 1 and not is_cheap)
+
+    def _masked(self, time: int, value: int, sources: tuple[int, ...]) -> None:
+        nbytes, key = self._trace.values[value].nbytes, self._extra()
+        self._make(key, nbytes, time, sources)
+        self._read(time, sources)
+        self._make(value, nbytes, time, (key,))
+        self._read(time, (key,))
+        self._cheaper[value] = (key,)
+
+    def _extra(self) -> int:
+        self._num_extra += 1
+        return len(self._trace.values) + self._num_extra
+
+    def _make(self, key: int, nbytes: int, time: int, sources: tuple[int, ...]) -> None:
+        self._sources[key] = (key,)
+        self._buffers[key] = Buffer(nbytes, time, time)
+        self._inputs_of[key] = sources
+
+    def _read(self, time: int, sources: tuple[int, ...]) -> None:
+        for source in sources:
+            self._reads.setdefault(source, []).append(time)
+
+    def _complete(self, value: int) -> int:
+        """Note that the optimizer reads a gradient as soon as all of it is there, and return when that is."""
+        sources = self._sources.get(value, ())
+        time = max((self._buffers[source].birth for source in sources), default=len(self._trace.operations) - 1)
+        self._read(time, sources)
+        return time
+
+    def _delay(self) -> None:
+        """Make each buffer just before its first reader where its inputs, kept until then, take less."""
+        for reads in self._reads.values():
+            reads.sort()
+        for key in reversed(self._buffers):
+            buffer, reads = self._buffers[key], self._reads.get(key, [])
+            first = reads[bisect_left(reads, buffer.birth)] if reads else buffer.birth
+            if first <= buffer.birth + 1:
+                continue
+            kept = [source for source in self._inputs_of[key] if max(self._reads[source]) < first]
+            if sum(self._buffers[source].nbytes for source in kept) < buffer.nbytes:
+                buffer.birth = first
+                for source in self._inputs_of[key]:
+                    self._reads[source].append(first)

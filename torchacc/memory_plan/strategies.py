@@ -1,0 +1,162 @@
+"""Bytes of each device for a training step, by sharding strategy: arithmetic on a plan and on what is alive when."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torchacc.memory_plan.lifetimes import Lifetimes
+from torchacc.plan import PlannedParameter, WrapPlan
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What one device holds when a step needs the most, in bytes."""
+
+    parameters: int
+    """Parameters at rest."""
+    optimizer: int
+    """Optimizer state at rest."""
+    gathered: int
+    """Whole weights that were gathered, and copies of weights."""
+    gradients: int
+    """Gradients, and what they are summed into over the devices."""
+    activations: int
+    """All else: what forward keeps for backward, the batch, and the model's buffers."""
+
+    @property
+    def total(self) -> int:
+        """The sum of it all."""
+        return self.parameters + self.optimizer + self.gathered + self.gradients + self.activations
+
+
+@dataclass(frozen=True)
+class _Interval:
+    kind: str
+    nbytes: int
+    start: int
+    stop: int
+
+
+def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+    """Return what XLA plans for a device: one program holds the whole step."""
+    master, compute = _DTYPE_BYTES[plan.master_dtype], _DTYPE_BYTES[plan.compute_dtype]
+    at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
+    trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
+    for unit in plan.units:
+        again = plan.gathers_again_in(unit)
+        for parameter in unit.parameters:
+            intervals += _weight(plan, parameter, lifetimes, compute, again=again)
+            intervals += _gradient(plan, parameter, lifetimes, num_states)
+    intervals += _copies(plan, lifetimes, master)
+    peak = _peak(intervals)
+    return DeviceBytes(
+        parameters=at_rest * master,
+        optimizer=trained * master * num_states,
+        gathered=peak["gathered"],
+        gradients=peak["gradients"],
+        activations=peak["activations"] + batch_bytes,
+    )
+
+
+def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+    """Return what PyTorch's FSDP holds on a device, each operation a kernel of its own.
+
+    Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
+    """
+    master, compute = _DTYPE_BYTES[plan.master_dtype], _DTYPE_BYTES[plan.compute_dtype]
+    at_rest = sum(_even_shard(plan, parameter) for parameter in plan.parameters)
+    trained = sum(_even_shard(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    # The model's own weights are whole from forward to backward, and of the units the one that runs and the next.
+    units = sorted((unit.numel for unit in plan.units[:-1]), reverse=True)
+    largest = max((unit.numel for unit in plan.units), default=0)
+    whole = sum(units[:2]) if plan.gathers_again else sum(units)
+    is_split = plan.topology.size("fsdp") > 1
+    gathered = (whole + plan.units[-1].numel) * compute if is_split or compute != master else 0
+    reduced = 2 * largest * _DTYPE_BYTES[plan.reduce_dtype] if plan.topology.num_data_shards > 1 else 0
+    activations = _peak(_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers)["activations"]
+    step = trained * master if num_states else 0
+    working = max(gathered + reduced + activations, step)
+    is_step = working > gathered + reduced + activations
+    return DeviceBytes(
+        parameters=at_rest * master,
+        optimizer=trained * master * num_states + (working if is_step else 0),
+        gathered=0 if is_step else gathered,
+        gradients=trained * master + (0 if is_step else reduced),
+        activations=batch_bytes + (0 if is_step else activations),
+    )
+
+
+def _even_shard(plan: WrapPlan, parameter: PlannedParameter) -> int:
+    """Return the elements of a shard of `fully_shard`, which pads the first dimension."""
+    rows = parameter.shape[0]
+    return -(-rows // plan.topology.size("fsdp")) * (parameter.numel // rows) if rows else 0
+
+
+def _shard_numel(plan: WrapPlan, parameter: PlannedParameter) -> int:
+    return parameter.numel if _split_dim(plan, parameter) is None else parameter.numel // plan.topology.size("fsdp")
+
+
+def _split_dim(plan: WrapPlan, parameter: PlannedParameter) -> int | None:
+    """Return the first dimension that divides, along which a parameter is split; None where none does."""
+    size = plan.topology.size("fsdp")
+    return next((dim for dim, n in enumerate(parameter.shape) if size > 1 and n >= size and n % size == 0), None)
+
+
+def _weight(
+    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
+) -> Iterator[_Interval]:
+    """Yield when a weight is whole on the device, beside its shard."""
+    dim, uses = _split_dim(plan, parameter), lifetimes.uses.get(parameter.name, ())
+    if dim is None or not uses:
+        return
+    nbytes = parameter.numel * itemsize
+    copies = 1 if dim == 0 else 2  # gathered along another dimension, it is laid out anew
+    if not again:
+        backward = [use for use in uses if use >= lifetimes.num_forward]
+        yield _Interval("gathered", nbytes, uses[0], backward[0] + 1 if backward else uses[-1])
+    for use in uses:
+        if again or copies > 1:
+            yield _Interval("gathered", nbytes if not again else copies * nbytes, use, use + 1)
+
+
+def _gradient(
+    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, num_states: int
+) -> Iterator[_Interval]:
+    """Yield what a gradient takes: itself is among the buffers, as an operation makes it."""
+    if parameter.name not in lifetimes.gradients:
+        return
+    time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
+    if plan.topology.num_data_shards > 1:
+        yield _Interval("gradients", parameter.numel * 4, time, time)
+    # The new state is written beside the old one, and all parameters are stepped at the end.
+    late = max(0, num_states - 1) * _shard_numel(plan, parameter) * master
+    yield _Interval("gradients", late, time + 1, lifetimes.num_operations)
+
+
+def _copies(plan: WrapPlan, lifetimes: Lifetimes, itemsize: int) -> Iterator[_Interval]:
+    """Yield the copies of shards that XLA makes of what it overwrites: each in the place of the one before it."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for parameter in plan.parameters:
+        if len(parameter.shape) > 1 and parameter.name in lifetimes.gradients:
+            seen[parameter.shape] += 1
+            if seen[parameter.shape] <= 2:
+                uses = lifetimes.uses.get(parameter.name, (0,))
+                nbytes = _shard_numel(plan, parameter) * itemsize
+                yield _Interval("gathered", nbytes, uses[0], lifetimes.gradients[parameter.name])
+
+
+def _peak(intervals: Iterable[_Interval]) -> Counter[str]:
+    """Return the bytes of each kind when all together are the most."""
+    changes: dict[int, Counter[str]] = {}
+    for interval in intervals:
+        changes.setdefault(interval.start, Counter())[interval.kind] += interval.nbytes
+        changes.setdefault(interval.stop + 1, Counter())[interval.kind] -= interval.nbytes
+    now, most, best = Counter[str](), 0, Counter[str]()
+    for time in sorted(changes):
+        now.update(changes[time])
+        if now.total() > most:
+            most, best = now.total(), Counter(now)
+    return best

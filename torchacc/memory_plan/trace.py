@@ -1,0 +1,244 @@
+"""Record one training step of a model on the meta device: which operation reads and makes how many bytes.
+
+Shapes are all there is: no memory, no device, and no value. A billion parameters take as long as a thousand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from torchacc.errors import ConfigError
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul,
+    torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor with memory of its own; views of it are the same value."""
+
+    nbytes: int
+    parameter: str | None = None
+    """The name of the parameter that it is."""
+    is_input: bool = False
+    """Whether it was there before the step: a parameter, a buffer or the batch."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What an operation reads of a value: all of it, or a part."""
+
+    value: int
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the step; those that only make views are left out."""
+
+    name: str
+    """Such as `aten.mm.default`."""
+    is_pointwise: bool
+    """Whether PyTorch says that each element of the result comes from one element of each input."""
+    reads: tuple[Read, ...]
+    makes: tuple[int, ...]
+    """Values that are new."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Forward and backward of one batch on one device."""
+
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    num_forward: int
+    """How many of the operations belong to forward."""
+    gradients: Mapping[str, int]
+    """For each trained parameter the value that is its gradient."""
+
+
+def record(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    recomputed: Sequence[str] = (),
+    eager: bool = False,
+) -> Trace:
+    """Run forward and backward on the meta device, and note each operation.
+
+    Args:
+        model: On the meta device, in training mode.
+        batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
+        dtype: Of matrix products; run eagerly, of everything.
+        recomputed: Names of the modules that are computed again in backward.
+        eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
+
+    Raises:
+        ConfigError: The model cannot run without values, or returns no loss.
+    """
+    if eager and dtype != torch.float32:
+        model = deepcopy(model).to(dtype)
+        batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    mode = _FusedAttention if eager else partial(_ProductsIn, dtype)
+    recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()})
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_recomputing(model, recomputed, mode))
+            stack.enter_context(mode())
+            stack.enter_context(recorder)
+            loss = _loss_of(model(**batch), model)
+            num_forward = len(recorder.operations)
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # it is the model's own code that runs
+        raise ConfigError(
+            f"{type(model).__name__} cannot be planned, as it does not train with {', '.join(batch)} on the meta "
+            f"device, where tensors have a shape and no values: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    found = {
+        name: recorder.find(gradient)
+        for name, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    }
+    return Trace(tuple(recorder.values), tuple(recorder.operations), num_forward, found)
+
+
+def _loss_of(output: Any, model: nn.Module) -> torch.Tensor:
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise ConfigError(
+            f"{type(model).__name__} returns no loss for such a batch, so that it has no backward to plan"
+        )
+    return loss
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what operations read and make."""
+
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        super().__init__()
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self._ids: dict[int, int] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
+        for parameter, name in names.items():
+            self._add(parameter, parameter=name, is_input=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on shapes, and note it."""
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        if func is aten._local_scalar_dense.default and inputs[0].dtype == torch.bool:
+            return True  # transformers asks whether masks can be left out: nothing is packed, and nothing is padded
+        output = func(*args, **kwargs)
+        reads = dict.fromkeys(self._read(tensor) for tensor in inputs)
+        known = len(self.values)
+        makes = dict.fromkeys(self.find(tensor) for tensor in _tensors(output))
+        new = tuple(value for value in makes if value >= known)
+        if new or func._schema.is_mutable:
+            pointwise = torch.Tag.pointwise in func.tags
+            self.operations.append(Operation(str(func), pointwise, tuple(reads), new))
+        return output
+
+    def find(self, tensor: torch.Tensor) -> int:
+        """Return the value that a tensor is, or is a view of."""
+        found = self._ids.get(tensor.untyped_storage()._cdata)
+        return self._add(tensor) if found is None else found
+
+    def _read(self, tensor: torch.Tensor) -> Read:
+        address = tensor.untyped_storage()._cdata
+        value = self._add(tensor, is_input=True) if address not in self._ids else self._ids[address]
+        return Read(value, min(tensor.nbytes, self.values[value].nbytes), int(tensor.storage_offset()))
+
+    def _add(self, tensor: torch.Tensor, *, parameter: str | None = None, is_input: bool = False) -> int:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._ids[storage._cdata] = len(self.values)
+        self.values.append(Value(storage.nbytes(), parameter, is_input))
+        return len(self.values) - 1
+
+
+class _ProductsIn(TorchFunctionMode):
+    """While entered, matrix products are in a lower dtype, as autocast has them, which the meta device has not."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch, a product with its inputs cast."""
+        if func in _PRODUCTS and self._dtype != torch.float32:
+            args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
+
+
+class _FusedAttention(TorchFunctionMode):
+    """While entered, attention is PyTorch's kernel that keeps a number for each row of scores, and no scores."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch, or the kernel in its place."""
+        kwargs = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = given["query"], given["key"], given["value"]
+        if query.shape[1] != key.shape[1]:
+            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=given.get("attn_mask"))[0]
+
+
+@contextmanager
+def _recomputing(model: nn.Module, names: Sequence[str], mode: Callable[[], TorchFunctionMode]) -> Iterator[None]:
+    """Let modules be computed again in backward, in the mode of forward, while the context is entered."""
+    modules = [model.get_submodule(name) for name in names]
+    for module in modules:
+        forward = module.forward
+
+        def compute(*args: Any, forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
+            with mode():
+                return forward(*args, **kwargs)
+
+        def run(*args: Any, compute: Callable[..., Any] = compute, **kwargs: Any) -> Any:
+            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        module.__dict__["forward"] = run
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
