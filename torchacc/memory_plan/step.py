@@ -105,6 +105,8 @@ def study(
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
 
+    Not in a process that is to train on XLA later, which cannot start after another backward.
+
     Args:
         model: On the meta device, in training mode, with a `loss` among what it returns.
         batch: The batch of one device, on the meta device.
