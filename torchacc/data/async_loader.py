@@ -90,7 +90,8 @@ class AsyncLoader:
           generator is then as before. So restore the random state of the model at any time before or after; with it,
           the epochs to come have the orders that they would have had.
         * Of a map-style dataset, the samples that were seen are not loaded again. A stream is read again up to the
-          position, and so has to give the same batches again.
+          position, and so has to give the same batches again; what it draws from a `generator` of its own at `iter()`
+          is drawn again.
         * What else a sampler draws from (Python's or numpy's generators) is not known here; an order that is not the
           interrupted one's is refused when the loop starts. `set_epoch()` of another epoch leaves the loaded one.
 

@@ -195,8 +195,8 @@ class ShardedLoader(ABC):
         self._resuming = False
 
     def _generators(self) -> list[torch.Generator]:
-        """List what the order may be drawn from: the global generator, then those of the loader's own."""
-        sources = [self.loader, *samplers(self.loader)]
+        """List what the order may be drawn from: the global generator, then those of the loader's parts."""
+        sources = [self.loader, *samplers(self.loader), self.dataset]
         found = [torch.default_generator, *(getattr(source, "generator", None) for source in sources)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
 

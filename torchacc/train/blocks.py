@@ -107,41 +107,45 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 class StreamedBlocks(IterableDataset[dict[str, torch.Tensor]]):
     """Examples packed while documents are read.
 
-    The order depends on the seed and on `set_epoch()` alone, so that a loader finds its position again by reading up to
-    it.
+    A loader of `shard_loader()` finds its position in them again, by reading up to it.
 
     Args:
-        documents: Returns the documents of an epoch as token ids.
+        documents: Returns the documents of an epoch as token ids; its argument decides on their order.
         block_size: Tokens in an example.
         packing: As in `Blocks`.
         pad_id: As in `Blocks`.
+        seed: Of the generator that the order of each epoch is drawn from.
     """
 
     def __init__(
-        self, documents: Callable[[int], Iterable[Tokens]], block_size: int, packing: bool | str, pad_id: int
+        self,
+        documents: Callable[[int], Iterable[Tokens]],
+        block_size: int,
+        packing: bool | str,
+        pad_id: int,
+        seed: int,
     ) -> None:
         self._documents = documents
         self._block_size, self._packing, self._pad_id = block_size, packing, pad_id
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next epoch to be read."""
-        self._epoch = epoch
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        # Not a generator function: the order is drawn when an epoch starts, and so when one is to be found again.
+        if get_worker_info() is not None:
             raise DataError(
-                f"num_workers={worker.num_workers}: each worker would read the whole stream, and every example come "
-                f"{worker.num_workers} times. Write num_workers=1, or streaming: false"
+                "a stream is read by one process, else every worker would give every example; write num_workers=0, or "
+                "streaming: false"
             )
-        for tokens, starts in self._runs():
-            yield make_block(tokens, starts, self._block_size, pad_id=self._pad_id, isolate=self._packing is True)
+        order = int(torch.randint(2**62, (), generator=self.generator))
+        return (
+            make_block(tokens, starts, self._block_size, pad_id=self._pad_id, isolate=self._packing is True)
+            for tokens, starts in self._runs(self._documents(order))
+        )
 
-    def _runs(self) -> Iterator[tuple[Tokens, Tokens]]:
+    def _runs(self, documents: Iterable[Tokens]) -> Iterator[tuple[Tokens, Tokens]]:
         """Yield the tokens of each example, and where documents start in them."""
         rest, starts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        for document in self._documents(self._epoch):
+        for document in documents:
             starts = np.append(starts, len(rest))
             rest = np.concatenate([rest, document])
             while len(rest) >= self._block_size:

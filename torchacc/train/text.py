@@ -97,7 +97,7 @@ def load_text(config: TextConfig, *, seed: int) -> TextData:
 
     Args:
         config: The text.
-        seed: What decides, with the epoch, on the order of a stream.
+        seed: What decides on the order of each epoch of a stream.
 
     Raises:
         DataError: The text or the tokenizer cannot be read.
@@ -129,11 +129,11 @@ def _stream(
     def blocks(of: Source, *, held_out: bool, shuffled: bool) -> StreamedBlocks:
         check_column(of.stream(), config.text_column, of)
 
-        def documents(epoch: int) -> Iterator[Tokens]:
+        def documents(order: int) -> Iterator[Tokens]:
             texts = _texts(of, config.text_column, share, held_out)
-            return _tokens(_shuffled(texts, seed, epoch) if shuffled else texts, tokenizer)
+            return _tokens(_shuffled(texts, order) if shuffled else texts, tokenizer)
 
-        return StreamedBlocks(documents, config.block_size, config.packing, tokenizer.eos_token_id)
+        return StreamedBlocks(documents, config.block_size, config.packing, tokenizer.eos_token_id, seed)
 
     train = blocks(source, held_out=False, shuffled=config.shuffle)
     if validation is not None:
@@ -149,9 +149,9 @@ def _texts(source: Source, column: str, share: float, held_out: bool) -> Iterato
             yield row[column]
 
 
-def _shuffled(texts: Iterable[str], seed: int, epoch: int) -> Iterator[str]:
+def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
     """Yield documents in a random order, as far as a buffer of them goes."""
-    random = Random(f"{seed}/{epoch}")
+    random = Random(seed)
     texts = iter(texts)
     buffer = list(itertools.islice(texts, _STREAM_BUFFER))
     for text in texts:

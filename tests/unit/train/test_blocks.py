@@ -27,8 +27,8 @@ def folder(tmp_path):
     return tmp_path / "tokens"
 
 
-def stream(packing, epochs=(DOCUMENTS,)):
-    return StreamedBlocks(lambda epoch: epochs[epoch], BLOCK, packing, PAD)
+def stream(packing, documents=DOCUMENTS):
+    return StreamedBlocks(lambda order: documents, BLOCK, packing, PAD, seed=0)
 
 
 def equal(blocks, others):
@@ -89,32 +89,42 @@ def test_blocks_are_indexed_like_a_list_and_travel_to_workers(folder):
     assert equal(pickle.loads(sent), blocks)
 
 
-def test_a_stream_is_found_again_at_its_position():
-    epochs = [DOCUMENTS, DOCUMENTS[::-1]]
-
+@pytest.mark.parametrize("num_epochs_before", [0, 1, 2])
+def test_a_stream_is_found_again_at_its_position(num_epochs_before):
     def loader():
-        return shard_loader(DataLoader(stream(True, epochs), batch_size=1), num_shards=2, shards=range(2))
+        def documents(order):
+            return [DOCUMENTS[index] for index in np.random.default_rng(order).permutation(len(DOCUMENTS))]
+
+        return shard_loader(
+            DataLoader(StreamedBlocks(documents, BLOCK, True, PAD, seed=3)), num_shards=2, shards=range(2)
+        )
+
+    def rest_of_epoch(of):
+        return [batch["input_ids"].tolist() for batch in of]
 
     whole = loader()
-    whole.set_epoch(1)
-    expected = [batch["input_ids"].tolist() for batch in whole]
+    epochs = [rest_of_epoch(whole) for _ in range(4)]
+    assert [len(epoch) for epoch in epochs] == [3] * 4
+    assert all(epochs.count(epoch) == 1 for epoch in epochs)
 
     interrupted = loader()
-    interrupted.set_epoch(1)
+    for _ in range(num_epochs_before):
+        list(interrupted)
     batches = iter(interrupted)
     seen = [next(batches)["input_ids"].tolist()]
-    position = interrupted.position(1, over=False).to_json()
+    in_epoch, over = interrupted.position(1, over=False), interrupted.position(3, over=True)
 
     resumed = loader()
-    resumed.resume(position)
-    seen += [batch["input_ids"].tolist() for batch in resumed]
-    assert seen == expected
-    assert len(expected) == 3
+    resumed.resume(in_epoch.to_json())
+    assert seen + rest_of_epoch(resumed) == epochs[num_epochs_before]
+    assert rest_of_epoch(resumed) == epochs[num_epochs_before + 1]
+    resumed.resume(over.to_json())
+    assert rest_of_epoch(resumed) == epochs[num_epochs_before + 1]
 
 
-def test_a_stream_refuses_several_workers():
-    batches = iter(DataLoader(stream(True), num_workers=2))
-    with pytest.raises(DataError, match=r"num_workers=2: .*num_workers=1"):
+def test_a_stream_refuses_workers():
+    batches = iter(DataLoader(stream(True), num_workers=1))
+    with pytest.raises(DataError, match=r"write num_workers=0"):
         next(batches)
     batches._shutdown_workers()
 
