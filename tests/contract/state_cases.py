@@ -11,11 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from casekit import MLP, MULTIPROCESS, NATIVE, RANK, SPMD, X, accelerate, adamw, by_rank, case, loss_of, part, step
+from casekit import (
+    MLP,
+    MULTIPROCESS,
+    NATIVE,
+    RANK,
+    SPMD,
+    X,
+    accelerate,
+    adamw,
+    by_rank,
+    case,
+    check_equal,
+    loss_of,
+    part,
+    step,
+)
 from torch import nn
 
 import torchacc
 from torchacc import StateDictType
+from torchacc.engines.base import sharded_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "flat": {"flatten_parameters": True}}
 OPTIMIZERS = {
@@ -490,3 +506,15 @@ def error_on_one_rank_is_raised_on_all() -> None:
 
     with pytest.raises(torchacc.CheckpointError, match="TypeError: what"):
         group.agreed(act)
+
+
+@case()
+def values_that_are_still_computed_are_waited_for():
+    """A loss that is asked for at once: its program takes far longer than asking does."""
+    torch.manual_seed(1)
+    wide = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    plain = copy.deepcopy(wide)
+    model, x = accelerate(wide), torch.randn(1024, 512)
+    with torch.no_grad():
+        (found,) = sharded_model(model).fetch([model(part(x)).mean()])
+        check_equal(torch.stack(by_rank(found)).mean(), plain(x).mean(), "mean")

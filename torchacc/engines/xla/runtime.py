@@ -314,6 +314,8 @@ def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     from torch_xla import _XLAC
 
+    # What the program that still runs will have computed has no shards to be read yet.
+    _XLAC._xla_wait_device_ops([])
     split = [tensor for tensor in tensors if _XLAC._get_xla_sharding_spec(tensor)]
     shards = iter(_XLAC._get_local_shards(split))
     places = iter(_XLAC._get_local_shard_replica_and_indices(split))
