@@ -108,6 +108,10 @@ class Engine(ABC):
     def end_batch(self) -> None:
         """Run what the last batch has left recorded; the loader calls it between batches."""
 
+    def seed(self, seed: int) -> None:
+        """Seed PyTorch's and the device's generators; each process then draws other numbers."""
+        torch.manual_seed(seed + self.job.rank)
+
     def random_state(self) -> dict[str, Any]:
         """Return the state of this process's generators of random numbers, PyTorch's and the device's."""
         return {"torch": torch.get_rng_state()}

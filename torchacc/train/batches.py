@@ -1,13 +1,23 @@
 """Batches of a stage: collated with the number of their targets, gathered into the windows of a step."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from transformers import default_data_collator
 
+from torchacc.data import AsyncLoader
 from torchacc.errors import DataError
 
 NO_TARGET = -100
@@ -42,18 +52,27 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     return batch
 
 
-def training_loader(dataset: Any, *, batch_size: int, shuffle: bool, seed: int) -> "DataLoader[Any]":
-    """Make the loader of a training set; its order depends on the seed alone, and on no number of devices.
+def training_loader(
+    dataset: Any, *, batch_size: int, examples_per_step: int, shuffle: bool, seed: int
+) -> "DataLoader[Any]":
+    """Make the loader of a training set, whose order depends on the seed and on no number of devices or micro-batches.
+
+    An epoch is completed to whole optimizer steps by going on from its start. (A stream is completed to whole global
+    batches only, and a step may reach into its next epoch.)
 
     Args:
         dataset: Examples: a map-style dataset, or an iterable one, which has an order of its own.
         batch_size: Of one device.
-        shuffle: Whether each epoch has a new order; without effect on an iterable dataset.
+        examples_per_step: Of all devices and micro-batches.
+        shuffle: Whether each epoch has a new order.
         seed: What decides on it.
     """
     generator = torch.Generator().manual_seed(seed)
-    shuffled = shuffle and not isinstance(dataset, IterableDataset)
-    return DataLoader(dataset, batch_size, shuffle=shuffled, collate_fn=collate, generator=generator)
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, batch_size, collate_fn=collate, generator=generator)
+    order = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
+    completed = _WholeSteps(order, examples_per_step)
+    return DataLoader(dataset, batch_size, sampler=completed, collate_fn=collate, generator=generator)
 
 
 def evaluation_loader(dataset: Any, *, batch_size: int, num_data_shards: int) -> "DataLoader[Any]":
@@ -79,7 +98,7 @@ def evaluation_loader(dataset: Any, *, batch_size: int, num_data_shards: int) ->
 
 
 def windows(loader: Iterable[Batch], size: int) -> Iterator[Window]:
-    """Yield windows of micro-batches for ever, epoch after epoch; a window may reach into the next epoch."""
+    """Yield windows of micro-batches for ever, epoch after epoch."""
     stream = take_counts(_endless(loader))
     while True:
         found = [next(stream) for _ in range(size)]
@@ -101,6 +120,42 @@ def _without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
     labels = row["labels"]
     blank = torch.full_like(labels, NO_TARGET) if isinstance(labels, torch.Tensor) else [NO_TARGET] * len(labels)
     return {**row, "labels": blank}
+
+
+class Position:
+    """Where a stage is in its data, as its checkpoints keep it: fit for another number of devices or micro-batches."""
+
+    def __init__(self, loader: AsyncLoader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position, without what depends on how many examples complete an epoch."""
+        state = self._loader.state_dict()
+        traits = {name: value for name, value in state["loader"].items() if name != "number of batches"}
+        return {**state, "loader": traits}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the loader go on from a position."""
+        self._loader.load_state_dict(state)
+
+
+class _WholeSteps(Sampler[int]):
+    """The order of another sampler, and its beginning again up to a multiple of a number of examples."""
+
+    def __init__(self, sampler: Any, examples: int) -> None:
+        self.sampler = sampler
+        self._missing = -len(sampler) % examples
+
+    def __len__(self) -> int:
+        return len(self.sampler) + self._missing
+
+    def __iter__(self) -> Iterator[int]:
+        first: list[int] = []
+        for index in self.sampler:
+            if len(first) < self._missing:
+                first.append(index)
+            yield index
+        yield from itertools.islice(itertools.cycle(first), self._missing)
 
 
 class _Repeated(Dataset[Any]):

@@ -84,6 +84,11 @@ class XlaEngine(Engine):
                 "model.gradient_checkpointing_disable(), and set config.memory.gc = True"
             )
 
+    def seed(self, seed: int) -> None:
+        """Seed the host's generator and XLA's."""
+        super().seed(seed)
+        runtime.set_random_seed(seed + self.job.rank)
+
     def random_state(self) -> dict[str, Any]:
         """Run what has been recorded, and return the state of the host's generator and XLA's seed."""
         if self.has_recorded:

@@ -1,0 +1,126 @@
+"""A stage trains the same model in every layout, the one that a bare loop of PyTorch trains on whole batches."""
+
+import pytest
+
+from tests.e2e.training import MODEL, NO_DROPOUT, carry_out, data, write_file
+
+STEPS, EVERY = 8, 4
+LAYOUTS = {
+    "native1": {"devices": 1, "engine": "native", "batch_size": 8},
+    "native1-accumulated": {"devices": 1, "engine": "native", "batch_size": 2, "gradient_accumulation_steps": 4},
+    "native2": {"devices": 2, "engine": "native", "batch_size": 4},
+    "native2-accumulated": {"devices": 2, "engine": "native", "batch_size": 2, "gradient_accumulation_steps": 2},
+    "spmd4": {"devices": 4, "engine": "xla", "batch_size": 2},
+    "spmd4-accumulated": {"devices": 4, "engine": "xla", "batch_size": 1, "gradient_accumulation_steps": 2},
+}
+ENDINGS = {
+    "ended": {},
+    "early": {"early_stopping": {"patience": 1, "min_delta": 100.0}, "eval_every_steps": 2},
+    "taken-up": {"resume": "runs/native1/checkpoints/step-00000004"},
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+
+    def stage(devices=1, engine="native", **training):
+        return {
+            "model_config": "model_config_tiny",
+            "data": data(folder),
+            "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1},
+            "scheduler": {"name": "cosine", "warmup_steps": 2},
+            "training": {
+                "batch_size": 8, "max_steps": STEPS, "log_every_steps": 3, "eval_every_steps": EVERY,
+                "save_every_steps": EVERY, "keep_checkpoints": None, "max_grad_norm": 0.5, **training,
+            },
+            "distributed": {"devices": devices, "engine": engine},
+        }  # fmt: skip
+
+    ENDINGS["taken-up"]["resume"] = str(folder / "runs/native1/checkpoints/step-00000004")
+    stages = {name: stage(**options) for name, options in (LAYOUTS | ENDINGS).items()}
+    packed = stage(max_steps=3, eval_every_steps=3)
+    stages["packed"] = packed | {"data": packed["data"] | {"packing": True}}
+    return write_file(folder, stages, tiny=MODEL | NO_DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def alone(file):
+    asked = ["plain:native1", "native1", "open:native1", "native1-accumulated", "plain:packed", "packed", "early"]
+    return carry_out(file, *asked, "ended@15:5", "ended", "taken-up")
+
+
+@pytest.mark.slow
+def test_a_stage_does_what_a_bare_loop_does(alone):
+    plain, own = alone["plain:native1"], alone["native1"]
+    whole = plain["num_rows"] // 8
+    assert 2 * EVERY > whole >= EVERY, "a whole evaluation is compared, and the stage goes on into a second epoch"
+    assert own["losses"][:whole] == pytest.approx(plain["losses"][:whole], rel=1e-5)
+    assert own["norms"][:whole] == pytest.approx(plain["norms"][:whole], rel=1e-4)
+    assert own["rates"][:whole] == pytest.approx(plain["rates"][:whole])
+    assert own["evaluations"]["4"] == pytest.approx(plain["evaluations"]["4"], rel=1e-5)
+    assert own["losses"][-1] < own["losses"][0]
+    assert own["finished"]
+    assert own["own_losses"]
+
+
+@pytest.mark.slow
+def test_packed_documents_are_apart_in_training_and_in_evaluation(alone):
+    plain, own = alone["plain:packed"], alone["packed"]
+    assert len(plain["losses"]) == 3
+    assert own["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert own["evaluations"]["3"] == pytest.approx(plain["evaluations"]["3"], rel=1e-5)
+
+
+def check_alike(found, expected):
+    assert len(found["losses"]) == STEPS
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert found["evaluations"].keys() == {"4", "8"}
+    assert found["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_accumulated_and_on_two_processes_it_is_the_same_run(alone, file):
+    check_alike(alone["native1-accumulated"], alone["native1"])
+    for found in carry_out(file, "native2", "native2-accumulated", num_processes=2).values():
+        check_alike(found, alone["native1"])
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_on_four_devices_of_one_process_it_is_the_same_run_in_one_program(alone, file):
+    found = carry_out(file, "spmd4", "spmd4-accumulated")
+    for each in found.values():
+        check_alike(each, alone["native1"])
+    assert found["spmd4"]["compiled"] == 2, "a program for the step, one for the evaluation"
+    assert found["spmd4-accumulated"]["compiled"] == 3, "one for the first micro-batches, one for the last and the step"
+
+
+@pytest.mark.slow
+def test_the_finished_model_opens_in_transformers(alone):
+    found = alone["open:native1"]
+    assert found["loss"] == pytest.approx(alone["native1"]["evaluations"]["8"], rel=1e-5)
+    assert found["text"] == "the quick brown fox"
+    assert found["vocab_size"] == found["num_tokens"] == 300
+    assert found["generates_with_cache"]
+
+
+@pytest.mark.slow
+def test_a_loss_that_no_longer_falls_ends_the_stage(alone):
+    early = alone["early"]
+    assert len(early["losses"]) == 4, "the second evaluation is the first without an improvement of 100"
+    assert early["evaluations"].keys() == {"2", "4"}
+    assert early["finished"]
+
+
+@pytest.mark.slow
+def test_a_stage_goes_on_after_sigterm_and_from_a_named_checkpoint(alone):
+    ended, goes_on, whole = alone["ended@15:5"], alone["ended"], alone["native1"]
+    assert (ended["code"], ended["finished"], goes_on["finished"]) == (143, False, True)
+    assert ended["losses"] == whole["losses"][: len(ended["losses"])]
+    assert 4 <= len(ended["losses"]) < STEPS
+    assert goes_on["made"] == list(range(len(ended["losses"]) + 1, STEPS + 1))
+    assert goes_on["losses"] == whole["losses"]
+    assert goes_on["evaluations"] == whole["evaluations"]
+    assert alone["taken-up"]["losses"] == whole["losses"][4:]

@@ -1,0 +1,54 @@
+"""What the tests of the trainer share: a small text, a training file, and processes that carry out its stages."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+WORKER = Path(__file__).with_name("train_worker.py")
+ROOT = Path(__file__).parents[2]
+WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from an old oak tree"
+MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def write_file(folder: Path, stages: dict, **models: dict) -> Path:
+    """Write a text of documents that differ in length, and a training file with these stages; return the file."""
+    draw = random.Random(0)
+    lines = [
+        json.dumps({"text": " ".join(draw.choices(WORDS.split(), k=draw.randint(2, 16)))}) + "\n" for _ in range(70)
+    ]
+    (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    path = folder / "config.yaml"
+    content = {
+        "output_dir": str(folder / "runs"),
+        "training_stages": stages,
+        **{f"model_config_{name}": model for name, model in models.items()},
+    }
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def data(folder: Path) -> dict:
+    """Return the section `data` of the stages: a document in each block, most of them shorter than it."""
+    return {
+        "dataset": "json", "files": str(folder / "text.jsonl"), "block_size": 32, "vocab_size": 300, "packing": False,
+        "validation_share": 0.2, "cache_dir": str(folder / "cache"),
+    }  # fmt: skip
+
+
+def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int = 0) -> dict:
+    """Carry stages out in processes of their own, and return what rank 0 has found."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(path), *stages],
+        env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == returncode, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1]) if returncode == 0 else {}

@@ -1,0 +1,97 @@
+"""Build the model that a stage names, without memory for the whole of it."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from torchacc.engines.deferred import deferred_init
+from torchacc.errors import ConfigError
+
+_LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_TOKENS_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def local_folder(source: str) -> Path:
+    """Return the folder of a checkpoint that is named by its folder or by its name on the hub, which is downloaded.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_LOADED_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{source!r} is no folder, and cannot be had from the Hugging Face hub: {error}") from None
+
+
+def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig:
+    """Return transformers' configuration of the model that a section `model_config_…` describes.
+
+    The vocabulary is the tokenizer's where the section names no size.
+
+    Args:
+        options: `model_type` and the options of its configuration; or `pretrained`, a folder or a hub name.
+        tokenizer: The tokenizer of the text.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or the vocabulary is too small.
+    """
+    if "pretrained" in options:
+        config = AutoConfig.from_pretrained(local_folder(options["pretrained"]))
+    else:
+        of_text = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in _TOKENS_OF_TEXT}}
+        config = AutoConfig.for_model(**{**of_text, **options})
+    if config.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"vocab_size = {config.vocab_size} of the model, and the tokenizer has {len(tokenizer)} tokens: write "
+            f"vocab_size: {len(tokenizer)}, or leave it out"
+        )
+    return config
+
+
+def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:
+    """Build a causal language model.
+
+    Args:
+        config: Its configuration.
+        initialised: Whether it starts from its own initialisation, by PyTorch's generator; else it gets its weights
+            from a checkpoint once it is sharded.
+
+    Raises:
+        ConfigError: It has no way to say by how many tokens its loss is to be divided.
+    """
+    if initialised:
+        model = deferred_init(AutoModelForCausalLM.from_config, config)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    parameters = inspect.signature(model.forward).parameters
+    divides = "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not divides or getattr(model, "accepts_loss_kwargs", True) is False:
+        raise ConfigError(
+            f"model_type {config.model_type}: {type(model).__name__} takes no num_items_in_batch, so that its loss "
+            "cannot be divided by the targets of all devices: use a model that takes it, such as gpt2, llama or qwen2"
+        )
+    return model
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Any], divisor: torch.Tensor | int) -> torch.Tensor:
+    """Return the sum of the losses at a batch's targets, over a divisor.
+
+    Args:
+        model: The model.
+        batch: Its inputs, and `labels`.
+        divisor: A number, or a tensor without dimensions on the model's device.
+    """
+    # With a cache of keys and values, packed documents would see one another.
+    loss: torch.Tensor = model(**batch, num_items_in_batch=divisor, use_cache=False).loss
+    return loss
