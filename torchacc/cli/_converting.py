@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,14 +9,27 @@ from tqdm import tqdm
 
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.copying import Plan, carry_out
+from torchacc.checkpoint.rank_files import Part
 from torchacc.cli._options import positive, size
 from torchacc.errors import CheckpointError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PARTS: dict[str, tuple[Part, ...]] = {
+    "all": ("model", "optimizer"),
+    "model": ("model",),
+    "optimizer": ("optimizer",),
+}
+"""What of rank files can be converted, by the names of the options."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of what is written, and of how."""
+    add_output_options(parser)
+    add_work_options(parser)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a consolidated model."""
     parser.add_argument(
         "--format",
         choices=("pth", "safetensors"),
@@ -28,12 +40,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", type=size, metavar="SIZE", help="split safetensors into files of this size, such as 5GB"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="cast the floating tensors of a consolidated model")
+    add_config_option(parser)
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of what lies beside a model's tensors."""
     parser.add_argument(
         "--config-from",
         type=Path,
         metavar="DIR",
         help="where config.json and the tokenizer are copied from (default: where the rank files are)",
     )
+
+
+def add_work_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how files are copied."""
     parser.add_argument("--workers", type=positive, help="threads that copy (default: one for each core, up to 8)")
     parser.add_argument(
         "--verify",
@@ -51,21 +72,12 @@ def output(args: argparse.Namespace) -> Output:
     return Output(args.format, args.max_shard_size, _DTYPES[args.dtype] if args.dtype else None, args.config_from)
 
 
-def run(args: argparse.Namespace, make_plan: Callable[[], Plan]) -> int:
-    """Plan and carry out, or say in a line why not.
-
-    Returns:
-        The exit status.
-    """
-    try:
-        plan = make_plan()
-        if args.dry_run:
-            sys.stdout.write(plan.describe() + "\n")
-            return 0
-        _carry_out(plan, args)
-    except CheckpointError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+def run(args: argparse.Namespace, plan: Plan) -> int:
+    """Carry out a plan, or print it; return the exit status."""
+    if args.dry_run:
+        sys.stdout.write(plan.describe() + "\n")
+        return 0
+    _carry_out(plan, args)
     for file in plan.files:
         sys.stdout.write(f"{file.path}\n")
     return 0

@@ -7,20 +7,14 @@ from pathlib import Path
 
 from torchacc.checkpoint.convert import plan_conversion
 from torchacc.checkpoint.copying import Plan
-from torchacc.checkpoint.rank_files import Part
 from torchacc.cli import _converting
-
-_PARTS: dict[str, tuple[Part, ...]] = {
-    "all": ("model", "optimizer"),
-    "model": ("model",),
-    "optimizer": ("optimizer",),
-}
+from torchacc.cli._errors import told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
     args = _parse(arguments)
-    return _converting.run(args, lambda: _plan(args))
+    return told(lambda: _converting.run(args, _plan(args)))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -30,10 +24,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "or make rank files for another number of ranks. Needs no device.",
     )
     parser.add_argument("--ckpt_dir", type=Path, required=True, help="the folder with the rank files")
-    parser.add_argument("--ckpt_type", choices=_PARTS, default="all", help="what to convert (default: all)")
+    parser.add_argument("--ckpt_type", choices=_converting.PARTS, default="all", help="what to convert (default: all)")
     parser.add_argument("--reshard_num", type=int, default=1, help="ranks to write for; 1 consolidates (default: 1)")
     parser.add_argument("--save_dir", type=Path, help="the folder to write into (default: the same)")
-    for part in _PARTS["all"]:
+    for part in _converting.PARTS["all"]:
         parser.add_argument(
             f"--{part}_ckpt_name_pattern",
             metavar="PATTERN",
@@ -51,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _plan(args: argparse.Namespace) -> Plan:
     return plan_conversion(
         args.ckpt_dir,
-        _PARTS[args.ckpt_type],
+        _converting.PARTS[args.ckpt_type],
         num_ranks=args.reshard_num,
         target=args.save_dir,
         patterns={"model": args.model_ckpt_name_pattern, "optimizer": args.optimizer_ckpt_name_pattern},

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from torchacc.checkpoint.convert import plan_consolidation
+from torchacc.checkpoint.copying import Plan
 from torchacc.cli import _converting
+from torchacc.cli._errors import told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,9 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _converting.add_options(parser)
     args = parser.parse_args(arguments)
-    return _converting.run(
-        args, lambda: plan_consolidation(args.ckpt_prefix, args.ckpt_suffix, args.save_path, _converting.output(args))
-    )
+    return told(lambda: _converting.run(args, _plan(args)))
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    return plan_consolidation(args.ckpt_prefix, args.ckpt_suffix, args.save_path, _converting.output(args))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torchacc.errors import ConfigError
 _PACKAGES = (
     "torchacc", "torch", "torch_xla", "transformers", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "datasets", "safetensors",
 )  # fmt: skip
+EXAMPLES = ("torchacc env", "torchacc env --json")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,10 @@ import argparse
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 
+EXAMPLES = (
+    "torchacc launch -n 4 script.py --lr 1e-3",
+    "torchacc launch -n 8 --num-nodes 2 --node-rank 0 --master-addr node0 --master-port 29500 -m package.module",
+)
 _DEFAULTS = LaunchOptions()
 
 

@@ -2,35 +2,60 @@
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
+from torchacc.cli._errors import told
+from torchacc.config import nearest
 
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",
     "plan": "print what each device of a training needs in bytes, before there is any",
     "launch": "start the processes of a job, watch over them and end them together",
+    "consolidate": "put a model together that many processes have saved in parts",
+    "reshard": "make rank files for another number of ranks",
+    "convert": "write a checkpoint in another format",
 }
-"""Subcommand -> what it does. Its module, of the same name, has `add_options(parser)` and `run(args)`."""
+"""Subcommand -> what it does. Its module, of the same name, has `add_options(parser)`, `run(args)` and `EXAMPLES`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status: 2 where the user has something to mend."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="torchacc", description="Train PyTorch models fully sharded.")
+    parser = argparse.ArgumentParser(
+        prog="torchacc",
+        description="Train PyTorch models fully sharded.",
+        epilog="`torchacc COMMAND --help` tells more of a command, with examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"torchacc {_version()}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="let errors end with a traceback; TORCHACC_TRACEBACK=1 does the same"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if asked is not None and asked not in COMMANDS:
+        parser.error(f"there is no command {asked!r}; {nearest(asked, COMMANDS)}")
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
-        if name in arguments[:1]:
-            module = importlib.import_module(f"torchacc.cli.{name}")
-            module.add_options(command)
+        if name == asked:
+            module = _load(name, command)
     args = parser.parse_args(arguments)
+    return told(lambda: int(module.run(args)), traceback=args.traceback)
+
+
+def _load(name: str, command: argparse.ArgumentParser) -> Any:
+    """Import a subcommand, and give its parser its options and examples."""
+    module = importlib.import_module(f"torchacc.cli.{name}")
+    module.add_options(command)
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = "\n  ".join(["examples:", *getattr(module, "EXAMPLES", ())])
+    return module
+
+
+def _version() -> str:
     try:
-        status: int = module.run(args)
-    except (CheckpointError, ConfigError, DataError, EngineError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return status
+        return importlib.metadata.version("torchacc")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a checkout"

@@ -1,0 +1,43 @@
+"""Which form the checkpoint in a folder has."""
+
+from pathlib import Path
+from typing import Literal
+
+from torchacc.checkpoint.dcp_files import METADATA
+from torchacc.checkpoint.manifest import MANIFEST
+from torchacc.errors import CheckpointError
+
+
+Form = Literal["rank-files", "torchacc", "hf", "dcp"]
+"""A file of each rank, as TorchAcc and torch_xla have them; what `torchacc.checkpoint.save()` writes, a Hugging Face
+folder with a manifest; any Hugging Face folder with safetensors; `torch.distributed.checkpoint`'s."""
+
+_SIGNS: dict[Form, tuple[str, ...]] = {
+    "dcp": (METADATA, "*.distcp"),
+    "torchacc": (MANIFEST,),
+    "hf": ("model*.safetensors",),
+    "rank-files": ("*rank-*-of-*.pth",),
+}
+
+
+def form_of(folder: Path) -> Form:
+    """Return the form of the checkpoint that a folder holds.
+
+    Raises:
+        CheckpointError: It holds none, or more than one.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: name the one that the checkpoint's files are in")
+    found = [form for form, patterns in _SIGNS.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
+    if "torchacc" in found and "hf" in found:
+        found.remove("hf")
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{folder} holds checkpoints of several forms, {' and '.join(found)}: keep one of them there"
+        )
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and (path / MANIFEST).exists())
+    hint = f"; {folder / inside[-1]} is a checkpoint" if inside else ""
+    expected = ", ".join(pattern for patterns in _SIGNS.values() for pattern in patterns)
+    raise CheckpointError(f"{folder} holds no checkpoint, as none of {expected} is there{hint}")

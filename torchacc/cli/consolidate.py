@@ -1,0 +1,41 @@
+"""Put a model that is saved in parts together: `torchacc consolidate ckpt --output model.pth`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchacc.checkpoint.convert import plan_consolidation
+from torchacc.checkpoint.forms import form_of
+from torchacc.cli import _converting
+from torchacc.errors import CheckpointError
+
+EXAMPLES = (
+    "torchacc consolidate ckpt",
+    "torchacc consolidate ckpt --output model --format safetensors --dtype bfloat16 --config-from gpt2",
+    "torchacc consolidate ckpt --dry-run",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder with the rank files")
+    parser.add_argument(
+        "--output", default="", metavar="PATH",
+        help="the file to write, or the folder with --format safetensors (default: consolidated.pth, or consolidated, "
+        "in DIR)",
+    )  # fmt: skip
+    _converting.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the whole model, and return the exit status."""
+    form = form_of(args.folder)
+    if form == "dcp":
+        raise CheckpointError(
+            f"{args.folder} is a folder of torch.distributed.checkpoint: `torchacc convert {args.folder} NEW --to "
+            "torchacc` puts it together"
+        )
+    if form != "rank-files":
+        sys.stdout.write(f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it\n")
+        return 0
+    return _converting.run(args, plan_consolidation(str(args.folder), "*.pth", args.output, _converting.output(args)))

@@ -1,0 +1,37 @@
+"""Make rank files for another number of ranks: `torchacc reshard ckpt --ranks 8 --output ckpt-8`."""
+
+import argparse
+from pathlib import Path
+
+from torchacc.checkpoint.convert import plan_conversion
+from torchacc.checkpoint.forms import form_of
+from torchacc.cli import _converting
+from torchacc.cli._options import positive
+from torchacc.errors import CheckpointError
+
+EXAMPLES = (
+    "torchacc reshard ckpt --ranks 8 --output ckpt-8",
+    "torchacc reshard ckpt --ranks 2 --output ckpt-2 --part model --verify",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder with the rank files")
+    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks to write for, 2 or more")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="the folder to write into (default: the same)")
+    parser.add_argument("--part", choices=_converting.PARTS, default="all", help="what to write (default: all)")
+    _converting.add_work_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the rank files, and return the exit status."""
+    form = form_of(args.folder)
+    if form != "rank-files":
+        raise CheckpointError(
+            f"{args.folder} is a {form} checkpoint, and no rank files: it loads at any number of ranks as it is"
+        )
+    if args.ranks == 1:
+        raise CheckpointError(f"--ranks 1: for one rank there is `torchacc consolidate {args.folder}`")
+    parts = _converting.PARTS[args.part]
+    return _converting.run(args, plan_conversion(args.folder, parts, num_ranks=args.ranks, target=args.output))
