@@ -78,9 +78,9 @@ def _changed(
 
 @contextmanager
 def _libraries_in(files: Sequence[logging.Handler], *, speak: bool) -> Iterator[None]:
-    """Let libraries log to files as well, and without `speak` to nothing else, without progress bars."""
+    """Let libraries log to files as well, and without `speak` to nothing else; progress bars are for a terminal."""
     with ExitStack() as stack:
-        if not speak:
+        if not speak or not sys.stderr.isatty():
             stack.enter_context(_no_progress_bars())
         logging.captureWarnings(True)
         stack.callback(logging.captureWarnings, False)

@@ -109,6 +109,7 @@ _CURVES = (
     ("grad_norm", "gradient norm", None),
     ("tokens_per_sec", "tokens/s", EngFormatter()),
     ("mfu", "MFU", PercentFormatter(1.0)),
+    ("data_wait", "share of time waiting for data", PercentFormatter(1.0)),
 )
 
 
@@ -220,6 +221,7 @@ _TEMPLATE = _environment.from_string("""\
   .tiles .card { flex: 1 1 90px; padding: 12px 14px; white-space: nowrap; }
   .charts .card, .facts .card { flex: 1 1 440px; box-sizing: border-box; min-width: 0; }
   .charts .card:first-child { flex-basis: 100%; }
+  @media (min-width: 960px) { .charts .card:not(:first-child) { max-width: calc(50% - 7px); } }
   .tiles b { display: block; font-size: 18px; font-variant-numeric: tabular-nums; }
   .tiles span, th { color: #616e7c; }
   .tiles span { font-size: 14px; }
