@@ -7,7 +7,6 @@ from torchacc.checkpoint.dcp_files import METADATA
 from torchacc.checkpoint.manifest import MANIFEST
 from torchacc.errors import CheckpointError
 
-
 Form = Literal["rank-files", "torchacc", "hf", "dcp"]
 """A file of each rank, as TorchAcc and torch_xla have them; what `torchacc.checkpoint.save()` writes, a Hugging Face
 folder with a manifest; any Hugging Face folder with safetensors; `torch.distributed.checkpoint`'s."""
