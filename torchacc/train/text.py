@@ -143,10 +143,9 @@ def _stream(
 
 
 def _texts(source: Source, column: str, share: float, held_out: bool) -> Iterator[str]:
-    """Yield the documents to learn from, or those that are held out, in the order of the source."""
-    for index, row in enumerate(source.stream()):
-        if is_held_out(index, share) is held_out and row[column]:
-            yield row[column]
+    """Return the documents to learn from, or those that are held out, in the order of the source."""
+    texts = filter(None, (row[column] for row in source.stream()))
+    return (text for index, text in enumerate(texts) if is_held_out(index, share) is held_out)
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -119,7 +119,7 @@ def _build(
     held_out = _held_out(len(documents), share)
     if tokenizer is None:
         texts = (row[config.text_column] for index, row in enumerate(documents) if index not in held_out)
-        tokenizer = train_tokenizer(filter(None, texts), config.vocab_size)
+        tokenizer = train_tokenizer(texts, config.vocab_size)
     tokenizer.save_pretrained(folder / "tokenizer")
     with (
         TokenWriter(folder / "train", len(tokenizer)) as train,
@@ -134,16 +134,28 @@ def _build(
         if validation is not None:
             for tokens in _tokenised(_read(validation, config, scratch), config, tokenizer, scratch):
                 val.add(tokens)
-    for writer, wanted in ((train, source), (val, validation or source if share or validation else None)):
-        if wanted is not None and not writer.num_tokens:
-            raise DataError(f"data: {wanted} has no text in its column {config.text_column!r}")
     shutil.rmtree(scratch)
 
 
 def _read(source: Source, config: TextConfig, scratch: Path) -> "datasets.Dataset":
-    documents = source.read(scratch)
-    check_column(documents, config.text_column, source)
-    return documents.select_columns([config.text_column])
+    """Read the documents that have text."""
+    rows = source.read(scratch)
+    check_column(rows, config.text_column, source)
+    documents = rows.select_columns([config.text_column]).filter(
+        _have_text,
+        input_columns=config.text_column,
+        batched=True,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        desc="reading",
+    )
+    if not len(documents):
+        raise DataError(f"data: {source} has no text in its column {config.text_column!r}")
+    return documents
+
+
+def _have_text(texts: Sequence[str | None]) -> list[bool]:
+    return [bool(text) for text in texts]
 
 
 def _held_out(num_documents: int, share: float) -> set[int]:
@@ -155,7 +167,7 @@ def _held_out(num_documents: int, share: float) -> set[int]:
 def _tokenised(
     documents: "datasets.Dataset", config: TextConfig, tokenizer: "PreTrainedTokenizerBase", scratch: Path
 ) -> Iterator[Tokens]:
-    """Yield the tokens of each document, none of one without text."""
+    """Yield the tokens of each document."""
     import datasets
 
     tokenised = documents.map(

@@ -65,19 +65,19 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
-def tokenise(texts: Sequence[str | None], *, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[list[int]]]:
+def tokenise(texts: Sequence[str], *, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[list[int]]]:
     """Turn documents into tokens.
 
     Returns:
         Under "tokens" those of each document, which begin with the tokenizer's beginning-of-text token where that is
-        another than its end-of-text token, with which they end; none of a document without text.
+        another than its end-of-text token, with which they end.
     """
     begin = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
     encoded = tokenizer(
         [text or "" for text in texts], add_special_tokens=False, return_attention_mask=False, verbose=False
     )
     end = [tokenizer.eos_token_id]
-    return {"tokens": [[*begin, *ids, *end] if ids else [] for ids in encoded["input_ids"]]}
+    return {"tokens": [[*begin, *ids, *end] for ids in encoded["input_ids"]]}
 
 
 class TokenWriter:
@@ -100,11 +100,6 @@ class TokenWriter:
         if len(tokens):
             self._file.write(tokens.astype(self._dtype).tobytes())
             self._sizes.append(len(tokens))
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens written so far."""
-        return sum(self._sizes)
 
     def __enter__(self) -> Self:
         return self

@@ -132,7 +132,7 @@ def test_a_document_that_is_alone_is_cut(configure, tmp_path):
 
 
 def test_few_documents_leave_one_to_validate_on(configure, tmp_path):
-    write_json(tmp_path / "few.jsonl", ["one", "", "two", "three"])
+    write_json(tmp_path / "few.jsonl", ["one", "", "two", "three", ""])
     data = load_text(configure(files=str(tmp_path / "few.jsonl")), seed=0)
     assert documents_of(data.train, data.tokenizer) == ["one", "two"]
     assert documents_of(data.validation, data.tokenizer) == ["three"]
@@ -228,7 +228,8 @@ def test_one_of_several_processes_tokenises_also_after_one_was_killed(start):
     assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [""]
 
 
-def test_a_stream_has_the_documents_of_the_text(configure):
+def test_a_stream_has_the_documents_of_the_text(configure, tmp_path):
+    write_json(tmp_path / "text.jsonl", [text for document in DOCUMENTS for text in (document, "")])
     data = load_text(configure(), seed=0)
     stream = load_text(configure(streaming=True, shuffle=False), seed=0)
     for name in ("train", "validation"):
