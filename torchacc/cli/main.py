@@ -13,6 +13,7 @@ from torchacc.config import nearest
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",
     "plan": "print what each device of a training needs in bytes, before there is any",
+    "train": "train a stage of a YAML file, on one machine or several",
     "launch": "start the processes of a job, watch over them and end them together",
     "consolidate": "put a model together that many processes have saved in parts",
     "reshard": "make rank files for another number of ranks",

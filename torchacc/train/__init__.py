@@ -1,1 +1,5 @@
-"""The staged trainer: from a YAML file to a trained model."""
+"""Trains from a YAML file: stages, their text, and what a person sees of them."""
+
+from torchacc.train.command import train_production_mode as train_production_mode
+
+__all__ = ["train_production_mode"]

@@ -21,12 +21,20 @@ def check_data(source: YamlFile, at: str, data: TextConfig) -> None:
 
 
 def check_length(source: YamlFile, at: str, stage: StageConfig) -> None:
-    """Check that a run has one length, and one that can be known."""
+    """Check that a run has one length, which can be known, and that the warm-up fits into it."""
     training = stage.training
     if training.max_steps is not None and training.num_epochs is not None:
         raise ConfigError(
             source.at(
                 f"{at}.training.num_epochs = {training.num_epochs}: and max_steps = {training.max_steps}; keep one"
+            )
+        )
+    warmup = stage.scheduler.warmup_steps
+    if training.max_steps is not None and warmup > training.max_steps:
+        raise ConfigError(
+            source.at(
+                f"{at}.scheduler.warmup_steps = {warmup}: the stage has {training.max_steps} steps, so that its "
+                "learning rate would never be reached"
             )
         )
     if stage.data.streaming and training.max_steps is None:

@@ -56,27 +56,27 @@ def check_folder(run: "StageRun", *, overwrite: bool = False) -> None:
             f"output folder {folder} holds a run that differs, so that this one cannot go on from it: "
             f"{'; '.join(differing)}. Pass --overwrite to remove it, or change output_dir"
         )
-    if not run.resumes:
+    if not run.resumes and run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
         raise ConfigError(
-            f"output folder {folder} holds a run, and training.resume = 'never' would start at step 0 among its "
-            "checkpoints: pass --overwrite to remove it, write resume: auto, or change output_dir"
+            f"output folder {folder} holds checkpoints, and training.resume = 'never' would start at step 0 among "
+            "them: pass --overwrite to remove them, write resume: auto, or change output_dir"
         )
 
 
-def remove_run(run: "StageRun") -> None:
-    """Remove what an earlier run has left in the folder, which `check_folder()` knows to be a run's."""
-    if run.folder.exists():
-        shutil.rmtree(run.folder)
+def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
+    """Make a run's folder and note whose it is. By one process, before any of them starts.
 
-
-def claim_folder(run: "StageRun") -> None:
-    """Make the folder and note whose run it holds. By one process, before the others start.
+    Args:
+        run: The run.
+        overwrite: Whether to remove the run that the folder holds.
 
     Raises:
         ConfigError: It holds something else, or cannot be written.
     """
-    check_folder(run)
+    check_folder(run, overwrite=overwrite)
     try:
+        if overwrite and run.folder.exists():
+            shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True, exist_ok=True)
         if not (run.folder / RUN).is_file():
             _write(run.folder / RUN, {"at": _now(), "stage": run.stage, "identity": run.identity(), "plan": str(run)})

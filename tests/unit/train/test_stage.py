@@ -5,7 +5,7 @@ import pytest
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import check_folder, claim_folder, mark_finished, remove_run
+from torchacc.train.folder import check_folder, mark_finished, take_folder
 from torchacc.train.layout import Launch
 from torchacc.train.stage import Wishes, resolve_stage
 
@@ -19,6 +19,11 @@ training_stages:
 {stage}
   two: {{init_from: one, model_config: model_config_small, distributed: {{engine: native}}}}
 distributed_examples:
+  auto: {{devices: 2}}
+  auto_xla: {{devices: 2, engine: xla}}
+  offload: {{devices: 2, fsdp: {{cpu_offload: true}}}}
+  offload_xla: {{devices: 2, engine: xla, fsdp: {{cpu_offload: true}}}}
+  batchnorm: {{devices: 2, sync_batchnorm: true}}
   preset: {{strategy: ddp, num_nodes: 2, devices: 4, engine: native}}
 model_config_small: {{model_type: gpt2, n_layer: 2}}
 model_config_1.7B: {{model_type: llama, num_hidden_layers: 2}}
@@ -128,6 +133,37 @@ def test_other_axes_leave_fsdp_the_rest(make):
     assert run.layout.topology.describe() == "dp 2 x fsdp 1"
 
 
+@pytest.mark.xla
+def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
+    layout = make(preset="auto", devices=4).layout
+    assert (layout.kind, layout.num_processes, layout.num_devices) == ("xla-spmd", 1, 4)
+    assert layout.config.dist.fsdp.use_spmd
+    apart = make(preset="auto", stage="torchacc: {dist: {fsdp: {use_spmd: false}}}").layout
+    assert (apart.kind, apart.num_processes) == ("xla-multiprocess", 2)
+    assert make(preset="auto", num_nodes=2).layout.kind == "xla-multiprocess"
+    torchrun = Launch(Job(num_processes=2, local_num_processes=2), is_launched=True)
+    assert make(preset="auto", launch=torchrun).layout.kind == "xla-multiprocess"
+    assert not make(preset="auto", devices=1).config.dist.fsdp.use_spmd
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("preset", "precision", "option"),
+    [("offload", None, "dist.fsdp.cpu_offload"), ("auto", "16-mixed", "compute.fp16")],
+)
+def test_what_xla_has_not_chooses_the_native_engine(make, preset, precision, option):
+    run = make(preset=preset, precision=precision)
+    assert (run.layout.kind, run.layout.num_processes, run.config.backend) == ("native", 2, "native")
+    assert run.notes[0] == f"engine: auto takes native, as {option} is asked for, which XLA has not"
+    with pytest.raises(ConfigError, match=f"{option} = True is not available under XLA"):
+        make(preset=f"{preset}_xla", precision=precision)
+
+
+@pytest.mark.xla
+def test_batchnorm_is_synchronous_where_one_program_sees_all(make):
+    assert "so that it is so by nature" in make(preset="batchnorm").notes[0]
+
+
 def test_a_launchers_processes_are_one_for_each_device(make):
     torchrun = Launch(Job(num_processes=2, local_num_processes=2), is_launched=True)
     assert make(launch=torchrun).layout.num_processes == 2
@@ -146,6 +182,7 @@ REFUSED = {
     "stage: data: {files: config.yaml}": "files go with dataset: text, json, parquet, not 'stdlib'",
     "stage: data: {dataset: text, files: config.yaml, validation: {split: a, files: b}}": "give one of split and files",
     "stage: data: {tokenizer: ./none}": "there is no such folder",
+    "stage: scheduler: {warmup_steps: 21}": "scheduler.warmup_steps = 21: the stage has 20 steps",
     "stage: init_from: onee": "there is no such stage and no such folder; did you mean 'one'?",
     "stage: init_from: one": "a stage cannot start from itself",
     "stage: init_from: ./elsewhere": "no such folder; stages: one, two",
@@ -185,7 +222,7 @@ def test_a_run_has_one_length(make, tmp_path):
 def test_a_stage_starts_from_a_finished_one(make):
     one = make()
     assert "run it first, with --stage one" in refusal(make, stage_name="two")
-    claim_folder(one)
+    take_folder(one)
     assert "that stage has not finished" in refusal(make, stage_name="two")
     mark_finished(one.folder, {})
     assert make(stage_name="two").init_from == one.final
@@ -198,14 +235,14 @@ def test_an_output_folder_that_is_below_a_file_is_refused(make, tmp_path):
 
 def test_a_run_goes_on_in_its_folder_in_another_layout(make):
     run = make()
-    claim_folder(run)
+    take_folder(run)
     before = (run.folder / "run.json").read_bytes()
-    claim_folder(make(devices=4, precision="bf16-mixed"))
+    take_folder(make(devices=4, precision="bf16-mixed"))
     assert (run.folder / "run.json").read_bytes() == before
 
 
 def test_the_folder_of_another_run_is_refused_with_what_differs(make):
-    claim_folder(make())
+    take_folder(make())
     with pytest.raises(ConfigError) as raised:
         check_folder(make(stage="optimizer: {lr: 0.5}\ndata: {block_size: 64}"))
     assert "data.block_size was 128 and is 64; optimizer.lr was 0.001 and is 0.5" in str(raised.value)
@@ -215,15 +252,13 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(make):
 
 def test_the_folder_of_a_finished_run_is_refused_unless_told(make):
     run = make()
-    claim_folder(run)
+    take_folder(run)
     mark_finished(run.folder, {"step": 20})
     with pytest.raises(ConfigError, match="holds a finished run; pass --overwrite"):
         check_folder(run)
     assert (run.folder / "finished.json").is_file()
-    check_folder(run, overwrite=True)
-    remove_run(run)
-    assert not run.folder.exists()
-    claim_folder(run)
+    take_folder(run, overwrite=True)
+    assert [path.name for path in run.folder.iterdir()] == ["run.json"]
 
 
 def test_a_folder_that_no_run_has_written_is_never_touched(make):
@@ -231,15 +266,21 @@ def test_a_folder_that_no_run_has_written_is_never_touched(make):
     run.folder.mkdir(parents=True)
     (run.folder / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds thesis.txt, and no run.json"):
-        check_folder(run, overwrite=True)
+        take_folder(run, overwrite=True)
+    assert [path.name for path in run.folder.iterdir()] == ["thesis.txt"]
 
 
 def test_a_run_that_never_resumes_does_not_start_among_older_checkpoints(make, tmp_path):
-    claim_folder(make())
+    run = make()
     path = tmp_path / "config.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace("max_steps", "resume: never, max_steps"), encoding="utf-8")
+    never = resolve_stage(TrainFile.read(path), Wishes(), Launch())
+    take_folder(never)
+    take_folder(never)  # as each of its processes does
+    (run.checkpoints / "step-00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match="training.resume = 'never' would start at step 0"):
-        check_folder(resolve_stage(TrainFile.read(path), Wishes(), Launch()))
+        check_folder(never)
+    check_folder(run)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(make, tmp_path, monkeypatch):

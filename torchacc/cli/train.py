@@ -1,0 +1,70 @@
+"""Train a stage of a YAML file, on one machine or several: `torchacc train --stage stage1 --devices 4`."""
+
+import argparse
+from pathlib import Path
+
+from torchacc.train.command import Start, as_arguments, train
+from torchacc.train.stage import Wishes
+
+_FOR_PROCESSES = ("mode", "config", "stage", "model_config", "fsdp_config", "devices", "num_nodes", "precision")
+"""Options that the processes of a run get as they are."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--mode", choices=["production"], default="production", help="train the stage as the file says (the only mode)"
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path("config.yaml"), metavar="FILE", help="the file of stages (config.yaml)"
+    )
+    parser.add_argument("--stage", metavar="NAME", help="stage of training_stages (the file's first)")
+    parser.add_argument("--model-config", metavar="NAME", help="model_config_… section of the file (the stage's own)")
+    parser.add_argument(
+        "--fsdp-config",
+        metavar="NAME",
+        help="preset of distributed_examples, in place of the stage's section distributed",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="devices of each machine; wins over the file")
+    parser.add_argument("--num-nodes", type=int, metavar="N", help="machines; wins over the file")
+    parser.add_argument(
+        "--precision", metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; wins over the file"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and end")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove the run that the stage's folder holds, and train again"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a failed run again, from its checkpoint (0)",
+    )
+    parser.add_argument(
+        "--heartbeat-secs", type=float, metavar="SECS", help="end a run that makes no progress for so long (never)"
+    )
+    several = parser.add_argument_group("on several machines, where the command is run on each")
+    several.add_argument("--node-rank", type=int, metavar="N", help="which machine this is, from 0 (variable RANK)")
+    several.add_argument("--master-addr", metavar="HOST", help="address of machine 0 (variable MASTER_ADDR)")
+    several.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (variable MASTER_PORT)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and return the exit status."""
+    wishes = Wishes(
+        stage=args.stage,
+        model=args.model_config,
+        preset=args.fsdp_config,
+        num_nodes=args.num_nodes,
+        devices=args.devices,
+        precision=args.precision,
+    )
+    return train(
+        args.config,
+        wishes,
+        Start(args.node_rank, args.master_addr, args.master_port, args.max_restarts, args.heartbeat_secs),
+        as_arguments({name: getattr(args, name) for name in _FOR_PROCESSES}),
+        dry_run=args.dry_run,
+        overwrite=args.overwrite,
+    )

@@ -1,0 +1,209 @@
+"""What the training commands do: decide about a run, start its processes, and carry it out in each of them."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchacc import env
+from torchacc.errors import ConfigError
+from torchacc.launch import LaunchOptions
+from torchacc.launch import run as launch
+from torchacc.launch.options import check as check_launch
+from torchacc.logging import get_logger, start_logging
+from torchacc.train.file import TrainFile
+from torchacc.train.folder import take_folder
+from torchacc.train.layout import Launch
+from torchacc.train.stage import StageRun, Wishes, resolve_stage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchacc.train.trainer import Trainer
+
+_log = get_logger(__name__)
+
+_MODULE = ("-m", "torchacc.train")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this machine's processes are started. What is None is said by the environment, on several machines."""
+
+    node_rank: int | None = None
+    """Which of the machines this is."""
+    master_addr: str | None = None
+    """Address of the first."""
+    master_port: int | None = None
+    """A free port there."""
+    max_restarts: int = 0
+    """How often a run that failed is started again, from its newest checkpoint."""
+    heartbeat_secs: float | None = None
+    """Seconds without progress after which a run hangs; None for ever."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a launcher has to stand beside the processes, though there be one only."""
+        return self.max_restarts > 0 or self.heartbeat_secs is not None
+
+
+def train_production_mode(
+    model_config_key: str | None = None,
+    stage: str | None = None,
+    devices: int | None = None,
+    precision: str | int | None = None,
+    config: str | Path = "config.yaml",
+) -> tuple["Trainer", "nn.Module"]:
+    """Train a stage in the processes that are there: this one, or those that a launcher has started. Collective.
+
+    Args:
+        model_config_key: Name of the model config; None for the one that the stage names.
+        stage: Name of the stage; None for the file's first.
+        devices: Devices of each machine, where the file does not say how many.
+        precision: `bf16-mixed`, `32-true` and so on; None for what the file says.
+        config: The training file.
+
+    Returns:
+        The trainer, and the trained model, sharded.
+
+    Raises:
+        ConfigError: Something in the file or in the arguments is wrong, or this run needs processes of its own.
+    """
+    launched = read_launch()
+    wishes = Wishes(model=model_config_key, stage=stage, default_devices=devices, precision=precision)
+    run = resolve_stage(_read(config), wishes, launched)
+    if not _is_ready(run, launched):
+        raise ConfigError(
+            f"stage {run.stage!r} has {run.layout.num_devices} devices, and engine {run.layout.kind} a process for "
+            f"each: start the script with `torchacc launch --nproc {run.layout.num_processes} your_script.py`, or use "
+            "the command `torchacc train`, which starts them itself"
+        )
+    return _carry_out(run, launched)
+
+
+def train(
+    config: Path,
+    wishes: Wishes,
+    start: Start,
+    arguments: Sequence[str],
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Train a stage, starting this machine's processes where it needs several.
+
+    Args:
+        config: The training file.
+        wishes: What is asked for beside it.
+        start: How this machine's processes are started.
+        arguments: Those of the command, for the processes.
+        dry_run: Whether to print what would be done instead.
+        overwrite: Whether to remove what an earlier run has left in the stage's folder.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: Something is wrong; nothing has been started, and nothing removed.
+    """
+    launched = read_launch()
+    run = resolve_stage(_read(config), wishes, launched)
+    if dry_run:
+        sys.stdout.write(f"{run}\n")
+        return 0
+    if launched.is_launched and (overwrite or start.is_watched):
+        raise ConfigError(
+            "--overwrite, --max-restarts and --heartbeat-secs are for what starts the processes, and a launcher "
+            f"has started this one: remove {run.folder} yourself, hand the others to the launcher, or leave it out"
+        )
+    if _is_ready(run, launched) and not start.is_watched:
+        _carry_out(run, launched, overwrite=overwrite)
+        return 0
+    command, launch_options = [*_MODULE, *arguments], _launch_options(run, start)
+    check_launch(command, launch_options)
+    if launch_options.node_rank == 0:
+        take_folder(run, overwrite=overwrite)
+    return launch(command, launch_options)
+
+
+def read_launch() -> Launch:
+    """Return who has started this process. RANK and WORLD_SIZE alone were set by hand, and are about machines."""
+    if env.get("LOCAL_WORLD_SIZE") is None:
+        return Launch()
+    return Launch(env.read_job(), is_launched=True)
+
+
+def _read(config: str | Path) -> TrainFile:
+    # transformers may import torch_xla, which would choose a device now, for the processes to come as well, and say so.
+    env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    return TrainFile.read(config)
+
+
+def _is_ready(run: StageRun, launched: Launch) -> bool:
+    """Return whether the processes of a run are there."""
+    if launched.is_launched:
+        return True
+    # Variables that were set by hand would be taken for a launcher's.
+    return run.layout.num_nodes == run.layout.num_processes == 1 and not env.read_job().launched
+
+
+def _carry_out(run: StageRun, launched: Launch, *, overwrite: bool = False) -> tuple["Trainer", "nn.Module"]:
+    from torchacc.train.trainer import run_stage
+
+    start_logging(launched.job.rank)
+    if launched.job.rank == 0:
+        take_folder(run, overwrite=overwrite)
+        for note in run.notes:
+            _log.info(note)
+    return run_stage(run)
+
+
+def _launch_options(run: StageRun, start: Start) -> LaunchOptions:
+    """Return how to start this machine's processes, by the options and the variables that are set by hand."""
+    num_nodes, num_devices = run.layout.num_nodes, run.layout.num_devices
+    rank, size = _number("RANK", start.node_rank), _number("WORLD_SIZE", None)
+    if size not in (None, num_nodes, num_devices):
+        raise ConfigError(
+            f"WORLD_SIZE={size} is set, and the run has {num_devices} devices on {num_nodes} machines: unset it, or "
+            "pass --num-nodes and --devices that fit"
+        )
+    if _number("LOCAL_RANK", None):
+        raise ConfigError(
+            f"LOCAL_RANK={env.get('LOCAL_RANK')} is set: run the command once on each machine, with LOCAL_RANK=0 or "
+            f"without it; it starts the {run.layout.num_processes} processes itself"
+        )
+    watched = LaunchOptions(
+        num_processes=run.layout.num_processes,
+        max_restarts=start.max_restarts,
+        heartbeat_secs=start.heartbeat_secs,
+    )
+    if num_nodes == 1:
+        return replace(watched, master_port=start.master_port)
+    if rank is None or not 0 <= rank < num_nodes:
+        raise ConfigError(
+            f"which of the {num_nodes} machines this is, from 0 to {num_nodes - 1}, is said by --node-rank, or by the "
+            f"variable RANK, {'which is not set' if rank is None else f'and is {rank}'}"
+        )
+    return replace(
+        watched,
+        num_nodes=num_nodes,
+        node_rank=rank,
+        master_addr=start.master_addr or env.get("MASTER_ADDR"),
+        master_port=_number("MASTER_PORT", start.master_port),
+    )
+
+
+def _number(variable: str, given: int | None) -> int | None:
+    """Return what is given, else a variable's value, where there is one."""
+    text = env.get(variable)
+    if given is not None or not text:
+        return given
+    if not text.isdigit():
+        raise ConfigError(f"the environment variable {variable}={text!r} is not a whole number")
+    return int(text)
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Return options as they stand on a command line; those that are None are left out."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
