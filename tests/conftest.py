@@ -12,6 +12,9 @@ _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _THREADS_OF_OTHERS = {"tqdm_monitor"}
 _SECONDS_TO_END = 5.0
 
+# transformers would import torch_xla here by way of accelerate, which sets variables in the tests' own process.
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS}

@@ -16,7 +16,7 @@ assert dict(os.environ) == environment, "import torchacc changed the environment
 assert threading.active_count() == threads, "import torchacc started a thread"
 assert not torch.distributed.is_initialized(), "import torchacc started a process group"
 assert not torch.cuda.is_initialized(), "import torchacc started a device"
-loaded = {"torch_xla", "transformers", "datasets"} & sys.modules.keys()
+loaded = {"torch_xla", "transformers", "datasets", "accelerate"} & sys.modules.keys()
 assert not loaded, f"import torchacc loaded {sorted(loaded)}"
 """
 

@@ -95,31 +95,35 @@ class ProcessGroup:
             dist.broadcast(tensor, src=0)
         return tensor
 
-    def gather(self, shard: torch.Tensor, group: dist.ProcessGroup, *, rank0_only: bool) -> torch.Tensor | None:
+    def gather(self, shard: torch.Tensor, group: dist.ProcessGroup | None, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the shards of a subgroup, one after another. Collective: every process of the subgroup.
 
         Args:
             shard: A host tensor of one dimension, of the same size on every process.
-            group: Of `own_subgroup()`.
+            group: Of `own_subgroup()`; None for all processes.
             rank0_only: Whether only the job's rank 0 gets them; the others, and all of other subgroups, get None.
         """
         if not rank0_only:
             gathered = shard.new_empty(dist.get_world_size(group) * shard.numel())
             dist.all_gather_into_tensor(gathered, shard, group=group)
             return gathered
-        if dist.get_global_rank(group, 0) != 0:
+        if group is not None and dist.get_global_rank(group, 0) != 0:
             return None
         whole = shard.new_empty(dist.get_world_size(group), shard.numel()) if self.job.rank == 0 else None
         dist.gather(shard, None if whole is None else list(whole), dst=0, group=group)
         return None if whole is None else whole.view(-1)
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over all processes. Collective: every process."""
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all processes. Collective: every process."""
         if not self.job.launched:
             return value
         total = value.clone()
         dist.all_reduce(total)
-        return total / self.job.num_processes
+        return total
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over all processes. Collective: every process."""
+        return self.sum(value) / self.job.num_processes if self.job.launched else value
 
     def agreed(self, act: Callable[[], _T]) -> _T:
         """Do something on every process, and raise on all of them what any of them raises. Collective.

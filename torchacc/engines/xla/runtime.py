@@ -276,13 +276,17 @@ def pin_to_share_of_cores(job: Job) -> None:
     )
 
 
-def sync() -> None:
-    """Compile and run what has been recorded so far."""
+def sync(*, wait: bool = False) -> None:
+    """Compile and run what has been recorded so far.
+
+    Args:
+        wait: Whether to wait until it has run.
+    """
     import torch_xla
 
     if _drawn.again and _drawn.seed is not None:
         _set_seed(_drawn.seed)
-    torch_xla.sync()
+    torch_xla.sync(wait=wait)
     _drawn.seed, _drawn.again = None, False
 
 

@@ -1,0 +1,225 @@
+"""Train with transformers' Trainer, theirs or torchacc's; test_hf_trainer.py compares what the two print.
+
+    hf_trainer_script.py MODE FOLDER CASE …
+
+MODE is `plain`, `native` (two processes), or `spmd` (four devices). The global batch is the same in each.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+)
+
+MODE, FOLDER, CASES = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+DEVICES = {"plain": 1, "native": 2, "spmd": 4}[MODE]
+LENGTH, GLOBAL_BATCH, STEPS = 32, 8, 7
+TEXT = Path(os.__file__).read_bytes()
+
+if MODE == "plain":
+    from transformers import Trainer, TrainingArguments
+else:
+    from torchacc import Config
+    from torchacc.integrations.hf import Trainer, TrainingArguments
+
+
+def rows(start, count):
+    """Return blocks of text as bytes, whose labels stop at different places."""
+    blocks = [list(TEXT[LENGTH * i : LENGTH * (i + 1)]) for i in range(start, start + count)]
+    cuts = [LENGTH - 3 * (i % 5) for i in range(count)]
+    return [
+        {"input_ids": block, "labels": block[:cut] + [-100] * (LENGTH - cut)}
+        for block, cut in zip(blocks, cuts, strict=True)
+    ]
+
+
+TRAIN, HELD_OUT = rows(0, 5 * GLOBAL_BATCH), rows(100, 13)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(TRAIN)
+
+
+class KillAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0))
+
+
+def with_adapters():
+    model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def classifier():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**shape, **dropout, intermediate_size=32, num_labels=3))
+
+
+def labelled(count):
+    return [{"input_ids": row["input_ids"], "labels": i % 3} for i, row in enumerate(TRAIN[:count])]
+
+
+def accuracy(prediction):
+    labels, guesses = prediction.label_ids[:, 1:], prediction.predictions[:, :-1].argmax(-1)
+    return {"rows": len(labels), "accuracy": float((guesses == labels)[labels != -100].mean())}
+
+
+def make(name, model, train=TRAIN, callbacks=(), compute_metrics=None, accumulation=2, **changed):
+    arguments = {
+        "output_dir": str(FOLDER / name),
+        "per_device_train_batch_size": GLOBAL_BATCH // accumulation // DEVICES,
+        "per_device_eval_batch_size": 4 // DEVICES,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": 8e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        **changed,
+    }
+    config = {}
+    if MODE != "plain":
+        config["torchacc_config"] = Config.from_dict(
+            {
+                "backend": "native" if MODE == "native" else "xla",
+                "dist": {"fsdp": {"size": DEVICES, "use_spmd": MODE == "spmd"}},
+            }
+        )
+    return Trainer(
+        model=model,
+        args=TrainingArguments(**arguments),
+        train_dataset=train,
+        eval_dataset=HELD_OUT,
+        callbacks=list(callbacks),
+        compute_metrics=compute_metrics,
+        **config,
+    )
+
+
+def history(trainer):
+    """Return the logged losses, gradient norms and metrics, by step."""
+    wanted = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_rows", "eval_accuracy")
+    entries = [{key: entry[key] for key in ("step", *wanted) if key in entry} for entry in trainer.state.log_history]
+    return [entry for entry in entries if len(entry) > 1]
+
+
+def whole():
+    trainer = make("whole", gpt2(), compute_metrics=accuracy, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    predictions = trainer.predict(HELD_OUT)
+    trainer.save_model()
+    return {
+        "history": history(trainer),
+        "predictions": np.asarray(predictions.predictions).sum(-1).round(3).tolist(),
+        "flos": trainer.state.total_flos,
+    }
+
+
+def interrupted():
+    trainer = make("run", gpt2(), callbacks=[KillAfter(5)], save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+
+
+def resumed(folder="run"):
+    trainer = make(folder, gpt2(), save_strategy="steps", save_steps=3, save_total_limit=2)
+    trainer.train(resume_from_checkpoint=True)
+    return {"history": history(trainer), "kept": sorted(path.name for path in (FOLDER / folder).glob("checkpoint-*"))}
+
+
+def adapters():
+    trainer = make("adapters", with_adapters(), save_strategy="steps", save_steps=4)
+    trainer.train()
+    trainer.save_model(str(FOLDER / "adapters" / MODE))
+    again = None
+    if MODE == "native":
+        again = make("adapters", with_adapters())
+        again.train(resume_from_checkpoint=str(FOLDER / "adapters" / "checkpoint-4"))
+    return {"history": history(trainer), "resumed": again and history(again)}
+
+
+def classification():
+    trainer = make("classes", classifier(), labelled(40), max_steps=3)
+    trainer.train()
+    facts = {"history": history(trainer), "even": trainer.evaluate(labelled(12))["eval_loss"]}
+    try:
+        facts["uneven"] = trainer.evaluate(labelled(13))["eval_loss"]
+    except ValueError as error:
+        facts["uneven"] = str(error)
+    return facts
+
+
+def streamed():
+    trainer = make("stream", gpt2(), Stream(), max_steps=2)
+    trainer.train()
+    return {"history": history(trainer)}
+
+
+def by_length():
+    trainer = make("length", gpt2(), max_steps=2, train_sampling_strategy="group_by_length")
+    trainer.train()
+    return {"history": history(trainer)}
+
+
+def best():
+    trainer = make(
+        "best",
+        gpt2(),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+        learning_rate=0.3,
+        bf16=True,
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    return {
+        "steps": trainer.state.global_step,
+        "best": trainer.state.best_metric,
+        "eval_losses": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "after": trainer.evaluate()["eval_loss"],
+        "bf16": MODE != "plain" and trainer.accelerator.sharded.plan.compute_dtype,
+        "recomputed": MODE != "plain" and len(trainer.accelerator.sharded.plan.recomputed),
+    }
+
+
+for case in CASES:
+    name, _, argument = case.partition("=")
+    facts = globals()[name](*filter(None, [argument]))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"FACTS {json.dumps({'case': name, **facts})}")

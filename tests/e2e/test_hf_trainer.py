@@ -1,0 +1,160 @@
+"""transformers' Trainer gives the same numbers on torchacc's engines as by itself on one device."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("hf_trainer_script.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+LAUNCHERS = {"plain": [], "native": TORCHRUN, "spmd": []}
+
+pytestmark = pytest.mark.slow
+
+
+def run(mode, folder, *cases, killed=False):
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if mode != "plain":
+        environ.pop("USE_TORCH_XLA", None)  # as a user has it: transformers and accelerate find torch_xla
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[mode], str(SCRIPT), mode, str(folder), *cases],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert (done.returncode != 0) == killed, done.stderr[-5000:]
+    lines = done.stdout.splitlines()
+    facts = [json.loads(line[6:]) for line in lines if line.startswith("FACTS ")]
+    return {fact["case"]: fact for fact in facts} | {"lines": lines}
+
+
+def check_histories(found, expected, rel=2e-5):
+    assert [entry.keys() for entry in found["history"]] == [entry.keys() for entry in expected["history"]]
+    for entry, other in zip(found["history"], expected["history"], strict=True):
+        assert entry == pytest.approx(other, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hf")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    found = run("plain", folder, "whole", "adapters", "classification", "streamed")
+    shutil.rmtree(folder / "whole")
+    return found
+
+
+@pytest.fixture(scope="module")
+def native(folder):
+    return run("native", folder, "whole", "adapters", "classification", "streamed", "by_length", "best")
+
+
+@pytest.fixture(scope="module")
+def killed(folder):
+    """Two folders of a run that was killed after its fifth step, one of them with a torn checkpoint, too."""
+    assert "interrupted" not in run("native", folder, "interrupted", killed=True)
+    shutil.copytree(folder / "run", folder / "run4")
+    (folder / "run" / "checkpoint-6").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def native_resumed(killed):
+    return run("native", killed, "resumed")
+
+
+@pytest.fixture(scope="module")
+def spmd(killed):
+    return run("spmd", killed, "whole", "resumed=run4", "adapters")
+
+
+def check_whole(found, expected):
+    check_histories(found, expected)
+    assert found["predictions"] == [pytest.approx(row, abs=0.02) for row in expected["predictions"]]
+    assert found["flos"] == expected["flos"]
+
+
+def test_natively_losses_norms_and_metrics_are_those_of_one_device(plain, native):
+    check_whole(native["whole"], plain["whole"])
+    evaluations = [entry for entry in native["whole"]["history"] if "eval_loss" in entry]
+    assert [entry["eval_rows"] for entry in evaluations] == [13, 13, 13]  # of batches of 4
+    assert native["whole"]["history"][-1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+@pytest.mark.xla
+def test_under_spmd_losses_norms_and_metrics_are_those_of_one_device(plain, spmd):
+    check_whole(spmd["whole"], plain["whole"])
+
+
+def test_what_save_model_writes_opens_with_from_pretrained(native, folder):
+    from transformers import GPT2LMHeadModel
+
+    _, report = GPT2LMHeadModel.from_pretrained(folder / "whole", output_loading_info=True)
+    assert not any(report.values())
+
+
+def test_one_process_logs(native_resumed):
+    assert sum("'loss':" in line for line in native_resumed["lines"]) == 3
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(native, native_resumed):
+    entries = [entry for entry in native["whole"]["history"] if "loss" in entry]
+    assert native_resumed["resumed"]["history"] == entries
+    assert native_resumed["resumed"]["kept"] == ["checkpoint-6", "checkpoint-7"]
+
+
+@pytest.mark.xla
+def test_a_killed_native_run_goes_on_under_spmd(native, spmd):
+    entries = [entry for entry in native["whole"]["history"] if "loss" in entry]
+    check_histories(spmd["resumed"], {"history": entries})
+
+
+def check_adapters(found, expected, folder):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    check_histories(found, expected)
+    shape = {"vocab_size": 256, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    opened = PeftModel.from_pretrained(GPT2LMHeadModel(GPT2Config(**shape)), folder)
+    weights = opened.state_dict()
+    for name, saved in load_file(folder / "adapter_model.safetensors").items():
+        assert weights[name.replace(".weight", ".default.weight")].equal(saved)
+
+
+def test_natively_adapters_train_sharded_and_open_with_peft(plain, native, folder):
+    check_adapters(native["adapters"], plain["adapters"], folder / "adapters" / "native")
+    assert native["adapters"]["resumed"] == native["adapters"]["history"]
+
+
+@pytest.mark.xla
+def test_under_spmd_adapters_train_sharded_and_open_with_peft(plain, spmd, folder):
+    check_adapters(spmd["adapters"], plain["adapters"], folder / "adapters" / "spmd")
+
+
+def test_a_loss_that_is_a_mean_over_rows_is_right_or_refused(plain, native):
+    check_histories(native["classification"], plain["classification"])
+    assert native["classification"]["even"] == pytest.approx(plain["classification"]["even"], rel=2e-5)
+    assert "choose a per_device_eval_batch_size that divides" in native["classification"]["uneven"]
+
+
+def test_a_stream_gives_the_same_losses(plain, native):
+    check_histories(native["streamed"], plain["streamed"])
+
+
+def test_batches_by_length_are_other_batches(native):
+    losses = [entry["loss"] for entry in native["by_length"]["history"]]
+    assert len(losses) == 2
+    assert losses != [entry["loss"] for entry in native["whole"]["history"][:2]]
+
+
+def test_the_best_model_comes_back_after_an_early_stop(native):
+    found = native["best"]
+    assert found["steps"] < 7
+    assert found["best"] == min(found["eval_losses"]) < found["eval_losses"][-1]
+    assert found["after"] == pytest.approx(found["best"], rel=1e-6)
+    assert (found["bf16"], found["recomputed"]) == ("bfloat16", 2)

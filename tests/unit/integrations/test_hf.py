@@ -1,0 +1,138 @@
+"""What the Hugging Face Trainer's arguments become, and how an evaluation is filled up; no device, no processes."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+pytest.importorskip("accelerate")
+
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+import torchacc.integrations.hf
+from torchacc import Config, ConfigError, DataError
+from torchacc.integrations.hf import Trainer, TrainingArguments
+from torchacc.integrations.hf.arguments import adopt
+from torchacc.integrations.hf.data import EvalLoader, _filled_up
+from torchacc.integrations.hf.rebind import rebound
+
+
+def arguments(tmp_path, **changed):
+    return TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, **changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("fsdp", True, "use torchacc_config.dist.fsdp"),
+        ("fp16", True, "use bf16=True"),
+        ("bf16_full_eval", True, "use bf16=True"),
+        ("torch_compile", True, "leave it out"),
+        ("auto_find_batch_size", True, "set per_device_train_batch_size"),
+        ("save_on_each_node", True, "leave it out"),
+        ("train_sampling_strategy", "batch_rebalance", "'group_by_length'"),
+        ("accelerator_config", AcceleratorConfig(split_batches=True), "torchacc shares the batches out itself"),
+    ],
+)
+def test_an_argument_that_cannot_be_carried_out_is_refused(tmp_path, name, value, instead):
+    args = arguments(tmp_path)
+    setattr(args, name, value)  # to pass some of them would change the environment
+    with pytest.raises(ConfigError, match=f"TrainingArguments.{name}=.*{instead}"):
+        adopt(args, Config())
+
+
+def test_arguments_become_options_and_stay_as_they_are(tmp_path):
+    args = arguments(
+        tmp_path, bf16=True, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2}
+    )
+    config = Config()
+    adopted, resolved = adopt(args, config)
+    assert resolved.compute.bf16
+    assert (resolved.memory.gc, resolved.memory.gc_every) == (True, 2)
+    assert not adopted.activation_checkpointing
+    assert args.activation_checkpointing
+    assert config == Config()
+
+
+def test_kwargs_of_recompute_that_torchacc_does_not_take_are_refused(tmp_path):
+    args = arguments(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})
+    with pytest.raises(ConfigError, match="'offload'"):
+        adopt(args, Config())
+
+
+def test_options_that_the_trainer_cannot_train_with_are_refused(tmp_path):
+    config = Config()
+    config.compute.fp16 = True
+    with pytest.raises(ConfigError, match="loss scaler"):
+        adopt(arguments(tmp_path), config)
+    config = Config()
+    config.dist.fsdp.flatten_parameters = True
+    with pytest.raises(ConfigError, match="by name which parameters decay"):
+        adopt(arguments(tmp_path), config)
+
+
+def test_arguments_of_transformers_own_are_refused():
+    with pytest.raises(ConfigError, match="torchacc.integrations.hf.TrainingArguments"):
+        adopt(SimpleNamespace(), Config())
+
+
+def test_making_arguments_starts_no_device(tmp_path):
+    from accelerate.state import PartialState
+
+    args = arguments(tmp_path)
+    assert (args.device, args.world_size, args.process_index) == (torch.device("cpu"), 1, 0)
+    assert PartialState._shared_state == {}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "reason"), [("hf_device_map", "open it without device_map"), ("is_quantized", "quantized")]
+)
+def test_a_model_that_is_placed_or_quantized_is_refused(tmp_path, attribute, reason):
+    model = torch.nn.Linear(2, 2)
+    setattr(model, attribute, True)
+    with pytest.raises(ConfigError, match=reason):
+        Trainer(model, arguments(tmp_path))
+
+
+def test_without_accelerate_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchacc\[hf\]'"):
+        importlib.reload(torchacc.integrations.hf)
+
+
+def test_rows_that_fill_up_have_labels_that_no_loss_counts():
+    rows = [{"labels": torch.tensor([i, i])} for i in range(3)]
+    batches = list(_filled_up(DataLoader(rows, batch_size=2), 3))
+    assert [batch["labels"].tolist() for batch in batches] == [
+        [[0, 0], [1, 1]],
+        [[2, 2], [-100, -100]],
+        [[-100] * 2] * 2,
+    ]
+    assert rows[0]["labels"].tolist() == [0, 0]
+
+
+def test_rows_whose_labels_are_numbers_cannot_fill_up():
+    with pytest.raises(DataError, match="choose a per_device_eval_batch_size that divides"):
+        list(_filled_up(DataLoader([{"labels": 0.5}], batch_size=2), 1))
+
+
+def test_an_evaluation_without_a_length_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([{"labels": 0}])
+
+    with pytest.raises(DataError, match="a Stream does not say how many rows it has"):
+        EvalLoader(DataLoader(Stream()), None, None)
+
+
+def test_a_function_that_does_not_use_a_name_is_not_bound_anew():
+    def double(value):
+        return abs(value) * 2
+
+    assert rebound(double, abs=lambda value: value + 1)(3) == 8
+    assert double(3) == 6
+    with pytest.raises(ImportError, match="double does not use xm"):
+        rebound(double, xm=None)

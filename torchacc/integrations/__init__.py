@@ -1,0 +1,1 @@
+"""Other libraries' trainers on torchacc's engines; each module needs its library."""

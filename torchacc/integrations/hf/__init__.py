@@ -1,0 +1,13 @@
+"""transformers' `Trainer` on torchacc's engines: its loop, our sharding, data and checkpoints."""
+
+import importlib.util
+
+if importlib.util.find_spec("accelerate") is None:
+    raise ImportError(
+        "transformers' Trainer needs the package accelerate, which is not installed: pip install 'torchacc[hf]'"
+    )
+
+from torchacc.integrations.hf.arguments import TrainingArguments
+from torchacc.integrations.hf.trainer import Trainer
+
+__all__ = ["Trainer", "TrainingArguments"]

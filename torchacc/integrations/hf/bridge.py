@@ -1,0 +1,129 @@
+"""What transformers' loop asks of `accelerate.Accelerator`, answered by an engine of torchacc."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from torchacc import api
+from torchacc.data.tree import map_tensors
+from torchacc.engines.base import Engine, ShardedModel
+
+
+class GradientState:
+    """What accelerate knows of the gradients and of the data; the loop sets the first and asks for the last."""
+
+    plugin_kwargs: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.plugin_kwargs = {}
+        self.sync_gradients = True
+        self.end_of_dataloader = False
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+
+class Bridge:
+    """Stands in the place of an `Accelerator`: moves nothing, wraps nothing, starts nothing."""
+
+    distributed_type = DistributedType.NO
+    num_processes = 1
+    """The number by which the loop multiplies a loss: torchacc's losses are means over all devices already."""
+    parallelism_config = None
+    scaler = None
+    optimizer_step_was_skipped = False
+
+    sharded: ShardedModel
+
+    def __init__(self) -> None:
+        self.gradient_state = GradientState()
+        self.num_rows: int | None = None
+        """Rows of the global batch in evaluation that are the dataset's own; None where all are."""
+
+    @property
+    def engine(self) -> Engine:
+        """What the model runs on."""
+        return self.sharded.engine
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return [self.sharded.model]
+
+    def prepare(self, *parts: Any) -> Any:
+        """Return what it gets: it is prepared."""
+        return parts if len(parts) > 1 else parts[0]
+
+    def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Return the model: it is sharded."""
+        return model
+
+    def unwrap_model(self, model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the model: it is not wrapped."""
+        return model
+
+    def free_memory(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def end_training(self) -> None:
+        """Do nothing: the process group ends with the process."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients."""
+        loss.backward()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for all but the last micro-batch of a step."""
+        return api.accumulate(model)
+
+    @property
+    def _group_of_host(self) -> bool:
+        """Whether tensors have to be on the host to travel between processes."""
+        return self.engine.device.type == "xla"
+
+    def gather(self, count: torch.Tensor) -> torch.Tensor:
+        """Return something whose sum is that of a number over all devices that see different data. Collective."""
+        job, topology = self.engine.job, self.engine.topology
+        if not job.launched:
+            return count
+        copies = job.num_processes * len(self.engine.data_shards) // topology.num_data_shards
+        total = self.engine.group.sum(count.cpu() if self._group_of_host else count)
+        return total // copies
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a number over all processes. Collective."""
+        if not self.engine.job.launched:
+            return value
+        return self.engine.group.mean(value.cpu() if self._group_of_host else value)
+
+    def gather_for_metrics(self, tensors: Any, use_gather_object: bool = False) -> Any:
+        """Return the dataset's rows of tensors that have one for each sample, in its order, on the host. Collective."""
+        return map_tensors(lambda tensor: self._rows_of_all(tensor)[: self.num_rows], tensors)
+
+    def pad_across_processes(self, tensors: Any, dim: int = 0, pad_index: int = 0) -> Any:
+        """Lengthen tensors along a dim to the longest of all processes. Collective."""
+
+        def padded(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() <= dim:
+                return tensor
+            lengths = self.engine.group.all_gather_objects(tensor.shape[dim])
+            missing = max(lengths) - tensor.shape[dim]
+            if not missing:
+                return tensor
+            shape = (*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])
+            return torch.cat([tensor, tensor.new_full(shape, pad_index)], dim)
+
+        return map_tensors(padded, tensors) if self.engine.job.launched else tensors
+
+    def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = self.sharded.fetch([tensor])[0]
+        if not self.engine.job.launched:
+            return flat.view(tensor.shape)
+        gathered = self.engine.group.gather(flat, None, rank0_only=False)
+        assert gathered is not None
+        of_ranks = gathered.view(self.engine.job.num_processes, *tensor.shape)
+        topology = self.engine.topology
+        shards = [topology.data_shard(rank) for rank in range(len(of_ranks))]
+        return torch.cat([of_ranks[shards.index(shard)] for shard in range(topology.num_data_shards)])

@@ -1,0 +1,28 @@
+"""Run a function of another library with a few of its module's names meaning something else, for that call alone."""
+
+import functools
+import importlib.metadata
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return a copy of a function in which names of its module mean what is given; the module stays as it is.
+
+    Raises:
+        ImportError: The function does not use one of the names: it is of a version that is not known here.
+    """
+    code = function.__code__
+    unknown = sorted(names.keys() - set(code.co_names))
+    if unknown:
+        raise ImportError(
+            f"transformers {importlib.metadata.version('transformers')}: {function.__qualname__} does not use "
+            f"{', '.join(unknown)}, by which torchacc keeps it from starting devices of its own. Install a version "
+            "that docs/huggingface.md names"
+        )
+    copy = types.FunctionType(
+        code, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)
