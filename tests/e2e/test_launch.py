@@ -89,6 +89,7 @@ def test_a_job_runs_and_shows_rank_0(tmp_path):
         ("raise", 1, "ValueError: rank one has had enough\ntorchacc launch: rank 1 on ", ["--all-ranks"]),
         ("fault", 139, "Fatal Python error: Segmentation fault", []),
         ("kill", 137, "was killed (SIGKILL)", []),
+        ("orphan", 137, "was killed (SIGKILL)", []),
         ("misuse", 2, "failed with exit status 2", ["--max-restarts", 3]),
     ],
 )

@@ -26,7 +26,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
     parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of node 0")
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start a job that failed again (default: 0)"
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often to start a job that failed anew (default: 0)",
     )
     parser.add_argument(
         "--min-nproc", dest="min_processes", type=int, metavar="N",

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchacc import env
@@ -71,6 +71,7 @@ class Processes:
         self._first_rank = options.node_rank * options.num_processes
         self._num = options.num_processes
         self._asked: set[int] = set()
+        self._last_look = time.time()
         shown = range(self._num) if options.all_ranks else [0] if options.node_rank == 0 else []
         job = {
             "command": [sys.executable, "-u", *command],
@@ -130,12 +131,17 @@ class Processes:
 
     def look(self) -> None:
         """Read anew what is known of each process."""
+        last_look, self._last_look = self._last_look, time.time()
         for local_rank in range(self._num):
             known = self.known.get(local_rank)
-            path = self.folder / f"local-rank-{local_rank}.json"
-            if (known is None or known.status is None) and path.is_file():
-                facts = json.loads(path.read_text(encoding="utf-8"))
-                self.known[local_rank] = Process(rank=self._first_rank + local_rank, local_rank=local_rank, **facts)
+            if known is not None and known.status is not None:
+                continue
+            is_kept = known is None or _exists(known.keeper)  # asked first: the last that a keeper does is to write
+            found = self._read(local_rank)
+            if found is not None and found.status is None and not is_kept:  # the kernel has ended its process
+                found = replace(found, status=-signal.SIGKILL, ended=last_look)  # before what followed from it
+            if found is not None:
+                self.known[local_rank] = found
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to each process, once."""
@@ -176,6 +182,13 @@ class Processes:
         """Return what a process has printed; nothing where that went to the terminal alone."""
         return _text(self.folder / f"rank-{process.rank}.log")
 
+    def _read(self, local_rank: int) -> Process | None:
+        path = self.folder / f"local-rank-{local_rank}.json"
+        if not path.is_file():
+            return None
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return Process(rank=self._first_rank + local_rank, local_rank=local_rank, **facts)
+
     def _running(self) -> list[Process]:
         return [process for process in self.known.values() if process.status is None]
 
@@ -188,6 +201,14 @@ def as_exit_status(status: int) -> int:
 def _send(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _text(path: Path) -> str:

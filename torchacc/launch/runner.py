@@ -192,7 +192,9 @@ def _listening() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    heard = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # as under `nohup`
+    previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield came
     finally:
