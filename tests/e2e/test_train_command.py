@@ -42,6 +42,7 @@ distributed_examples:
     num_nodes: 4
     devices: 8
     fsdp: {{enabled: true, cpu_offload: true, sharding_strategy: "FULL_SHARD", activation_checkpointing: true}}
+logging: {{debug: true, log_file: training.log}}
 model_config_tiny: {{model_type: gpt2, n_layer: 2, n_head: 2, n_embd: 16, n_positions: 32}}
 """
 
@@ -107,7 +108,8 @@ def stage2(folder, stage1):
     nodes = [
         start(folder, *command, "--num-nodes", "2", "--devices", "1", RANK=str(rank), **variables) for rank in range(2)
     ]
-    finish(*nodes)
+    printed = finish(*nodes)
+    (folder / "stage2.txt").write_text("".join(printed), encoding="utf-8")
     return folder / "out" / "stage2"
 
 
@@ -125,6 +127,17 @@ def test_the_next_stage_goes_on_from_it(stage1, stage2):
     assert losses(stage2)[0] < losses(stage1)[0]
     identity = json.loads((stage2 / "run.json").read_text(encoding="utf-8"))["identity"]
     assert identity["init_from"] == "out/stage1/final"
+
+
+@pytest.mark.slow
+def test_one_rank_speaks_and_each_has_a_log(folder, stage2):
+    line = "step 3/3  loss"
+    assert (folder / "stage2.txt").read_text(encoding="utf-8").count(line) == 1
+    assert (stage2 / "training.log").read_text(encoding="utf-8").count(line) == 1
+    logs = [path.read_text(encoding="utf-8") for path in sorted((stage2 / "logs").iterdir())]
+    assert [log.count(line) for log in logs] == [1, 0]
+    assert all("DEBUG torchacc" in log for log in logs)
+    assert "finished" in (stage2 / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

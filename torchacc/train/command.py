@@ -11,10 +11,11 @@ from torchacc.errors import ConfigError
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 from torchacc.launch.options import check as check_launch
-from torchacc.logging import get_logger, start_logging
+from torchacc.logging import get_logger
 from torchacc.train.file import TrainFile
 from torchacc.train.folder import take_folder
 from torchacc.train.layout import Launch
+from torchacc.train.log_files import log_files
 from torchacc.train.stage import StageRun, Wishes, resolve_stage
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ def read_launch() -> Launch:
 def _read(config: str | Path) -> TrainFile:
     # transformers may import torch_xla, which would choose a device now, for the processes to come as well, and say so.
     env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    # As engines/xla/runtime.py does before it imports torch_xla: XLA's C++ warns at every compile.
+    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
     return TrainFile.read(config)
 
 
@@ -151,12 +154,14 @@ def _is_ready(run: StageRun, launched: Launch) -> bool:
 def _carry_out(run: StageRun, launched: Launch, *, overwrite: bool = False) -> tuple["Trainer", "nn.Module"]:
     from torchacc.train.trainer import run_stage
 
-    start_logging(launched.job.rank)
-    if launched.job.rank == 0:
+    rank = launched.job.rank
+    if rank == 0:
         take_folder(run, overwrite=overwrite)
-        for note in run.notes:
-            _log.info(note)
-    return run_stage(run)
+    with log_files(run.folder, run.logging, rank=rank):
+        if rank == 0:
+            for note in run.notes:
+                _log.info(note)
+        return run_stage(run)
 
 
 def _launch_options(run: StageRun, start: Start) -> LaunchOptions:
