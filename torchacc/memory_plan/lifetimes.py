@@ -7,7 +7,7 @@ operations that read it. This is a model of XLA's rules, not a copy of its code:
   lookups also need what they read there.
 - A pointwise result that several operations read gets memory where computing it again is expensive (`exp`, `tanh` …),
   or where it would keep more alive than it takes itself.
-- A result that is read much later than it could be computed is computed late, where that keeps less alive.
+- A result is computed just before its first reader.
 """
 
 from bisect import bisect_left
@@ -34,6 +34,8 @@ _OPERANDS_IN_MEMORY = {
     "mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "embedding_dense_backward",
 }  # fmt: skip
 """Operations that read tensors in memory, whole and one after another, and not what is still to be computed."""
+_LOOKUPS = {"embedding_dense_backward"}
+"""Operations whose result is rows that are added into something."""
 _MASKED = {"_safe_softmax"}
 """Operations after which XLA makes rows of zeros, which are products' operands; backward reads what was before."""
 _LOSS_INPUTS = {"_log_softmax"}
@@ -51,6 +53,10 @@ class Buffer:
     """The operation that makes it."""
     death: int
     """The last one that reads it."""
+    lookup_of: str | None = None
+    """The parameter whose gradient it is, from a lookup: rows that are added into something."""
+    joins_another: bool = False
+    """Whether the parameter's gradient has another part, into which they are added."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class _Fusion:
     def run(self) -> Lifetimes:
         for time, operation in enumerate(self._trace.operations):
             self._place(time, operation)
-        times = {name: self._complete(value) for name, value in self._trace.gradients.items()}
+        times = {name: self._complete(name, value) for name, value in self._trace.gradients.items()}
         self._delay()
         for key, buffer in self._buffers.items():
             buffer.death = max([buffer.birth, *self._reads.get(key, ())])
@@ -122,7 +128,7 @@ class _Fusion:
         return Lifetimes(len(self._trace.operations), self._trace.num_forward, kept, uses, times)
 
     def _place(self, time: int, operation: Operation) -> None:
-        name = operation.name.split(".")[1]
+        name = _short(operation)
         fused = (operation.is_pointwise or name in _SHAPING) and bool(operation.makes)
         operands = [self._operand(time, name, read.value, read.nbytes, read.offset) for read in operation.reads]
         sources = tuple(dict.fromkeys(source for found in operands for source in found))
@@ -166,7 +172,7 @@ class _Fusion:
         whole = [
             operation
             for operation in operations
-            if operation.name.split(".")[1] in _OPERANDS_IN_MEMORY
+            if _short(operation) in _OPERANDS_IN_MEMORY
             and any(read.value == value and read.nbytes >= nbytes for read in operation.reads)
         ]
         is_cheap = name not in _EXPENSIVE and sum(self._buffers[source].nbytes for source in sources) <= nbytes
@@ -195,24 +201,30 @@ class _Fusion:
         for source in sources:
             self._reads.setdefault(source, []).append(time)
 
-    def _complete(self, value: int) -> int:
+    def _complete(self, name: str, value: int) -> int:
         """Note that the optimizer reads a gradient as soon as all of it is there, and return when that is."""
         sources = self._sources.get(value, ())
+        for source in sources:
+            buffer = self._buffers[source]
+            if _short(self._trace.operations[buffer.birth]) in _LOOKUPS:
+                buffer.lookup_of, buffer.joins_another = name, len(sources) > 1
         time = max((self._buffers[source].birth for source in sources), default=len(self._trace.operations) - 1)
         self._read(time, sources)
         return time
 
     def _delay(self) -> None:
-        """Make each buffer just before its first reader where its inputs, kept until then, take less."""
+        """Make each buffer just before its first reader, and keep its inputs until then."""
         for reads in self._reads.values():
             reads.sort()
         for key in reversed(self._buffers):
             buffer, reads = self._buffers[key], self._reads.get(key, [])
             first = reads[bisect_left(reads, buffer.birth)] if reads else buffer.birth
-            if first <= buffer.birth + 1:
-                continue
-            kept = [source for source in self._inputs_of[key] if max(self._reads[source]) < first]
-            if sum(self._buffers[source].nbytes for source in kept) < buffer.nbytes:
+            if first > buffer.birth + 1:
                 buffer.birth = first
                 for source in self._inputs_of[key]:
                     self._reads[source].append(first)
+
+
+def _short(operation: Operation) -> str:
+    """Return an operation's name without its namespace and overload."""
+    return operation.name.split(".")[1]

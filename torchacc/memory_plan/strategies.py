@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torchacc.memory_plan.lifetimes import Lifetimes
+from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
 from torchacc.plan import PlannedParameter, WrapPlan
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,7 +44,7 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
     master, compute = _DTYPE_BYTES[plan.master_dtype], _DTYPE_BYTES[plan.compute_dtype]
     at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
     trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
-    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
+    intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
     for unit in plan.units:
         again = plan.gathers_again_in(unit)
         for parameter in unit.parameters:
@@ -59,6 +59,15 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
         gradients=peak["gradients"],
         activations=peak["activations"] + batch_bytes,
     )
+
+
+def _size(plan: WrapPlan, buffer: Buffer) -> int:
+    """Return what a buffer takes: a lookup's gradient is added into the shard, or into what is there of it."""
+    if buffer.lookup_of is None:
+        return buffer.nbytes
+    if buffer.joins_another and plan.topology.num_data_shards == 1:
+        return 0
+    return buffer.nbytes // plan.topology.size("fsdp")
 
 
 def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
@@ -129,7 +138,8 @@ def _gradient(
     if parameter.name not in lifetimes.gradients:
         return
     time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
-    if plan.topology.num_data_shards > 1:
+    in_shards = {buffer.lookup_of for buffer in lifetimes.buffers if not buffer.joins_another}
+    if plan.topology.num_data_shards > 1 and not (plan.topology.size("fsdp") > 1 and parameter.name in in_shards):
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
     late = max(0, num_states - 1) * _shard_numel(plan, parameter) * master
