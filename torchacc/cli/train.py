@@ -6,6 +6,10 @@ from pathlib import Path
 from torchacc.train.command import Start, as_arguments, train
 from torchacc.train.stage import Wishes
 
+EXAMPLES = (
+    "torchacc train --config examples/config.yaml --stage stage1 --devices 4",
+    "torchacc train --config config.yaml --model-config model_config_small --precision bf16-mixed --dry-run",
+)
 _FOR_PROCESSES = ("mode", "config", "stage", "model_config", "fsdp_config", "devices", "num_nodes", "precision")
 """Options that the processes of a run get as they are."""
 
