@@ -129,10 +129,10 @@ class Position:
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position, without what depends on how many examples complete an epoch."""
+        """Return the loader's position, without what tells epochs apart that are completed by other numbers."""
         state = self._loader.state_dict()
         traits = {name: value for name, value in state["loader"].items() if name != "number of batches"}
-        return {**state, "loader": traits}
+        return {**state, "loader": traits, "order": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the loader go on from a position."""
