@@ -16,7 +16,8 @@ LAYOUTS = {
 ENDINGS = {
     "ended": {},
     "early": {"early_stopping": {"patience": 1, "min_delta": 100.0}, "eval_every_steps": 2},
-    "taken-up": {"resume": "runs/native1/checkpoints/step-00000004"},
+    "taken-up": {},
+    "taken-up-by-two": {"devices": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
 }
 
 
@@ -37,8 +38,9 @@ def file(tmp_path_factory):
             "distributed": {"devices": devices, "engine": engine},
         }  # fmt: skip
 
-    ENDINGS["taken-up"]["resume"] = str(folder / "runs/native1/checkpoints/step-00000004")
     stages = {name: stage(**options) for name, options in (LAYOUTS | ENDINGS).items()}
+    for name in ("taken-up", "taken-up-by-two"):
+        stages[name]["training"]["resume"] = str(folder / "runs/native1/checkpoints/step-00000004")
     packed = stage(max_steps=3, eval_every_steps=3)
     stages["packed"] = packed | {"data": packed["data"] | {"packing": True}}
     return write_file(folder, stages, tiny=MODEL | NO_DROPOUT)
@@ -83,8 +85,11 @@ def check_alike(found, expected):
 @pytest.mark.slow
 def test_accumulated_and_on_two_processes_it_is_the_same_run(alone, file):
     check_alike(alone["native1-accumulated"], alone["native1"])
-    for found in carry_out(file, "native2", "native2-accumulated", num_processes=2).values():
-        check_alike(found, alone["native1"])
+    found = carry_out(file, "native2", "native2-accumulated", "taken-up-by-two", num_processes=2)
+    taken_up = found.pop("taken-up-by-two")
+    for each in found.values():
+        check_alike(each, alone["native1"])
+    assert taken_up["losses"] == pytest.approx(alone["native1"]["losses"][4:], rel=1e-5)
 
 
 @pytest.mark.slow
