@@ -137,7 +137,7 @@ def test_one_rank_speaks_and_each_has_a_log(folder, stage2):
     logs = [path.read_text(encoding="utf-8") for path in sorted((stage2 / "logs").iterdir())]
     assert [log.count(line) for log in logs] == [1, 0]
     assert all("DEBUG torchacc" in log for log in logs)
-    assert "finished" in (stage2 / "report.html").read_text(encoding="utf-8")
+    assert "<td>out/stage2/final</td>" in (stage2 / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -236,6 +236,7 @@ class RunLog:
             "mesh": self._engine.topology.describe(),
             "processes": self._engine.job.num_processes,
             "compiled": f"{compiled.graphs} programs in {compiled.secs:.1f} s",
+            **({"compiled anew": "; ".join(compiled.recompiles)} if compiled.recompiles else {}),
         }
 
     def _end_warm_up(self) -> None:

@@ -39,8 +39,8 @@ def write_report(path: Path, rows: Sequence[Row], outcome: str, facts: Mapping[s
     flat = {name: value for name, value in facts.items() if name not in sections}
     page = _TEMPLATE.render(
         title=f"{path.resolve().parent.parent.name} / {path.resolve().parent.name}",
-        outcome=outcome,
-        kind=outcome.split(":")[0].split()[0] if outcome else "",
+        outcome=outcome.partition("\n")[0],
+        kind=outcome.partition(":")[0],
         when=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         tiles=_tiles(rows),
         charts=[chart for chart in (_loss(rows), *(_curve(rows, *curve) for curve in _CURVES)) if chart],

@@ -134,7 +134,8 @@ class Trainer:
                 outcome = f"failed: {str(error) or type(error).__name__}"
                 raise
             finally:
-                log.close(outcome)
+                finished = outcome == "finished"
+                log.close(outcome, {"checkpoint": str(self.run.final if finished else self.run.checkpoints)})
         if self._is_master:
             mark_finished(self.run.folder, {"steps": self.step, "validation_loss": self.evaluations.get(self.step)})
 

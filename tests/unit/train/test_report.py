@@ -55,7 +55,7 @@ def test_the_page_says_what_was_measured(path):
 
 def test_the_page_says_what_it_is_told(path):
     facts = {"engine": "native", "parameters": 118528, "model": {"units": 3}, "config": {"memory": {"gc": True}}}
-    write_report(path, ROWS, "failed: <out of memory>", facts)
+    write_report(path, ROWS, "failed: <out of memory>\nand more", facts)
     said = Page(path).texts
     assert {"failed: <out of memory>", "saved <here>", "native", "118,528", "model", "3"} <= set(said)
     assert "memory:\n  gc: true" in said
