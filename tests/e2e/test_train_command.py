@@ -167,3 +167,25 @@ def test_a_finished_run_is_left_as_it_is(folder, stage1):
     assert process.returncode == 2
     assert "holds a finished run; pass --overwrite" in printed
     assert {path: path.stat().st_mtime_ns for path in stage1.rglob("*")} == before
+
+
+SNIPPET = """
+from torchacc.train import train_production_mode
+
+trainer, module = train_production_mode(
+    model_config_key="model_config_tiny",
+    stage="stage1",
+    devices=1,  # Will be overridden by config if specified
+    precision="bf16-mixed",
+    config="snippet.yaml",
+)
+print(f"{trainer.step} steps of {type(module).__name__} in {trainer.run.config.compute.bf16=}")
+"""
+
+
+@pytest.mark.slow
+def test_the_function_returns_the_trainer_and_the_model(folder):
+    (folder / "snippet.yaml").write_text(CONFIG.replace("output_dir: out", "output_dir: called"), encoding="utf-8")
+    (printed,) = finish(start(folder, "-c", SNIPPET))
+    assert "4 steps of GPT2LMHeadModel in trainer.run.config.compute.bf16=True" in printed
+    assert (folder / "called" / "stage1" / "finished.json").is_file()

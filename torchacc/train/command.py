@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchacc import env
+from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
@@ -136,10 +137,7 @@ def read_launch() -> Launch:
 
 
 def _read(config: str | Path) -> TrainFile:
-    # transformers may import torch_xla, which would choose a device now, for the processes to come as well, and say so.
-    env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
-    # As engines/xla/runtime.py does before it imports torch_xla: XLA's C++ warns at every compile.
-    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
+    runtime.let_others_import()  # transformers does, by way of accelerate
     return TrainFile.read(config)
 
 

@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(FILE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -142,6 +142,13 @@ def count_devices() -> int:
         return int(xr.global_runtime_device_count())
 
 
+def let_others_import() -> None:
+    """Let another library import torch_xla first: it then says nothing, and leaves the device to `start()`."""
+    _hush()
+    if platform() != "TPU":  # which torch_xla itself has to choose
+        env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
+
+
 def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = None) -> None:
     """Start the runtime, or check that the running one is what is needed.
 
