@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -162,5 +162,7 @@ def _build(config: Any) -> nn.Module:
     if not named and not known:
         raise ConfigError(f"transformers has no language model of model_type {config.model_type!r}: name another")
     with torch.device("meta"):
-        model: nn.Module = named[0](config) if named else known[0].from_config(config)
-    return model.train()
+        model: Any = named[0](config) if named else known[0].from_config(config)
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("batched_mm")  # the one that runs without values, and under XLA
+    return cast(nn.Module, model.train())

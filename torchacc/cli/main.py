@@ -51,7 +51,7 @@ def _load(name: str, command: argparse.ArgumentParser) -> Any:
     module = importlib.import_module(f"torchacc.cli.{name}")
     module.add_options(command)
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = "\n  ".join(["examples:", *getattr(module, "EXAMPLES", ())])
+    command.epilog = "\n  ".join(["examples:", *module.EXAMPLES])
     return module
 
 

@@ -211,11 +211,13 @@ class _FusedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        query, key, value = given["query"], given["key"], given["value"]
+        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+        if mask is not None and mask.requires_grad:
+            return func(*args, **kwargs)  # as T5's, which is learned: no kernel takes it
         if query.shape[1] != key.shape[1]:
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=given.get("attn_mask"))[0]
+        return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=mask)[0]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torchacc.memory_plan import count_states, find_optimizer, study
 
 WIDTH = 64
 ROWS = 32
+TOKENS = 4096
 MANY = 4096
 """So many that activations are what counts."""
 
@@ -46,6 +47,16 @@ class Asking(Net):
 class Silent(Net):
     def forward(self, x, labels):
         return {"x": x}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, x, labels):
+        logits = F.linear(self.embedding(x), self.embedding.weight)
+        return {"loss": F.cross_entropy(logits, labels)}
 
 
 def plan(kind=Net, config=None, num_states=2, engine="xla", rows=ROWS, **options):
@@ -117,6 +128,18 @@ def test_the_native_engine_holds_gradients_until_the_step():
     step = plan(engine="native", rows=1)
     assert step.on(4, "FULL_SHARD").gradients >= PARAMETER_BYTES / 4
     assert step.on(1, "NO_SHARD").total >= 4 * PARAMETER_BYTES
+
+
+def test_the_gradient_of_a_lookup_joins_that_of_the_head():
+    with torch.device("meta"):
+        tokens = torch.zeros(8, dtype=torch.long)
+        step = study(Tied(), {"x": tokens, "labels": tokens}, Config(), num_states=0)
+    weight = TOKENS * WIDTH * 4
+    one, replicas, sharded = step.on(1, "NO_SHARD"), step.on(4, "NO_SHARD"), step.on(4, "FULL_SHARD")
+    logits = 8 * TOKENS * 4
+    assert weight < one.activations < weight + 4 * logits
+    assert replicas.activations + replicas.gradients == one.activations + 2 * weight  # the lookup's, and their sum
+    assert sharded.activations == one.activations + weight / 4
 
 
 @pytest.mark.parametrize(
