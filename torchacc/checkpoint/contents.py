@@ -30,8 +30,6 @@ _MIN_SHARD_SIZE = 64_000_000
 """Bytes for which a file of its own is worth while, so that processes need not wait for each other to write."""
 _MAX_WRITERS = 16
 """For how many processes there are files of their own, lest a folder have hundreds."""
-_STAGING_BYTES = 64 << 20
-_ALIGNMENT = 16
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape, by name."""
@@ -43,23 +41,17 @@ class Staging:
     """Host memory that holds copies of tensors while they are written, and is used again for the next ones."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
+        self._kept: dict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = {}
 
     def copies(self, runs: Iterable[Run]) -> Iterator[Run]:
         """Copy all runs now, and return an iterator over the copies."""
-        blocks, position = iter([*self._blocks]), 0
-        block = next(blocks, None)
+        spare, self._kept = self._kept, {}
         copied: list[Run] = []
         for slot, start, data in runs:
-            needed = -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
-            while block is None or position + needed > len(block):
-                block, position = next(blocks, None), 0
-                if block is None:
-                    block = torch.empty(max(needed, _STAGING_BYTES), dtype=torch.uint8)
-                    self._blocks.append(block)
-            view = block[position : position + data.nbytes].view(data.dtype).view(data.shape)
-            copied.append((slot, start, view.copy_(data)))
-            position += needed
+            alike = (data.dtype, data.shape)
+            copy = spare[alike].pop() if spare.get(alike) else torch.empty_like(data)
+            self._kept.setdefault(alike, []).append(copy)
+            copied.append((slot, start, copy.copy_(data)))
         return iter(copied)
 
 
