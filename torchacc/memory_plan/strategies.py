@@ -87,14 +87,16 @@ def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_by
     reduced = 2 * largest * _DTYPE_BYTES[plan.reduce_dtype] if plan.topology.num_data_shards > 1 else 0
     activations = _peak(_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers)["activations"]
     step = trained * master if num_states else 0
-    working = max(gathered + reduced + activations, step)
-    is_step = working > gathered + reduced + activations
+    if step > gathered + reduced + activations:  # the optimizer's step is when the most is held
+        gathered = reduced = activations = 0
+    else:
+        step = 0
     return DeviceBytes(
         parameters=at_rest * master,
-        optimizer=trained * master * num_states + (working if is_step else 0),
-        gathered=0 if is_step else gathered,
-        gradients=trained * master + (0 if is_step else reduced),
-        activations=batch_bytes + (0 if is_step else activations),
+        optimizer=trained * master * num_states + step,
+        gathered=gathered,
+        gradients=trained * master + reduced,
+        activations=activations + batch_bytes,
     )
 
 
