@@ -11,6 +11,7 @@ KILL = "@9:5"
 
 @pytest.mark.slow
 @pytest.mark.xla
+@pytest.mark.timeout(1800)
 def test_two_stages_that_are_killed_end_as_if_they_were_not(tmp_path):
     def make(name):
         folder = tmp_path / name

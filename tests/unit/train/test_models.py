@@ -1,0 +1,58 @@
+"""Which model a section of the file becomes."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+
+from torchacc.engines import deferred
+from torchacc.errors import ConfigError
+from torchacc.train.models import build_model, loss_of, model_config
+
+SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = {word: index for index, word in enumerate(["<end>", *"abcdefghi"])}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<end>")), eos_token="<end>")
+
+
+def test_vocabulary_and_special_tokens_are_the_tokenizers(tokenizer):
+    config = model_config(SMALL, tokenizer)
+    assert isinstance(config, GPT2Config)
+    assert (config.vocab_size, config.eos_token_id, config.bos_token_id, config.n_layer) == (10, 0, None, 1)
+    assert model_config(SMALL | {"vocab_size": 16}, tokenizer).vocab_size == 16
+    with pytest.raises(ConfigError, match="vocab_size = 8 of the model, and the tokenizer has 10 tokens"):
+        model_config(SMALL | {"vocab_size": 8}, tokenizer)
+
+
+def test_a_pretrained_model_keeps_its_own_configuration(tokenizer, tmp_path):
+    GPT2Config(vocab_size=20, n_layer=3, n_embd=32, n_head=2).save_pretrained(tmp_path)
+    config = model_config({"pretrained": str(tmp_path)}, tokenizer)
+    assert (config.vocab_size, config.n_layer) == (20, 3)
+
+
+def test_a_new_model_has_recipes_and_one_that_is_loaded_has_no_values(tokenizer):
+    config = model_config(SMALL | {"vocab_size": 64}, tokenizer)
+    new, empty = (build_model(config, initialised=initialised) for initialised in (True, False))
+    assert deferred.is_recorded(new.transformer.wte.weight)
+    assert empty.transformer.wte.weight.is_meta
+    assert not deferred.is_recorded(empty.transformer.wte.weight)
+
+
+def test_a_loss_is_the_sum_over_targets_divided(tokenizer):
+    model = AutoModelForCausalLM.from_config(model_config(SMALL, tokenizer)).eval()
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[1, 2, -100, 4]])}
+    whole = loss_of(model, batch, 1).item()
+    assert whole == pytest.approx(2 * model(**batch).loss.item(), rel=1e-6)
+    assert loss_of(model, batch, torch.tensor(4.0)).item() == pytest.approx(whole / 4)
+
+
+def test_a_model_that_cannot_divide_its_loss_is_refused(tokenizer, monkeypatch):
+    config = model_config(SMALL, tokenizer)
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    monkeypatch.setattr(model_class, "accepts_loss_kwargs", False, raising=False)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel takes no num_items_in_batch"):
+        build_model(config, initialised=False)
