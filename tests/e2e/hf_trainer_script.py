@@ -63,11 +63,11 @@ class KillAfter(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def gpt2():
+def gpt2(dropout=0.0):
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0))
+    shares = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**shape, **shares, bos_token_id=0, eos_token_id=0))
 
 
 def with_adapters():
@@ -94,7 +94,7 @@ def accuracy(prediction):
     return {"rows": len(labels), "accuracy": float((guesses == labels)[labels != -100].mean())}
 
 
-def make(name, model, train=TRAIN, callbacks=(), compute_metrics=None, accumulation=2, **changed):
+def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), **changed):
     arguments = {
         "output_dir": str(FOLDER / name),
         "per_device_train_batch_size": GLOBAL_BATCH // accumulation // DEVICES,
@@ -124,7 +124,7 @@ def make(name, model, train=TRAIN, callbacks=(), compute_metrics=None, accumulat
         train_dataset=train,
         eval_dataset=HELD_OUT,
         callbacks=list(callbacks),
-        compute_metrics=compute_metrics,
+        **dict(options),
         **config,
     )
 
@@ -137,7 +137,7 @@ def history(trainer):
 
 
 def whole():
-    trainer = make("whole", gpt2(), compute_metrics=accuracy, eval_strategy="steps", eval_steps=3)
+    trainer = make("whole", gpt2(), options={"compute_metrics": accuracy}, eval_strategy="steps", eval_steps=3)
     trainer.train()
     predictions = trainer.predict(HELD_OUT)
     trainer.save_model()
@@ -159,15 +159,38 @@ def resumed(folder="run"):
     return {"history": history(trainer), "kept": sorted(path.name for path in (FOLDER / folder).glob("checkpoint-*"))}
 
 
+def resumed_otherwise():
+    facts = {"history": again("otherwise", gpt2, "run/checkpoint-6", accumulation=1)}
+    try:
+        again("otherwise", gpt2, "run/checkpoint-6", gradient_accumulation_steps=4)
+    except ValueError as error:
+        facts["other_batch"] = str(error)
+    return facts
+
+
+def again(name, build, checkpoint, **changed):
+    """Return what a run logs that goes on from a checkpoint."""
+    trainer = make(name, build(), **changed)
+    trainer.train(resume_from_checkpoint=str(FOLDER / checkpoint))
+    return history(trainer)
+
+
 def adapters():
-    trainer = make("adapters", with_adapters(), save_strategy="steps", save_steps=4)
+    name = f"adapters-{MODE}"
+    trainer = make(name, with_adapters(), save_strategy="steps", save_steps=4)
     trainer.train()
-    trainer.save_model(str(FOLDER / "adapters" / MODE))
-    again = None
-    if MODE == "native":
-        again = make("adapters", with_adapters())
-        again.train(resume_from_checkpoint=str(FOLDER / "adapters" / "checkpoint-4"))
-    return {"history": history(trainer), "resumed": again and history(again)}
+    trainer.save_model()
+    facts = {"history": history(trainer)}
+    if MODE != "plain":
+        facts["resumed"] = again(f"{name}-again", with_adapters, "adapters-native/checkpoint-4")
+    return facts
+
+
+def dropout():
+    name = f"dropout-{MODE}"
+    trainer = make(name, gpt2(dropout=0.3), save_strategy="steps", save_steps=4)
+    trainer.train()
+    return {"history": history(trainer), "resumed": again(f"{name}-again", lambda: gpt2(0.3), f"{name}/checkpoint-4")}
 
 
 def classification():
@@ -182,13 +205,16 @@ def classification():
 
 
 def streamed():
-    trainer = make("stream", gpt2(), Stream(), max_steps=2)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
+    trainer = make("stream", model, Stream(), options={"optimizers": (optimizer, None)}, max_steps=3)
     trainer.train()
     return {"history": history(trainer)}
 
 
 def by_length():
-    trainer = make("length", gpt2(), max_steps=2, train_sampling_strategy="group_by_length")
+    asked = {"train_sampling_strategy": "group_by_length", "average_tokens_across_devices": False}
+    trainer = make("length", gpt2(), max_steps=2, **asked)
     trainer.train()
     return {"history": history(trainer)}
 

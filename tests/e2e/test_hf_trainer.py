@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("hf_trainer_script.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LAUNCHERS = {"plain": [], "native": TORCHRUN, "spmd": []}
 
@@ -50,7 +51,7 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def native(folder):
-    return run("native", folder, "whole", "adapters", "classification", "streamed", "by_length", "best")
+    return run("native", folder, "whole", "adapters", "classification", "streamed", "dropout", "by_length", "best")
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,12 @@ def killed(folder):
 
 @pytest.fixture(scope="module")
 def native_resumed(killed):
-    return run("native", killed, "resumed")
+    return run("native", killed, "resumed", "resumed_otherwise")
 
 
 @pytest.fixture(scope="module")
 def spmd(killed):
-    return run("spmd", killed, "whole", "resumed=run4", "adapters")
+    return run("spmd", killed, "whole", "resumed=run4", "adapters", "dropout")
 
 
 def check_whole(found, expected):
@@ -98,13 +99,29 @@ def test_what_save_model_writes_opens_with_from_pretrained(native, folder):
 
 
 def test_one_process_logs(native_resumed):
-    assert sum("'loss':" in line for line in native_resumed["lines"]) == 3
+    assert sum("'loss':" in line for line in native_resumed["lines"]) == 3 + 1  # of two runs
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(native, native_resumed):
     entries = [entry for entry in native["whole"]["history"] if "loss" in entry]
     assert native_resumed["resumed"]["history"] == entries
     assert native_resumed["resumed"]["kept"] == ["checkpoint-6", "checkpoint-7"]
+
+
+def test_a_step_keeps_its_rows_when_a_run_goes_on_in_other_micro_batches(native_resumed):
+    check_histories(native_resumed["resumed_otherwise"], native_resumed["resumed"])
+    error = native_resumed["resumed_otherwise"]["other_batch"]
+    assert "saved by a run of 8 rows per step, and this one has 16 = per_device_train_batch_size(2)" in error
+
+
+def test_a_resumed_run_drops_the_same_units(native):
+    assert native["dropout"]["resumed"] == native["dropout"]["history"]
+    assert native["dropout"]["history"] != native["whole"]["history"]
+
+
+@pytest.mark.xla
+def test_under_spmd_a_resumed_run_drops_the_same_units(spmd):
+    assert spmd["dropout"]["resumed"] == spmd["dropout"]["history"]
 
 
 @pytest.mark.xla
@@ -127,13 +144,14 @@ def check_adapters(found, expected, folder):
 
 
 def test_natively_adapters_train_sharded_and_open_with_peft(plain, native, folder):
-    check_adapters(native["adapters"], plain["adapters"], folder / "adapters" / "native")
+    check_adapters(native["adapters"], plain["adapters"], folder / "adapters-native")
     assert native["adapters"]["resumed"] == native["adapters"]["history"]
 
 
 @pytest.mark.xla
 def test_under_spmd_adapters_train_sharded_and_open_with_peft(plain, spmd, folder):
-    check_adapters(spmd["adapters"], plain["adapters"], folder / "adapters" / "spmd")
+    check_adapters(spmd["adapters"], plain["adapters"], folder / "adapters-spmd")
+    check_histories({"history": spmd["adapters"]["resumed"]}, plain["adapters"])  # from native's checkpoint
 
 
 def test_a_loss_that_is_a_mean_over_rows_is_right_or_refused(plain, native):
@@ -148,8 +166,9 @@ def test_a_stream_gives_the_same_losses(plain, native):
 
 def test_batches_by_length_are_other_batches(native):
     losses = [entry["loss"] for entry in native["by_length"]["history"]]
-    assert len(losses) == 2
-    assert losses != [entry["loss"] for entry in native["whole"]["history"][:2]]
+    others = [entry["loss"] for entry in native["whole"]["history"][:2]]
+    assert losses != others
+    assert losses == pytest.approx(others, rel=0.02)  # each device by its own number of labels
 
 
 def test_the_best_model_comes_back_after_an_early_stop(native):
@@ -158,3 +177,14 @@ def test_the_best_model_comes_back_after_an_early_stop(native):
     assert found["best"] == min(found["eval_losses"]) < found["eval_losses"][-1]
     assert found["after"] == pytest.approx(found["best"], rel=1e-6)
     assert (found["bf16"], found["recomputed"]) == ("bfloat16", 2)
+
+
+def test_the_example_leaves_a_model_that_opens(tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    command = [sys.executable, str(EXAMPLE), "--engine", "native", "--steps", "2", "--context", "16", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("'eval_loss':") == 2
+    assert "engine      native, 1 devices" in done.stdout
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.n_positions == 16

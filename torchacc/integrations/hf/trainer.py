@@ -47,6 +47,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         model: As transformers has it, on the CPU; it is sharded here, in place.
         args: A `torchacc.integrations.hf.TrainingArguments`.
         torchacc_config: How to shard; None for data parallelism over all processes.
+        optimizers: An optimizer of the model, whose groups move to the shards, and its scheduler.
         **kwargs: As transformers has them.
 
     Raises:
@@ -59,19 +60,19 @@ class Trainer(_Theirs):  # type: ignore[misc]
         args: TrainingArguments | None = None,
         *positional: Any,
         torchacc_config: Config | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         args, self._config = adopt(args, torchacc_config if torchacc_config is not None else Config())
         if model is not None:
             _refuse_placed(model)
-        optimizer, _ = kwargs.get("optimizers") or (None, None)
-        self._given_optimizer: torch.optim.Optimizer | None = optimizer
+        self._given_optimizer, _ = optimizers
         self._train_loader: AsyncLoader | None = None
         self._num_parameters = 0
         self._draws: dict[str, Any] = {}
         self._saves_run = False
-        super().__init__(model, args, *positional, **kwargs)
+        super().__init__(model, args, *positional, optimizers=optimizers, **kwargs)
 
     # ---- Devices
 
@@ -131,8 +132,10 @@ class Trainer(_Theirs):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
         """Return the number of labels in all devices' batches of this step, divided by the losses that are averaged."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)
+        if num_items is None or not self.args.average_tokens_across_devices:
+            return num_items
         # Not the loss is multiplied, as transformers does it: some models do not use the number.
-        return num_items if num_items is None else num_items / self._num_losses
+        return num_items / self._num_losses
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -289,7 +292,9 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
     def _save_run(self, folder: Path) -> None:
         run = checkpoints.Run(self.model) if self.args.save_only_model else self._run()
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
         extra = {"rows_per_step": self.get_total_train_batch_size(self.args)}
         checkpoints.save(folder, run, tokenizer=tokenizer, extra=extra)
         if self.args.should_save:
