@@ -17,18 +17,33 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("launched_script.py"))
 TRAINING = str(Path(__file__).with_name("launched_training.py"))
 NUM_STEPS = 10
+STAGE = """
+output_dir: {folder}/runs
+training_stages:
+  stage1:
+    model_config: model_config_tiny
+    data: {{dataset: text, files: {text}, vocab_size: 300, block_size: 16, cache_dir: {folder}/cache}}
+    training: {{batch_size: 1, max_steps: 100, save_every_steps: 10, eval_every_steps: null}}
+    distributed: {{devices: 2, engine: native}}
+model_config_tiny: {{model_type: gpt2, n_layer: 2, n_head: 2, n_embd: 16, n_positions: 32}}
+"""
 SECONDS = 200
 
 
-def environ(folder: object) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)}
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    """What a launcher keeps of a failed job goes with the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def environ() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def start(*arguments: object, command: str = "launch") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "torchacc", "launch", *map(str, arguments)],
-        env=environ(next(path for path in reversed(arguments) if isinstance(path, Path))),
+        [sys.executable, "-m", "torchacc", command, *map(str, arguments)],
+        env=environ(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -50,6 +65,13 @@ def pids_in(folder: Path, count: int) -> list[int]:
     raise AssertionError(f"not all ranks have started: {found}")
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
+
+
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + SECONDS
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
@@ -67,7 +89,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     done = subprocess.run(
         [sys.executable, TRAINING, "nothing", "native", str(NUM_STEPS), str(folder)],
-        env=environ(folder), capture_output=True, text=True, timeout=SECONDS, check=True,
+        env=environ(), capture_output=True, text=True, timeout=SECONDS, check=True,
     )  # fmt: skip
     losses = losses_in(done.stdout)
     assert len(losses) == NUM_STEPS
@@ -170,9 +192,7 @@ def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
 def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
     process = start("-n", 2, TRAINING, "wait", "xla", 10**6, tmp_path)
     checkpoints = tmp_path / "checkpoints"
-    deadline = time.monotonic() + SECONDS
-    while not (checkpoints / "step-00000002" / "manifest.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(checkpoints / "step-00000002" / "manifest.json")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, err
@@ -185,3 +205,19 @@ def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
     losses = losses_in(done.stdout)
     assert len(losses) == num_steps
     assert losses[:NUM_STEPS] == pytest.approx(undisturbed[:num_steps], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stage_goes_on_when_one_of_its_ranks_is_killed(tmp_path):
+    (tmp_path / "config.yaml").write_text(STAGE.format(folder=tmp_path, text=ROOT / "docs" / "launch.md"))
+    process = start("--max-restarts", 1, "--config", tmp_path / "config.yaml", command="train")
+    wait_for(tmp_path / "runs" / "stage1" / "checkpoints" / "step-00000010" / "manifest.json")
+    (rank1,) = tmp_path.glob("torchacc-launch-*/attempt-0/local-rank-1.json")
+    os.kill(json.loads(rank1.read_text())["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert f"rank 1 on {socket.gethostname()} was killed (SIGKILL)" in err
+    assert "restart 1 of 1, after step " in err
+    assert "torchacc: restored " in err
+    assert "finished at step 100/100" in err
+    assert "Connection" not in err  # what the other rank would say of it

@@ -18,7 +18,7 @@ def install_excepthook() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if any(text in str(error) for text in _PEER_LOST):
+        if follows_another(error):
             progress.mark(progress.Phase.FOLLOWING)
             time.sleep(_PATIENCE_SECS)
         elif isinstance(error, Exception):
@@ -28,6 +28,11 @@ def install_excepthook() -> None:
 
     hook._of_torchacc = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def follows_another(error: BaseException) -> bool:
+    """Return whether an error says no more than that another process has ended."""
+    return any(text in str(error) for text in _PEER_LOST)
 
 
 def _record(error: Exception) -> None:

@@ -16,6 +16,7 @@ from torchacc import checkpoint
 from torchacc.api import accelerate, accumulate, describe, shard_loader
 from torchacc.data import AsyncLoader
 from torchacc.engines.base import sharded_model
+from torchacc.engines.failure import follows_another
 from torchacc.engines.scaler import GradScaler
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.logging import get_logger
@@ -131,7 +132,8 @@ class Trainer:
                 outcome = "stopped: SIGTERM"
                 raise
             except BaseException as error:
-                outcome = f"failed: {str(error) or type(error).__name__}"
+                said = "another rank has ended" if follows_another(error) else str(error) or type(error).__name__
+                outcome = f"failed: {said}"
                 raise
             finally:
                 finished = outcome == "finished"
