@@ -20,6 +20,9 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of a key `<<`, whose value's options stand in its place."""
+
 
 @dataclass(frozen=True)
 class YamlFile:
@@ -41,13 +44,15 @@ class YamlFile:
         Raises:
             ConfigError: The file is not YAML, holds something else, or gives an option twice; names the file and line.
         """
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_text(encoding="utf-8")
             lines = dict(_option_lines(yaml.compose(text, _Loader)))
             values = yaml.load(text, _Loader) or {}
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: expected options such as `{example}`, found {values!r}")
         file = cls(Path(path), values, lines)
@@ -90,6 +95,10 @@ def _option_lines(node: yaml.Node | None, parents: str = "") -> Iterator[tuple[s
         return
     seen = set()
     for key, value in node.value:
+        if key.tag == _MERGE:
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _option_lines(merged, parents)
+            continue
         path = f"{parents}{key.value}"
         if path in seen:
             raise yaml.MarkedYAMLError(problem=f"{path} is given twice", problem_mark=key.start_mark)

@@ -66,6 +66,9 @@ def test_a_function_cannot_be_written(config, option, tmp_path):
         ("dist:\n  fsdp:\n    size: 4\n    size: 2\n", ":4: not YAML: dist.fsdp.size is given twice"),
         ("dist:\n  fsdp: [\n", ":3: not YAML: "),
         ("dist:\n  1: 2\n", ":2: dist.1: the name of an option is a string, not 1; put it in quotes"),
+        ("dist:\n  fsdp: &a {sise: 4}\nmemory:\n  <<: *a\n", ":2: dist.fsdp.sise = 4: there is no such option"),
+        ("memory: &a\n  gc: false\ncompute:\n  <<: *a\n", ":2: compute.gc = False: there is no such option"),
+        ("compute: \0", ": not YAML: "),
         ("just words", ":1: expected options such as `backend: xla`, found 'just words'"),
     ],
 )
@@ -73,6 +76,18 @@ def test_an_error_in_a_file_names_the_file_and_the_line(text, message, tmp_path)
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(f"{path}{message}")):
         Config.from_yaml(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"compute: \xff\xfe")
+    with pytest.raises(ConfigError, match="not YAML: 'utf-8' codec can't decode byte 0xff"):
+        Config.from_yaml(path)
+
+
+def test_a_number_may_be_written_without_a_point(tmp_path):
+    path = write(tmp_path, "dataloader: {pad_value_dict: {a: 1e-3, b: -2E5}}")
+    assert Config.from_yaml(path).dataloader.pad_value_dict == {"a": 1e-3, "b": -2e5}
 
 
 def test_the_json_schema_accepts_every_key_that_is_written(config):
