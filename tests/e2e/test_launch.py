@@ -37,7 +37,8 @@ def own_temporary_folder(tmp_path, monkeypatch):
 
 
 def environ() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # more processes than a machine has GPUs
 
 
 def start(*arguments: object, command: str = "launch") -> subprocess.Popen[str]:

@@ -16,6 +16,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
 )
 _NUM_LINES = 60
+_MAX_LINES = 200
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -98,7 +99,7 @@ def hostname() -> str:
 
 def last_words(output: str) -> str:
     """Return the end of what a process printed, from its last traceback on, with what that was chained to."""
-    lines = output.rstrip().splitlines()
+    lines = output.rstrip().splitlines()[-_MAX_LINES:]
     start = max(0, len(lines) - _NUM_LINES)
     tracebacks = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACKS)]
     if tracebacks:

@@ -25,6 +25,11 @@ def test_last_words_without_a_traceback_are_the_last_lines():
     assert report.last_words("\n".join(map(str, range(1000)))).splitlines() == [str(n) for n in range(940, 1000)]
 
 
+def test_a_traceback_of_long_ago_is_none_of_the_last_words():
+    words = report.last_words(CHAINED + "a line\n" * 300)
+    assert words.splitlines() == ["a line"] * 60
+
+
 def test_a_killed_process_is_named_as_such():
     assert report.how_it_ended(-9) == "was killed (SIGKILL): by a kill -9, or its container"
     assert report.how_it_ended(-9, is_out_of_memory=True) == "was killed (SIGKILL): memory ran out"
