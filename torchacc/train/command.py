@@ -14,7 +14,7 @@ from torchacc.launch import run as launch
 from torchacc.launch.options import check as check_launch
 from torchacc.logging import get_logger
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import take_folder
+from torchacc.train.folder import check_folder, take_folder
 from torchacc.train.layout import Launch
 from torchacc.train.log_files import log_files
 from torchacc.train.stage import StageRun, Wishes, resolve_stage
@@ -113,6 +113,7 @@ def train(
     run = resolve_stage(_read(config), wishes, launched)
     if dry_run:
         sys.stdout.write(f"{run}\n")
+        check_folder(run, overwrite=overwrite)
         return 0
     if launched.is_launched and (overwrite or start.is_watched):
         raise ConfigError(

@@ -56,6 +56,17 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(capsys, folder):
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
+def test_a_dry_run_says_that_the_folder_is_taken_and_leaves_it(capsys, folder):
+    taken = folder / "out" / "one"
+    taken.mkdir(parents=True)
+    (taken / "thesis.txt").write_text("mine")
+    assert main(["train", "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert "devices     2" in printed.out
+    assert "holds thesis.txt, and no run.json" in printed.err
+    assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
