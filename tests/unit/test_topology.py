@@ -1,6 +1,9 @@
+from typing import get_args
+
 import pytest
 
 from torchacc.config import Config, resolve
+from torchacc.config.sections import ShardingStrategy
 from torchacc.env import Job
 from torchacc.topology import STRATEGIES, Topology, from_config
 
@@ -11,6 +14,10 @@ FSDP_OUTSIDE = Topology((("fsdp", 3), ("tp", 2), ("dp", 2)))
 def mesh(num_devices, **dist):
     config = resolve(Config(dist=dist), Job(), num_devices=num_devices)
     return from_config(config)
+
+
+def test_the_config_takes_the_strategies_that_there_are():
+    assert set(get_args(ShardingStrategy)) == set(STRATEGIES)
 
 
 def test_sizes_and_names():

@@ -74,6 +74,7 @@ def _from_file(args: argparse.Namespace) -> Training:
     vocabulary = args.vocab or (None if "vocab_size" in section else of_text)
     source = section.get("pretrained", section)
     config = Config.from_dict(dict(stage.torchacc))
+    config.dist.fsdp.cpu_offload = stage.distributed.fsdp.cpu_offload
     config.memory.gc = config.memory.gc or stage.distributed.fsdp.activation_checkpointing
     options = {"lr": 1e-3} if args.optimizer else stage.optimizer.options
     return _training(

@@ -24,7 +24,7 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint's folder; its form == recognised")
+    parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint's folder; its form is recognised")
     parser.add_argument("target", type=Path, metavar="DST", help="what to write, which must not be there yet")
     parser.add_argument(
         "--to", required=True, choices=dict.fromkeys(to for _, to in _CONVERSIONS), metavar="FORM",

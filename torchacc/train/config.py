@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
+from torchacc.config.root import Backend
 from torchacc.config.sections import BackwardPrefetch, Count, Section, ShardingStrategy
 
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[float, Field(strict=True, gt=0)]
 NotNegative = Annotated[float, Field(strict=True, ge=0)]
 BelowOne = Annotated[float, Field(strict=True, ge=0, lt=1)]
+Schedule = Literal["cosine", "linear", "constant"]
 
 
 def _as_list(value: Any) -> Any:
@@ -95,7 +97,7 @@ class SchedulerConfig(Section):
 
     path = "scheduler"
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Schedule = "cosine"
     """How it falls after the warm-up."""
     warmup_steps: Natural = 0
     """Optimizer steps over which it rises from 0."""
@@ -187,7 +189,7 @@ class DistributedConfig(Section):
     else 1."""
     sync_batchnorm: StrictBool = False
     """Let BatchNorm see the batch of all devices."""
-    engine: Literal["auto", "xla", "native"] = "auto"
+    engine: Backend = "auto"
     """Who carries it out; as `torchacc.Config`'s `backend`."""
     fsdp: StageFSDPConfig = Field(default_factory=StageFSDPConfig)
     """What is sharded, and how."""

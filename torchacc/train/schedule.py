@@ -6,10 +6,10 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchacc.config.sections import nearest
 from torchacc.errors import ConfigError
+from torchacc.train.config import Schedule
 
-DECAYS: dict[str, Callable[[float], float]] = {
+DECAYS: dict[Schedule, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -17,7 +17,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 """What is left of the distance to the lowest learning rate, from 1, by the progress after the warm-up, from 0 to 1."""
 
 
-def factor(step: int, *, name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+def factor(step: int, *, name: Schedule, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
     """Return what the learning rate is multiplied with in one step.
 
     The warm-up rises evenly to 1, which its last step has; the decay ends at `min_lr_ratio` after the last step.
@@ -36,7 +36,7 @@ def factor(step: int, *, name: str, total_steps: int, warmup_steps: int, min_lr_
 
 
 def make_scheduler(
-    optimizer: Optimizer, *, name: str, total_steps: int, warmup_steps: int, min_lr_ratio: float
+    optimizer: Optimizer, *, name: Schedule, total_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> LambdaLR:
     """Make the scheduler of a stage, to be stepped after each step of the optimizer.
 
@@ -48,10 +48,8 @@ def make_scheduler(
         min_lr_ratio: The lowest learning rate, as a share of the highest.
 
     Raises:
-        ConfigError: There is no such schedule, or the warm-up is longer than the stage.
+        ConfigError: The warm-up is longer than the stage.
     """
-    if name not in DECAYS:
-        raise ConfigError(f"scheduler.name = {name!r}: there is no such schedule; {nearest(name, DECAYS)}")
     if warmup_steps > total_steps:
         raise ConfigError(
             f"scheduler.warmup_steps = {warmup_steps}: the stage has {total_steps} steps, so that its learning rate "

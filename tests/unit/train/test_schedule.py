@@ -1,10 +1,13 @@
 """Learning rates over a stage."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from torchacc.errors import ConfigError
-from torchacc.train.schedule import factor, make_scheduler
+from torchacc.train.config import Schedule
+from torchacc.train.schedule import DECAYS, factor, make_scheduler
 
 
 def rates(name, **options):
@@ -18,6 +21,10 @@ def rates(name, **options):
         optimizer.step()
         scheduler.step()
     return found
+
+
+def test_a_file_takes_the_schedules_that_there_are():
+    assert set(get_args(Schedule)) == set(DECAYS)
 
 
 def test_each_schedule_warms_up_and_falls_as_its_name_says():
