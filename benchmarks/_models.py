@@ -31,7 +31,7 @@ def make_llama(layers: int, width: int, heads: int, vocabulary: int, length: int
     config = LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
-        intermediate_size=width * 8 // 3,
+        intermediate_size=4 * width,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=vocabulary,
