@@ -15,9 +15,13 @@ from torchacc.errors import ConfigError
 _NEED_MORE = {
     "LBFGS": "it computes the loss several times for each step",
     "SparseAdam": "it needs sparse gradients",
+    "Muon": "it takes matrices alone, and a model has biases and norms too",
+    "Rprop": "it needs the gradient of all data in each step, and parameters that are not sharded",
 }
 """Optimizers that a loop of one forward and one backward per step cannot serve, and why."""
 _OF_THE_SCRIPT = {"self", "params", "named_parameters"}
+_OF_OTHER_LOOPS = {"differentiable": "no step is differentiated here", "capturable": "no CUDA graph is captured here"}
+"""Options that only another loop has a use for, and why."""
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
@@ -53,10 +57,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"optimizer.{option} = {value!r}: {cls.__name__} has no such option; {nearest(option, known)}"
             )
+        if option in _OF_OTHER_LOOPS and value:
+            raise ConfigError(f"optimizer.{option} = {value!r}: {_OF_OTHER_LOOPS[option]}; leave it out")
     try:
-        cls([nn.Parameter(torch.zeros(1, 1))], **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer: {cls.__name__} refuses {dict(options)}: {error}") from None
+        _step_once(cls, options)
+    except Exception as error:  # of any class, as not every option is checked before it is used
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"optimizer: {cls.__name__} refuses {dict(options)}: {problem}") from None
 
 
 def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> Optimizer:
@@ -78,6 +85,14 @@ def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> O
     decayed, spared = _split_for_decay(model)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return cls([group for group in groups if group["params"]], **options)
+
+
+def _step_once(cls: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Step a weight and a bias, as some options are looked at no earlier."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    cls(parameters, **options).step()
 
 
 def _split_for_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -41,8 +41,19 @@ def test_without_decay_there_is_one_group():
         ("adam", {"lr": 0.1, "wieght_decay": 0}, "optimizer.wieght_decay.*did you mean 'weight_decay'"),
         ("adam", {"lr": 0.1, "params": []}, "optimizer.params = .*no such option"),
         ("adamw", {"lr": 0.1, "betas": (0.9, 1.5)}, "AdamW refuses .*beta parameter at index 1: 1.5"),
+        ("adamw", {"lr": 0.1, "betas": (0.9,)}, "AdamW refuses .*'betas': .*IndexError"),
+        ("adamw", {"lr": 0.1, "betas": (0.9, 0.9, 0.9)}, "AdamW refuses .*'betas': .*too many values"),
+        ("adamw", {"lr": 0.1, "differentiable": True}, "optimizer.differentiable = True: no step is differentiated"),
+        ("adam", {"lr": 0.1, "capturable": True}, "optimizer.capturable = True: no CUDA graph is captured"),
+        ("rprop", {"lr": 0.1}, "optimizer.name = 'rprop' cannot train here"),
+        ("muon", {"lr": 0.1}, "optimizer.name = 'muon' cannot train here"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(name, options, text):
     with pytest.raises(ConfigError, match=text):
         check_options(name, options)
+
+
+@pytest.mark.parametrize("name", ["adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop"])
+def test_the_other_optimizers_are_taken(name):
+    check_options(name, {"lr": 0.1, "weight_decay": 0.1})
