@@ -4,16 +4,39 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from torchacc.errors import ConfigError
 
+_MAX_DEPTH = 64
+"""Of values in values: far more than options have, and far less than Python's stack."""
+
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, to which `1e-3` is a number, as it is to YAML 1.2, and no string."""
+    """The safe loader, to which `1e-3` is a number, as it is to YAML 1.2, and no string; its values are finite."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open: list[str | None] = []
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a value, unless it lies in itself or too deep."""
+        event = self.peek_event()
+        problem = None
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            problem = f"*{event.anchor} lies in itself"
+        elif len(self._open) > _MAX_DEPTH:
+            problem = f"more than {_MAX_DEPTH} values in one another"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
+        self._open.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -42,7 +65,8 @@ class YamlFile:
             example: A line that could stand in it, for the message where something else does.
 
         Raises:
-            ConfigError: The file is not YAML, holds something else, or gives an option twice; names the file and line.
+            ConfigError: The file is a folder, not YAML, lies in itself, holds something else, or gives an option
+                twice; names the file and line.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -51,6 +75,8 @@ class YamlFile:
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"{path}: it is a folder; name the YAML file in it") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):

@@ -11,9 +11,10 @@ from torchacc.config.root import Backend
 from torchacc.config.sections import BackwardPrefetch, Count, Section, ShardingStrategy
 
 Natural = Annotated[int, Field(strict=True, ge=0)]
-Positive = Annotated[float, Field(strict=True, gt=0)]
-NotNegative = Annotated[float, Field(strict=True, ge=0)]
-BelowOne = Annotated[float, Field(strict=True, ge=0, lt=1)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # ranks are added to it, and 2**64 is the end
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+BelowOne = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Schedule = Literal["cosine", "linear", "constant"]
 
 
@@ -101,7 +102,7 @@ class SchedulerConfig(Section):
     """How it falls after the warm-up."""
     warmup_steps: Natural = 0
     """Optimizer steps over which it rises from 0."""
-    min_lr_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.1
     """What it falls to, as a share of `optimizer.lr`."""
 
 
@@ -131,7 +132,7 @@ class TrainingConfig(Section):
     """Passes over the data instead of `max_steps`; 1 where neither is given."""
     max_grad_norm: Positive | None = 1.0
     """Norm that gradients are clipped to; None not to clip."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Seed of the weights, of the order of the data, and of dropout."""
     log_every_steps: Count = 10
     """Optimizer steps between two log lines."""

@@ -69,6 +69,10 @@ def test_a_function_cannot_be_written(config, option, tmp_path):
         ("dist:\n  fsdp: &a {sise: 4}\nmemory:\n  <<: *a\n", ":2: dist.fsdp.sise = 4: there is no such option"),
         ("memory: &a\n  gc: false\ncompute:\n  <<: *a\n", ":2: compute.gc = False: there is no such option"),
         ("compute: \0", ": not YAML: "),
+        ("compute: &a\n  gc: *a", ":2: not YAML: *a lies in itself"),
+        ("compute: &a [1,\n  [*a]]", ":2: not YAML: *a lies in itself"),
+        ("compute: &a\n  <<: *a", ":2: not YAML: *a lies in itself"),
+        ("\n" + "{a: " * 3000 + "}" * 3000, ":2: not YAML: more than 64 values in one another"),
         ("just words", ":1: expected options such as `backend: xla`, found 'just words'"),
     ],
 )
@@ -83,6 +87,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(b"compute: \xff\xfe")
     with pytest.raises(ConfigError, match="not YAML: 'utf-8' codec can't decode byte 0xff"):
         Config.from_yaml(path)
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: it is a folder")):
+        Config.from_yaml(tmp_path)
 
 
 def test_a_number_may_be_written_without_a_point(tmp_path):

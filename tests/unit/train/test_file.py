@@ -48,6 +48,11 @@ WRONG = {
     "did you mean 'optimizer'?",
     STAGE.format("training: {batch_size: two}"): "FILE:3: training_stages.a.training.batch_size = 'two': expected a "
     "whole number",
+    STAGE.format("optimizer: {lr: .inf}"): "FILE:3: training_stages.a.optimizer.lr = inf: expected a finite number",
+    STAGE.format("training: {max_grad_norm: .nan}"): "FILE:3: training_stages.a.training.max_grad_norm = nan: expected "
+    "a finite number",
+    STAGE.format("training: {seed: 9223372036854775808}"): "FILE:3: training_stages.a.training.seed = "
+    "9223372036854775808: expected less than 9223372036854775808",
     STAGE.format("modle_config: x"): "FILE:3: training_stages.a.modle_config = 'x': there is no such option; did you "
     "mean 'model_config'?",
     STAGE.format("distributed:\n      fsdp:\n        sharding_strategy: FULL"): "FILE:5: training_stages.a.distributed."
