@@ -46,6 +46,8 @@ def start(*arguments: object, command: str = "launch") -> subprocess.Popen[str]:
         [sys.executable, "-m", "torchacc", command, *map(str, arguments)],
         env=environ(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Where the tests run in the background of a shell, Ctrl-C is ignored, and the launcher would leave it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torchacc.launch import run as launch
 from torchacc.launch.options import check as check_launch
 from torchacc.logging import get_logger
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import check_folder, take_folder
+from torchacc.train.folder import check_folder, lock_folder, take_folder
 from torchacc.train.layout import Launch
 from torchacc.train.log_files import log_files
 from torchacc.train.stage import StageRun, Wishes, resolve_stage
@@ -101,7 +102,7 @@ def train(
         start: How this machine's processes are started.
         arguments: Those of the command, for the processes.
         dry_run: Whether to print what would be done instead.
-        overwrite: Whether to remove what an earlier run has left in the stage's folder.
+        overwrite: Whether to remove what an earlier run has left in the stage's folder, once this one can train.
 
     Returns:
         The exit status.
@@ -111,6 +112,9 @@ def train(
     """
     launched = read_launch()
     run = resolve_stage(_read(config), wishes, launched)
+    command = [*_MODULE, *arguments]
+    if run.layout.num_nodes == 1:  # of several, a plan can be printed anywhere
+        check_launch(command, _launch_options(run, start))
     if dry_run:
         sys.stdout.write(f"{run}\n")
         check_folder(run, overwrite=overwrite)
@@ -123,7 +127,7 @@ def train(
     if _is_ready(run, launched) and not start.is_watched:
         _carry_out(run, launched, overwrite=overwrite)
         return 0
-    command, launch_options = [*_MODULE, *arguments], _launch_options(run, start)
+    launch_options = _launch_options(run, start)
     check_launch(command, launch_options)
     if launch_options.node_rank == 0:
         take_folder(run, overwrite=overwrite)
@@ -154,9 +158,11 @@ def _carry_out(run: StageRun, launched: Launch, *, overwrite: bool = False) -> t
     from torchacc.train.trainer import run_stage
 
     rank = launched.job.rank
-    if rank == 0:
-        take_folder(run, overwrite=overwrite)
-    with log_files(run.folder, run.logging, rank=rank):
+    with ExitStack() as stack:
+        if rank == 0:
+            take_folder(run, overwrite=overwrite)
+            stack.enter_context(lock_folder(run.folder))
+        stack.enter_context(log_files(run.folder, run.logging, rank=rank))
         if rank == 0:
             for note in run.notes:
                 _log.info(note)
@@ -183,7 +189,7 @@ def _launch_options(run: StageRun, start: Start) -> LaunchOptions:
         heartbeat_secs=start.heartbeat_secs,
     )
     if num_nodes == 1:
-        return replace(watched, master_port=start.master_port)
+        return replace(watched, node_rank=start.node_rank or 0, master_port=start.master_port)
     if rank is None or not 0 <= rank < num_nodes:
         raise ConfigError(
             f"which of the {num_nodes} machines this is, from 0 to {num_nodes - 1}, is said by --node-rank, or by the "

@@ -1,15 +1,22 @@
 """A stage's folder: whose run it holds, and whether that has finished. Nothing in it is ever overwritten unasked."""
 
+import contextlib
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+from torchacc.train.history import read_history
 
 if TYPE_CHECKING:
     from torchacc.train.stage import StageRun
+
+_log = get_logger(__name__)
 
 RUN = "run.json"
 """File that names the run whose folder it is."""
@@ -17,6 +24,9 @@ FINISHED = "finished.json"
 """File that a run leaves when it has come to its end."""
 LOGS = "logs"
 """Folder of the logs of each rank, which another rank may make first."""
+METRICS = "metrics.jsonl"
+"""File of what a run has measured."""
+_LOCK = ".lock"
 
 
 def is_finished(folder: Path) -> bool:
@@ -36,21 +46,23 @@ def check_folder(run: "StageRun", *, overwrite: bool = False) -> None:
         ConfigError: It holds something else.
     """
     folder = run.folder
-    if not folder.exists() or not any(path.name != LOGS for path in folder.iterdir()):
+    if not folder.exists() or not any(path.name not in (LOGS, _LOCK) for path in folder.iterdir()):
         return
     if not (folder / RUN).is_file():
         raise ConfigError(
             f"output folder {folder} holds {_first(folder)}, and no {RUN}: no run has written it, so that none "
             "may write there; change output_dir, or move it away"
         )
-    if overwrite:
+    with lock_folder(folder):  # another run's may not be taken, whatever it is
+        pass
+    if overwrite or not _has_begun(run):
         return
     if is_finished(folder):
         raise ConfigError(
             f"output folder {folder} holds a finished run; pass --overwrite to remove it and train again, or change "
             "output_dir"
         )
-    differing = _differing(json.loads((folder / RUN).read_text(encoding="utf-8"))["identity"], run.identity())
+    differing = _differing(_identity(folder), run.identity())
     if differing:
         raise ConfigError(
             f"output folder {folder} holds a run that differs, so that this one cannot go on from it: "
@@ -68,20 +80,69 @@ def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
 
     Args:
         run: The run.
-        overwrite: Whether to remove the run that the folder holds.
+        overwrite: Whether to put the run that the folder holds aside; `drop_replaced()` removes it.
 
     Raises:
         ConfigError: It holds something else, or cannot be written.
     """
     check_folder(run, overwrite=overwrite)
     try:
-        if overwrite and run.folder.exists():
-            shutil.rmtree(run.folder)
+        if overwrite and _has_begun(run):
+            shutil.rmtree(_replaced(run), ignore_errors=True)
+            run.folder.rename(_replaced(run))
         run.folder.mkdir(parents=True, exist_ok=True)
-        if not (run.folder / RUN).is_file():
+        if not _has_begun(run):  # a run that never came to train does not bind the one that does
             _write(run.folder / RUN, {"at": _now(), "stage": run.stage, "identity": run.identity(), "plan": str(run)})
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"output folder {run.folder} cannot be written: {error}; change output_dir") from None
+
+
+def drop_replaced(run: "StageRun") -> None:
+    """Remove the run that this one has replaced. By one process, once this one can train."""
+    shutil.rmtree(_replaced(run), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a context in which no other run trains in a folder that exists; it ends with the process at the latest.
+
+    Raises:
+        ConfigError: Another one does.
+    """
+    with (folder / _LOCK).open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output folder {folder}: another process is training there; wait for its end, or change output_dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            _log.debug("%s is not locked: %s", folder, error)
+        yield
+
+
+def _has_begun(run: "StageRun") -> bool:
+    """Return whether a folder holds anything that was trained or measured."""
+    if is_finished(run.folder) or run.final.exists():
+        return True
+    if run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+        return True
+    return any("loss" in row for row in read_history(run.folder / METRICS))
+
+
+def _replaced(run: "StageRun") -> Path:
+    return run.folder.with_name(f".{run.folder.name}.replaced")
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    try:
+        identity: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))["identity"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"output folder {folder}: {RUN}, which says whose run it holds, cannot be read ({error}); pass --overwrite "
+            "to remove the run, or change output_dir"
+        ) from None
+    return identity
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from torchacc.engines import registry
 from torchacc.logging import get_logger
 from torchacc.train.config import LoggingConfig, WandbConfig
 from torchacc.train.flops import peak_flops
+from torchacc.train.folder import METRICS
 from torchacc.train.history import History, Row
 from torchacc.train.report import write_report
 from torchacc.train.trackers import check_packages, make_trackers
@@ -110,7 +111,7 @@ class RunLog:
         self._tokens, self._earlier_secs = 0, 0.0
         self._stack = ExitStack()
         if is_master:
-            self._history = History(folder / "metrics.jsonl", resumed_at=resumed_at)
+            self._history = History(folder / METRICS, resumed_at=resumed_at)
             self._tokens = _last(self._history.kept, "tokens", 0)
             self._earlier_secs = _last(self._history.kept, "secs", 0.0)
             self._trackers = make_trackers(folder, logging, wandb, facts=facts, resumed_at=resumed_at)

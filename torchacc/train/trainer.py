@@ -24,7 +24,7 @@ from torchacc.train.batches import Position, Window, evaluation_loader, training
 from torchacc.train.config import TextConfig, TrainingConfig
 from torchacc.train.evaluation import EarlyStopping, evaluate
 from torchacc.train.flops import flops_per_token
-from torchacc.train.folder import mark_finished
+from torchacc.train.folder import METRICS, drop_replaced, mark_finished
 from torchacc.train.history import read_history
 from torchacc.train.metrics import RunLog
 from torchacc.train.models import build_model, local_folder, loss_of, model_config
@@ -99,7 +99,7 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step's batch before the step, from the stage's first step on; from `metrics.jsonl`."""
-        return [row["loss"] for row in read_history(self.run.folder / "metrics.jsonl") if "loss" in row]
+        return [row["loss"] for row in read_history(self.run.folder / METRICS) if "loss" in row]
 
     def fit(self) -> None:
         """Train to the end of the stage, and leave the finished model in its folder. Collective: every process.
@@ -122,6 +122,8 @@ class Trainer:
         ) as manager:
             self._restore(manager)
             log = self._open_log()
+            if self._is_master:
+                drop_replaced(self.run)
             outcome = "failed"
             try:
                 self._train(manager, log)

@@ -1,3 +1,4 @@
+import json
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import check_folder, mark_finished, take_folder
+from torchacc.train.folder import check_folder, drop_replaced, lock_folder, mark_finished, take_folder
 from torchacc.train.layout import Launch
 from torchacc.train.stage import Wishes, resolve_stage
 
@@ -219,6 +220,12 @@ def test_a_run_has_one_length(make, tmp_path):
     assert resolve_stage(TrainFile.read(path), Wishes(), Launch()).training.num_epochs == 1
 
 
+def begin(run):
+    """Leave what a run leaves that has made a step."""
+    take_folder(run)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
+
+
 def test_a_stage_starts_from_a_finished_one(make):
     one = make()
     assert "run it first, with --stage one" in refusal(make, stage_name="two")
@@ -235,14 +242,14 @@ def test_an_output_folder_that_is_below_a_file_is_refused(make, tmp_path):
 
 def test_a_run_goes_on_in_its_folder_in_another_layout(make):
     run = make()
-    take_folder(run)
+    begin(run)
     before = (run.folder / "run.json").read_bytes()
     take_folder(make(devices=4, precision="bf16-mixed"))
     assert (run.folder / "run.json").read_bytes() == before
 
 
 def test_the_folder_of_another_run_is_refused_with_what_differs(make):
-    take_folder(make())
+    begin(make())
     with pytest.raises(ConfigError) as raised:
         check_folder(make(stage="optimizer: {lr: 0.5}\ndata: {block_size: 64}"))
     assert "data.block_size was 128 and is 64; optimizer.lr was 0.001 and is 0.5" in str(raised.value)
@@ -259,6 +266,42 @@ def test_the_folder_of_a_finished_run_is_refused_unless_told(make):
     assert (run.folder / "finished.json").is_file()
     take_folder(run, overwrite=True)
     assert [path.name for path in run.folder.iterdir()] == ["run.json"]
+
+
+def test_a_run_that_made_no_step_does_not_bind_the_one_that_mends_it(make):
+    take_folder(make())
+    mended = make(stage="data: {block_size: 64}")
+    take_folder(mended)
+    assert json.loads((mended.folder / "run.json").read_text())["identity"]["data.block_size"] == 64
+
+
+def test_a_run_that_is_replaced_is_kept_until_the_new_one_can_train(make):
+    run = make()
+    begin(run)
+    mark_finished(run.folder, {})
+    take_folder(run, overwrite=True)
+    take_folder(run, overwrite=True)  # the new one has failed, and is started again
+    replaced = run.folder.parent / ".one.replaced"
+    assert (replaced / "finished.json").is_file()
+    drop_replaced(run)
+    assert not replaced.exists()
+
+
+def test_two_runs_do_not_share_a_folder(make):
+    run = make()
+    begin(run)
+    with lock_folder(run.folder), pytest.raises(ConfigError, match="another process is training there"):
+        check_folder(run)
+    check_folder(run)
+
+
+@pytest.mark.parametrize("text", ["{bro", "{}", "[]"])
+def test_a_damaged_note_of_whose_run_it_is_is_refused(make, text):
+    run = make()
+    begin(run)
+    (run.folder / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match="run.json, which says whose run it holds, cannot be read"):
+        check_folder(run)
 
 
 def test_a_folder_that_no_run_has_written_is_never_touched(make):
