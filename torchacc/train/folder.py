@@ -109,7 +109,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another one does.
     """
-    with (folder / _LOCK).open("w", encoding="utf-8") as file:
+    with (folder / _LOCK).open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
