@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from torchacc import env
 from torchacc.errors import DataError
 from torchacc.train.corpus import stdlib_documents, stdlib_files
 from torchacc.train.tokens import load_tokenizer
@@ -138,13 +139,33 @@ def check_text(config: "TextConfig") -> None:
 
     Raises:
         DataError: Options contradict each other; a file is missing, empty, or without such a column of text; a folder
-            holds no tokenizer.
+            holds no tokenizer; the folder for what is tokenised cannot be one.
     """
     for source in find_sources(config):
         if isinstance(source, FileSource):
             check_column(source.stream(), config.text_column, source)
     if config.tokenizer is not None and is_path(config.tokenizer):
         load_tokenizer(config.tokenizer)
+    if not config.streaming:
+        check_cache(cache_folder(config))
+
+
+def cache_folder(config: "TextConfig") -> Path:
+    """Return the folder for what is tokenised."""
+    return Path(config.cache_dir or Path(env.get("XDG_CACHE_HOME") or "~/.cache", "torchacc", "text")).expanduser()
+
+
+def check_cache(folder: Path) -> None:
+    """Refuse a folder for what is tokenised that is none, or cannot be made; one that is there may be read-only.
+
+    Raises:
+        DataError: It is no folder, or cannot be made.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise DataError(f"data.cache_dir: {folder} cannot be made, as {existing} is a file; name another folder")
+    if not folder.exists() and not os.access(existing, os.W_OK | os.X_OK):
+        raise DataError(f"data.cache_dir: {folder} cannot be made, as {existing} is read-only; name another folder")
 
 
 def find_sources(config: "TextConfig") -> list[Source]:
@@ -242,11 +263,20 @@ def check_column(documents: Iterable[Any], column: str, source: Source) -> None:
         raise DataError(f"data: {source} has no document")
     if column not in row:
         raise DataError(f"data.text_column = {column!r}: {source} has no such column, but {', '.join(map(repr, row))}")
-    if not isinstance(row[column], str | None):
-        kind = type(row[column]).__name__
-        raise DataError(
-            f"data.text_column = {column!r}: it holds {kind}, not text, in {source}: {str(row[column])[:60]}"
-        )
+    has_text(row[column], column, source)
+
+
+def has_text(value: Any, column: str, source: Source, index: int = 0) -> bool:
+    """Return whether a row has text.
+
+    Raises:
+        DataError: It has something else.
+    """
+    if not isinstance(value, str | None):
+        kind = type(value).__name__
+        where = f"row {index + 1} of {source}" if index else str(source)
+        raise DataError(f"data.text_column = {column!r}: it holds {kind}, not text, in {where}: {str(value)[:60]}")
+    return bool(value)
 
 
 def is_path(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchacc.errors import ConfigError
 from torchacc.train.blocks import Blocks, StreamedBlocks
 from torchacc.train.config import TextConfig
-from torchacc.train.sources import Source, check_column, find_sources
+from torchacc.train.sources import Source, check_column, find_sources, has_text
 from torchacc.train.text_cache import prepare
 from torchacc.train.tokens import Tokens, is_held_out, load_tokenizer, tokenise
 
@@ -144,7 +144,8 @@ def _stream(
 
 def _texts(source: Source, column: str, share: float, held_out: bool) -> Iterator[str]:
     """Return the documents to learn from, or those that are held out, in the order of the source."""
-    texts = filter(None, (row[column] for row in source.stream()))
+    rows = enumerate(source.stream())
+    texts = (row[column] for index, row in rows if has_text(row[column], column, source, index))
     return (text for index, text in enumerate(texts) if is_held_out(index, share) is held_out)
 
 

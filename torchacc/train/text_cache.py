@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchacc import env
 from torchacc.errors import DataError
 from torchacc.logging import get_logger
 from torchacc.train.config import TextConfig
-from torchacc.train.sources import Source, check_column
+from torchacc.train.sources import Source, cache_folder, check_cache, check_column, has_text
 from torchacc.train.tokens import Tokens, TokenWriter, is_held_out, tokenise, tokenizer_digest, train_tokenizer
 
 if TYPE_CHECKING:
@@ -51,10 +50,14 @@ def prepare(
         A folder with `train` and `validation`, for `load_tokens`, and `tokenizer`.
 
     Raises:
-        DataError: The text cannot be read, or there is none.
+        DataError: The text cannot be read, or there is none; or the folder for its tokens cannot be made.
     """
-    cache = Path(config.cache_dir or Path(env.get("XDG_CACHE_HOME") or "~/.cache", "torchacc", "text")).expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder(config)
+    check_cache(cache)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {cache} cannot be made: {error}; name another folder") from None
     key = _key(config, source, validation, tokenizer)
     folder = cache / key
     if folder.is_dir():
@@ -99,6 +102,8 @@ def _locked(path: Path) -> Iterator[None]:
     except Timeout:
         _log.info("waiting for another process, which tokenises the same text")
         lock.acquire()
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {path.parent} cannot be written: {error}; name another folder") from None
     try:
         yield
     finally:
@@ -142,8 +147,9 @@ def _read(source: Source, config: TextConfig, scratch: Path) -> "datasets.Datase
     rows = source.read(scratch)
     check_column(rows, config.text_column, source)
     documents = rows.select_columns([config.text_column]).filter(
-        _have_text,
+        partial(_have_text, column=config.text_column, source=source),
         input_columns=config.text_column,
+        with_indices=True,
         batched=True,
         keep_in_memory=True,
         load_from_cache_file=False,
@@ -154,8 +160,8 @@ def _read(source: Source, config: TextConfig, scratch: Path) -> "datasets.Datase
     return documents
 
 
-def _have_text(texts: Sequence[str | None]) -> list[bool]:
-    return [bool(text) for text in texts]
+def _have_text(texts: Sequence[Any], indices: Sequence[int], column: str, source: Source) -> list[bool]:
+    return [has_text(text, column, source, index) for text, index in zip(texts, indices, strict=True)]
 
 
 def _held_out(num_documents: int, share: float) -> set[int]:

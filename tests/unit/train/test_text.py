@@ -269,6 +269,8 @@ BAD = {
     "broken.jsonl cannot be read: JSON parse error": {"files": "broken.jsonl"},
     "latin.txt cannot be read: 'utf-8' codec": {"dataset": "text", "files": "latin.txt"},
     "blank.jsonl has no text in its column 'text'": {"files": "blank.jsonl", "validation_share": 0.0},
+    "holds int, not text, in row 3 of": {"files": "mixed.jsonl"},
+    "cache_dir: empty.jsonl cannot be made": {"cache_dir": "empty.jsonl"},
     "files go with dataset: text, json, parquet, not 'stdlib'": {"dataset": "stdlib"},
     "text.jsonl is trained on": {"validation": {"files": "tex*.jsonl"}},
     "give one of split and files": {"validation": {}},
@@ -285,6 +287,7 @@ def test_bad_input_is_refused(configure, tmp_path, monkeypatch, message):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").touch()
     write_json(Path("blank.jsonl"), ["", ""])
+    write_json(Path("mixed.jsonl"), [None, "one", 5])
     Path("broken.jsonl").write_text('{"text": "one"\nno')
     Path("latin.txt").write_bytes("für".encode("latin1"))
     endless = train_tokenizer(DOCUMENTS, 300)
@@ -294,10 +297,22 @@ def test_bad_input_is_refused(configure, tmp_path, monkeypatch, message):
         load_text(configure(**BAD[message]), seed=0)
     assert message in str(caught.value)
     assert not list(Path(configure().cache_dir).glob("*/"))
-    if "blank" not in message:  # it takes reading all
+    if not any(late in message for late in ("blank", "row")):  # it takes reading all
         with pytest.raises(DataError) as early:
             check_text(configure(**BAD[message]))
         assert str(early.value) == str(caught.value)
+
+
+def test_a_row_without_text_is_refused_in_a_stream(configure, tmp_path):
+    write_json(tmp_path / "mixed.jsonl", [None, "one", 5])
+    data = load_text(configure(files=str(tmp_path / "mixed.jsonl"), streaming=True), seed=0)
+    with pytest.raises(DataError, match=r"holds int, not text, in row 3 of .*mixed.jsonl: 5"):
+        list(data.train)
+
+
+def test_a_cache_that_cannot_be_made_is_refused(configure):
+    with pytest.raises(DataError, match=r"data.cache_dir: /proc/none cannot be made"):
+        load_text(configure(cache_dir="/proc/none"), seed=0)
 
 
 def test_a_model_that_does_not_fit_is_refused(configure):
