@@ -1,15 +1,18 @@
 """What a run needs from the world: files, folders, other stages. All of it is looked at before anything is started."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from torchacc.checkpoint.folder import Folder
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import ConfigError, DataError
+from torchacc.errors import CheckpointError, ConfigError, DataError
 from torchacc.train.config import StageConfig, TextConfig
 from torchacc.train.folder import is_finished
 from torchacc.train.sources import check_text, is_path
+from torchacc.train.tokens import load_tokenizer
 
 
 def check_data(source: YamlFile, at: str, data: TextConfig) -> None:
@@ -43,6 +46,59 @@ def check_length(source: YamlFile, at: str, stage: StageConfig) -> None:
         )
 
 
+def check_model(
+    source: YamlFile, at: str, data: TextConfig, name: str, model: Mapping[str, Any], weights: Path | str | None
+) -> None:
+    """Check that a model can be built, that the data's examples fit it, and that it has a vocabulary for their tokens.
+
+    Args:
+        source: The training file.
+        at: The stage's place in it.
+        data: The stage's text.
+        name: Name of the model config.
+        model: The model config.
+        weights: What the run starts from, whose tokenizer the text may have: a folder, or a name on the hub.
+    """
+    from torchacc.train.models import planned_config
+    from torchacc.train.text import check_model as check_examples
+
+    try:
+        config = planned_config(model)
+    except ConfigError as error:
+        raise ConfigError(source.at(f"{name}: {error}")) from None
+    if config is None:
+        return
+    try:
+        check_examples(data, config)
+        num_tokens = _num_tokens(data, weights)
+    except (ConfigError, DataError) as error:
+        option = f"{at}.{str(error).split(maxsplit=1)[0].rstrip(':')}"
+        is_given = option in source.lines  # else the stage's line is the nearest
+        raise ConfigError(source.at(f"{at}.{error}" if is_given else f"{at}: {error}")) from None
+    if {"vocab_size", "pretrained"} & model.keys() and num_tokens is not None and config.vocab_size < num_tokens:
+        option = f"{name}.vocab_size = {config.vocab_size}" if "vocab_size" in model else f"{name}.pretrained"
+        raise ConfigError(
+            source.at(
+                f"{option}: the model has a vocabulary of {config.vocab_size} tokens, and the tokenizer of up to "
+                f"{num_tokens}; write {at}.data.vocab_size: {config.vocab_size} where the tokenizer is trained on the "
+                "text, or choose a model and a tokenizer that fit"
+            )
+        )
+
+
+def _num_tokens(data: TextConfig, weights: Path | str | None) -> int | None:
+    """Return how many tokens the text's tokenizer has, or may get; None where only the hub knows."""
+    tokenizer = data.tokenizer
+    if tokenizer is None and weights is not None:
+        folder = Path(weights).expanduser()
+        if not folder.is_dir():
+            return None
+        tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else None
+    if tokenizer is None:
+        return data.vocab_size
+    return len(load_tokenizer(tokenizer)) if Path(tokenizer).expanduser().is_dir() else None
+
+
 def check_writable(folder: Path) -> None:
     """Check that a folder can be made and written to, without making it."""
     existing = folder.absolute()
@@ -62,10 +118,47 @@ def check_finished(source: YamlFile, at: str, stage: str, folder: Path) -> None:
     raise ConfigError(source.at(f"{at}: that stage {state} in {folder}: run it first, with --stage {stage}"))
 
 
+def check_pretrained(source: YamlFile, at: str, given: str) -> None:
+    """Check that a folder holds a model that transformers has saved; a name on the hub may be anything."""
+    folder = Path(given).expanduser()
+    if not given or (is_path(given) and not folder.is_dir()):
+        raise ConfigError(source.at(f"{at}: there is no such folder; write a model's folder, or its name on the hub"))
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(source.at(f"{at}: {folder} has no config.json, so that it holds no model of transformers"))
+    _check_weights(source, at, folder)
+
+
+def check_resumable(source: YamlFile, at: str, folder: Path) -> None:
+    """Check that a folder holds a checkpoint of an interrupted run, and not weights alone."""
+    _check_weights(source, at, folder)
+    with Folder(folder) as checkpoint:
+        absent = [name for name in ("optimizer.json", "state.json") if not checkpoint.has(name)]
+    if absent:
+        raise ConfigError(
+            source.at(
+                f"{at}: {folder} has no {' and no '.join(absent)}, so that no run can go on from it; to start from its "
+                "weights alone, write init_from"
+            )
+        )
+
+
+def _check_weights(source: YamlFile, at: str, folder: Path) -> None:
+    try:
+        with Folder(folder):
+            pass
+    except CheckpointError as error:
+        raise ConfigError(source.at(f"{at}: {error}")) from None
+
+
 def checkpoint_name(source: YamlFile, at: str, given: str, stages: Iterable[str]) -> Path | str:
     """Return a checkpoint's folder where there is one, else a name on the hub."""
     folder = Path(given).expanduser()
+    if not given:
+        raise ConfigError(source.at(f"{at}: write a stage, a folder or a name on the hub; or null for new weights"))
     if folder.is_dir():
+        _check_weights(source, at, folder)
         return folder
     hint = did_you_mean(given, stages)
     if is_path(given) or hint:

@@ -155,12 +155,17 @@ def _check_model(source: YamlFile, name: str, values: Any) -> None:
 
 def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    family = values.get("model_type")
-    if family not in CONFIG_MAPPING:
-        hint = did_you_mean(str(family), CONFIG_MAPPING) or "such as gpt2 or llama"
-        at = f"{name}.model_type" if "model_type" in values else name
-        raise ConfigError(source.at(f"{at}: model_type = {family!r} is not a family of models in transformers; {hint}"))
+    if "model_type" not in values:
+        raise ConfigError(source.at(f"{name}: model_type is missing; write the family, such as model_type: gpt2"))
+    family = values["model_type"]
+    if not isinstance(family, str) or family not in CAUSAL or family not in CONFIG_MAPPING:
+        kind = "causal language models" if isinstance(family, str) and family in CONFIG_MAPPING else "models"
+        hint = did_you_mean(str(family), CAUSAL) or "choose one such as gpt2 or llama"
+        raise ConfigError(
+            source.at(f"{name}.model_type: model_type = {family!r} is not a family of {kind} in transformers; {hint}")
+        )
     defaults = AutoConfig.for_model(family)
     valid = {option for option in vars(defaults) if not option.startswith("_")} | set(defaults.attribute_map)
     for option, value in values.items():
@@ -171,8 +176,7 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
     try:
         AutoConfig.for_model(**values)
     except Exception as error:  # transformers has several classes for it
-        raise ConfigError(source.at(f"{name}: transformers refuses it: {_one_line(error)}")) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise ConfigError(source.at(f"{name}: transformers refuses it: {' '.join(str(error).split())}")) from None
+    for option in ("num_hidden_layers", defaults.attribute_map.get("num_hidden_layers")):
+        if isinstance(values.get(option), int) and values[option] < 1:
+            raise ConfigError(source.at(f"{name}.{option} = {values[option]}: a model has at least one layer"))

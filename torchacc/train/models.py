@@ -22,8 +22,9 @@ def local_folder(source: str) -> Path:
     Raises:
         ConfigError: It is neither.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -56,6 +57,38 @@ def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig
             f"vocab_size: {len(tokenizer)}, or leave it out"
         )
     return config
+
+
+def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
+    """Return the configuration of the model that a section `model_config_…` describes, as the model is going to run.
+
+    The model is built for it, without memory for its weights; None where only the hub knows it.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it cannot be trained.
+    """
+    pretrained = options.get("pretrained")
+    if pretrained is not None and not Path(pretrained).expanduser().is_dir():
+        return None
+    try:
+        if pretrained is None:
+            # Those of the text are not known yet, and the family's own may be beyond a small vocabulary.
+            config = AutoConfig.for_model(**{**dict.fromkeys(_TOKENS_OF_TEXT, 0), **options})
+        else:
+            config = AutoConfig.from_pretrained(local_folder(pretrained))
+        planned: Any = build_model(config, initialised=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a family's code runs into
+        line = " ".join(str(error).split())
+        raise ConfigError(f"transformers cannot build this model: {type(error).__name__}: {line[:300]}") from None
+    if not hasattr(planned.config, "vocab_size"):
+        raise ConfigError(
+            f"model_type {config.model_type} consists of several models: use a family of text alone, such as gpt2, "
+            "llama or gemma3_text"
+        )
+    planned.config.use_cache = False  # as in `loss_of`
+    return planned.config
 
 
 def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:

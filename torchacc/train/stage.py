@@ -168,6 +168,8 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
     training, resumes, resume_from = _training(file, at, stage)
     checks.check_data(file.source, f"{at}.data", stage.data)
     checks.check_length(file.source, at, stage)
+    init_from = _init_from(file, name, stage, model_name, model)
+    checks.check_model(file.source, at, stage.data, model_name, model, init_from or model.get("pretrained"))
     layout = make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
     folder = file.output_dir / name
     checks.check_writable(folder)
@@ -177,7 +179,7 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
         folder=folder,
         model_name=model_name,
         model=dict(model),
-        init_from=_init_from(file, name, stage, model_name, model),
+        init_from=init_from,
         data=deepcopy(stage.data),
         optimizer=deepcopy(stage.optimizer),
         scheduler=deepcopy(stage.scheduler),
@@ -214,7 +216,11 @@ def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tu
             f"{file.path}: stage {name!r} names no model: write model_config: … there, or choose one with "
             f"--model-config; the file has {', '.join(file.models) or 'no section model_config_…'}"
         )
-    return file.model(chosen)
+    full, model = file.model(chosen)
+    if "pretrained" in model:
+        given = model["pretrained"]
+        checks.check_pretrained(file.source, f"{full}.pretrained = {given!r}", given)
+    return full, model
 
 
 def _training(file: TrainFile, at: str, stage: StageConfig) -> tuple[TrainingConfig, bool, Path | None]:
@@ -224,14 +230,13 @@ def _training(file: TrainFile, at: str, stage: StageConfig) -> tuple[TrainingCon
         training.num_epochs = 1
     if training.resume in _RESUME:
         return training, *_RESUME[training.resume]
-    folder = Path(training.resume)
-    if not folder.is_dir():
+    folder = Path(training.resume).expanduser()
+    at = f"{at}.training.resume = {training.resume!r}"
+    if not training.resume or not folder.is_dir():
         raise ConfigError(
-            file.source.at(
-                f"{at}.training.resume = {training.resume!r}: there is no such folder; write 'auto', 'never', or a "
-                "checkpoint's folder"
-            )
+            file.source.at(f"{at}: there is no such folder; write 'auto', 'never', or a checkpoint's folder")
         )
+    checks.check_resumable(file.source, at, folder)
     return training, True, folder
 
 

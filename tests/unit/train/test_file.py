@@ -86,7 +86,18 @@ WRONG = {
     "gpt2 has no such option; did you mean 'n_layer'?",
     "training_stages: {a: }\nmodel_config_x: {model_type: gpt2, n_layer: two}": "FILE:2: model_config_x: transformers "
     "refuses it: ",
-    "training_stages: {a: }\nmodel_config_x: {n_layer: 3}": "FILE:2: model_config_x: model_type = None",
+    "training_stages: {a: }\nmodel_config_x: {n_layer: 3}": "FILE:2: model_config_x: model_type is missing; write "
+    "the family, such as model_type: gpt2",
+    "training_stages: {a: }\nmodel_config_x: {model_type: [gpt2]}": "FILE:2: model_config_x.model_type: model_type = "
+    "['gpt2'] is not a family of models in transformers; did you mean 'gpt2'?",
+    "training_stages: {a: }\nmodel_config_x: {model_type: t5}": "FILE:2: model_config_x.model_type: model_type = 't5' "
+    "is not a family of causal language models in transformers",
+    "training_stages: {a: }\nmodel_config_x: {model_type: vit}": "FILE:2: model_config_x.model_type: model_type = "
+    "'vit' is not a family of causal language models in transformers",
+    "training_stages: {a: }\nmodel_config_x: {model_type: gpt2,\n  n_layer: 0}": "FILE:3: model_config_x.n_layer = 0: "
+    "a model has at least one layer",
+    "training_stages: {a: }\nmodel_config_x: {model_type: llama,\n  num_hidden_layers: -1}": "FILE:3: model_config_x."
+    "num_hidden_layers = -1: a model has at least one layer",
     "training_stages: {a: }\nmodel_config_x: {pretrained: gpt2, n_layer: 3}": "FILE:2: model_config_x.pretrained = "
     "'gpt2': expected a folder or a hub name, alone",
 }

@@ -2,6 +2,9 @@ import json
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, GPT2Config
 
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -194,6 +197,100 @@ REFUSED = {
 def test_what_cannot_be_is_refused(make, where, message):
     section, _, text = where.partition(": ")
     assert message in refusal(make, **{section: text})
+
+
+def with_model(make, tmp_path, model, stage=""):
+    """Return what a stage whose model is this one is refused for, with the file's line."""
+    make()
+    path = tmp_path / "config.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = [f"model_config_small: {{{model}}}" if line.startswith("model_config_small") else line for line in lines]
+    lines[lines.index("  two: {init_from: one, model_config: model_config_small, distributed: {engine: native}}")] = (
+        f"  three: {{model_config: model_config_small, distributed: {{engine: native}}, {stage}}}"
+    )
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        resolve_stage(TrainFile.read(path), Wishes(stage="three"), Launch())
+    return str(raised.value).removeprefix(f"{path}:")
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "message"),
+    [
+        (
+            "model_type: gpt2, n_positions: 64",
+            "data: {block_size: 65}",
+            "9: training_stages.three.data.block_size = 65: the model has 64 positions; write block_size: 64 or less",
+        ),
+        (
+            "model_type: gpt2, n_positions: 127",
+            "",
+            "9: training_stages.three: data.block_size = 128: the model has 127 positions",
+        ),
+        (
+            "model_type: bert, is_decoder: true",
+            "data: {packing: true}",
+            "9: training_stages.three.data.packing = true: bert is not known to keep to one document",
+        ),
+        (
+            "model_type: gpt2, vocab_size: 1000",
+            "data: {vocab_size: 1001}",
+            "17: model_config_small.vocab_size = 1000: the model has a vocabulary of 1000 tokens, and the tokenizer of "
+            "up to 1001; write training_stages.three.data.vocab_size: 1000",
+        ),
+    ],
+)
+def test_examples_that_do_not_fit_the_model_are_refused(make, tmp_path, model, stage, message):
+    assert with_model(make, tmp_path, model, stage).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("n_embd: 33, n_head: 2", "ValueError: `embed_dim` must be divisible by num_heads"),
+        ("n_head: 0", "ZeroDivisionError"),
+        ("activation_function: nope", "KeyError: 'nope'"),
+        ("resid_pdrop: 2.0", "ValueError: dropout probability has to be between 0 and 1"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(make, tmp_path, options, message):
+    refused = with_model(make, tmp_path, f"model_type: gpt2, {options}")
+    assert refused.startswith(f"17: model_config_small: transformers cannot build this model: {message}")
+    assert "\n" not in refused
+
+
+def test_a_family_of_several_models_is_refused(make, tmp_path):
+    assert "gemma3 consists of several models" in with_model(make, tmp_path, "model_type: gemma3")
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("init_from: ''", "write a stage, a folder or a name on the hub"),
+        ("init_from: empty", "empty holds no model.safetensors and no model.safetensors.index.json"),
+        ("training: {max_steps: 20, resume: ''}", "there is no such folder; write 'auto', 'never'"),
+        ("training: {max_steps: 20, resume: empty}", "empty holds no model.safetensors"),
+        ("training: {max_steps: 20, resume: weights}", "weights has no optimizer.json and no state.json"),
+        ("model: ''", "there is no such folder; write a model's folder, or its name on the hub"),
+        ("model: ./nope", "there is no such folder; write a model's folder, or its name on the hub"),
+        ("model: empty", "empty has no config.json, so that it holds no model of transformers"),
+        ("model: config", "config holds no model.safetensors"),
+        ("model: bert", "bert is not known to keep to one document of a block"),
+    ],
+)
+def test_folders_that_do_not_hold_what_is_needed_are_refused(make, tmp_path, stage, message):
+    for name, config in {"empty": None, "weights": None, "config": GPT2Config(), "bert": BertConfig()}.items():
+        (tmp_path / name).mkdir()
+        if config is not None:
+            config.save_pretrained(tmp_path / name)
+        if name in ("weights", "bert"):
+            save_file({"weight": torch.zeros(2)}, tmp_path / name / "model.safetensors")
+    if stage.startswith("model: "):
+        refused = with_model(make, tmp_path, f"pretrained: {stage.removeprefix('model: ')}")
+    else:
+        refused = with_model(make, tmp_path, "model_type: gpt2", stage)
+    assert refused[0].isdigit()
+    assert message in refused
 
 
 @pytest.mark.parametrize(
