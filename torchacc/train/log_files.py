@@ -1,17 +1,69 @@
 """Who logs what, and where: rank 0 speaks to the person, and under `logging.debug` each process writes a file."""
 
 import logging
+import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger, make_console
 from torchacc.train.config import LoggingConfig
-from torchacc.train.folder import LOGS
+from torchacc.train.folder import FINISHED, LOGS, METRICS, RUN
 
 _LIBRARIES = ("py.warnings", "transformers", "datasets", "huggingface_hub", "torch", "torch_xla", "absl")
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OURS = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ ")
+"""What a file of such lines begins with."""
+_TAKEN = (RUN, FINISHED, LOGS, METRICS, "report.html", "checkpoints", "final", "tensorboard", "wandb")
+"""What else a run writes into its folder."""
+
+
+def check_log_file(folder: Path, options: LoggingConfig) -> None:
+    """Refuse a log file that cannot be written, or that is something else, which a log must not be added to.
+
+    Args:
+        folder: The stage's folder, which need not be there yet.
+        options: They name the file.
+
+    Raises:
+        ConfigError: It names `logging.log_file`.
+    """
+    if options.log_file is None:
+        return
+    problem = _problem(folder.absolute(), options.log_file)
+    if problem:
+        raise ConfigError(f"logging.log_file = {options.log_file!r}: {problem}; name another, as 'training.log'")
+
+
+def _problem(folder: Path, name: str) -> str | None:
+    path = Path(os.path.normpath(_log_file(folder, name)))
+    if path == folder or path.is_dir():
+        return "it is a folder"
+    if path.is_relative_to(folder):
+        first = path.relative_to(folder).parts[0]
+        if first in _TAKEN or first.startswith("."):
+            return "the run keeps something else there"
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if existing != path and not existing.is_dir():
+        return f"{existing} is a file"
+    if not os.access(existing, os.W_OK):
+        return f"{existing} cannot be written to"
+    if path.is_file() and not _is_log(path):
+        return "it is there, and no log"
+    return None
+
+
+def _is_log(path: Path) -> bool:
+    """Return whether a file is empty, or begins with a line of a log of ours."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(64)
+    except OSError:
+        return False
+    return not begin or _OURS.match(begin) is not None
 
 
 @contextmanager
@@ -25,7 +77,12 @@ def log_files(folder: Path, options: LoggingConfig, *, rank: int) -> Iterator[No
         folder: The stage's folder.
         options: Whether to log details, each rank to a file of its own, and the name of rank 0's file.
         rank: This process's rank.
+
+    Raises:
+        ConfigError: A file cannot be written, or is no log.
     """
+    if rank == 0:
+        check_log_file(folder, options)
     files = [_open(path) for path in _paths(folder, options, rank)]
     package = get_logger("torchacc")
     consoles = package.handlers or [make_console(rank)]
@@ -49,14 +106,21 @@ def log_files(folder: Path, options: LoggingConfig, *, rank: int) -> Iterator[No
 
 def _paths(folder: Path, options: LoggingConfig, rank: int) -> Iterator[Path]:
     if options.log_file is not None and rank == 0:
-        yield folder / Path(options.log_file).expanduser()
+        yield _log_file(folder, options.log_file)
     if options.debug:
         yield folder / LOGS / f"rank-{rank:05d}.log"
 
 
+def _log_file(folder: Path, name: str) -> Path:
+    return folder / Path(name).expanduser()
+
+
 def _open(path: Path) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"logging: {path} cannot be written: {error}") from None
     handler.setFormatter(logging.Formatter(_LINE))
     return handler
 

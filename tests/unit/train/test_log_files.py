@@ -3,9 +3,11 @@ import warnings
 
 import pytest
 
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.train.config import LoggingConfig
-from torchacc.train.log_files import log_files
+from torchacc.train.log_files import check_log_file, log_files
+from torchacc.train.stage import CHECKPOINTS, FINAL
 
 NAMES = ("torchacc", "py.warnings", "transformers", "datasets")
 
@@ -64,6 +66,50 @@ def test_the_file_ends_with_the_error_that_ended_the_stage(tmp_path):
     with pytest.raises(ZeroDivisionError), log_files(tmp_path, LoggingConfig(log_file="training.log"), rank=0):
         _ = 1 / 0
     assert (tmp_path / "training.log").read_text().endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("", "it is a folder"),
+        ("..", "it is a folder"),
+        ("run.json", "the run keeps something else there"),
+        ("./metrics.jsonl", "the run keeps something else there"),
+        ("logs/rank-00000.log", "the run keeps something else there"),
+        (".lock", "the run keeps something else there"),
+        (CHECKPOINTS, "the run keeps something else there"),
+        (FINAL, "the run keeps something else there"),
+        ("../notes.txt", "it is there, and no log"),
+        ("../notes.txt/train.log", "notes.txt is a file"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_and_left_alone(name, problem, tmp_path):
+    (tmp_path / "notes.txt").write_text("do not lose")
+    folder, options = tmp_path / "stage", LoggingConfig(log_file=name)
+    with pytest.raises(ConfigError, match=rf"logging.log_file = '{name}': .*{problem}"):
+        check_log_file(folder, options)
+    with pytest.raises(ConfigError, match=problem), log_files(folder, options, rank=0):
+        pass
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"notes.txt": "do not lose"}
+
+
+def test_a_log_of_an_earlier_run_is_gone_on_with(tmp_path):
+    (tmp_path / "train.log").touch()
+    options = LoggingConfig(log_file=str(tmp_path / "train.log"))
+    for _ in range(2):
+        check_log_file(tmp_path / "stage", options)
+        with log_files(tmp_path / "stage", options, rank=0):
+            talk()
+    assert (tmp_path / "train.log").read_text().count("a warning") == 2
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_of_the_configuration(tmp_path):
+    options = LoggingConfig(log_file="/proc/none/train.log")
+    with (
+        pytest.raises(ConfigError, match=r"/proc(/none/train.log)? cannot be written"),
+        log_files(tmp_path, options, rank=0),
+    ):
+        pass
 
 
 def test_logging_is_afterwards_as_it_was(tmp_path):
