@@ -10,8 +10,9 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture
 def handlers():
-    before = {number: signal.getsignal(number) for number in ASKING}
-    yield before
+    """Let no signal be ignored, as where the tests run in the background of a shell."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ASKING}
+    yield dict.fromkeys(ASKING, signal.SIG_DFL)
     for number, handler in before.items():
         signal.signal(number, handler)
 
