@@ -76,12 +76,13 @@ def check_model(
         is_given = option in source.lines  # else the stage's line is the nearest
         raise ConfigError(source.at(f"{at}.{error}" if is_given else f"{at}: {error}")) from None
     if {"vocab_size", "pretrained"} & model.keys() and num_tokens is not None and config.vocab_size < num_tokens:
-        option = f"{name}.vocab_size = {config.vocab_size}" if "vocab_size" in model else f"{name}.pretrained"
+        option, instead = f"{name}.pretrained = {model.get('pretrained')!r}", f"choose a {at}.data.tokenizer that fits"
+        if "vocab_size" in model:
+            option, instead = f"{name}.vocab_size = {config.vocab_size}", f"write {num_tokens}, or leave it out"
         raise ConfigError(
             source.at(
-                f"{option}: the model has a vocabulary of {config.vocab_size} tokens, and the tokenizer of up to "
-                f"{num_tokens}; write {at}.data.vocab_size: {config.vocab_size} where the tokenizer is trained on the "
-                "text, or choose a model and a tokenizer that fit"
+                f"{option}: the model has {config.vocab_size} tokens, and the text's tokenizer up to {num_tokens}; "
+                f"{instead}"
             )
         )
 
@@ -121,7 +122,7 @@ def check_finished(source: YamlFile, at: str, stage: str, folder: Path) -> None:
 def check_pretrained(source: YamlFile, at: str, given: str) -> None:
     """Check that a folder holds a model that transformers has saved; a name on the hub may be anything."""
     folder = Path(given).expanduser()
-    if not given or (is_path(given) and not folder.is_dir()):
+    if not given or ((is_path(given) or folder.exists()) and not folder.is_dir()):
         raise ConfigError(source.at(f"{at}: there is no such folder; write a model's folder, or its name on the hub"))
     if not folder.is_dir():
         return
@@ -161,7 +162,7 @@ def checkpoint_name(source: YamlFile, at: str, given: str, stages: Iterable[str]
         _check_weights(source, at, folder)
         return folder
     hint = did_you_mean(given, stages)
-    if is_path(given) or hint:
+    if is_path(given) or folder.exists() or hint:
         raise ConfigError(
             source.at(f"{at}: there is no such stage and no such folder; {hint or 'stages: ' + ', '.join(stages)}")
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchacc.engines.deferred import deferred_init
 from torchacc.errors import ConfigError
@@ -76,6 +77,8 @@ def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
             config = AutoConfig.for_model(**{**dict.fromkeys(_TOKENS_OF_TEXT, 0), **options})
         else:
             config = AutoConfig.from_pretrained(local_folder(pretrained))
+        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ConfigError(f"model_type {config.model_type} is not a family of causal language models")
         planned: Any = build_model(config, initialised=False)
     except ConfigError:
         raise

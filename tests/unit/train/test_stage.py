@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, GPT2Config
+from transformers import BertConfig, GPT2Config, T5Config
 
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -235,8 +235,8 @@ def with_model(make, tmp_path, model, stage=""):
         (
             "model_type: gpt2, vocab_size: 1000",
             "data: {vocab_size: 1001}",
-            "17: model_config_small.vocab_size = 1000: the model has a vocabulary of 1000 tokens, and the tokenizer of "
-            "up to 1001; write training_stages.three.data.vocab_size: 1000",
+            "17: model_config_small.vocab_size = 1000: the model has 1000 tokens, and the text's tokenizer up to "
+            "1001; write 1001, or leave it out",
         ),
     ],
 )
@@ -268,22 +268,27 @@ def test_a_family_of_several_models_is_refused(make, tmp_path):
     [
         ("init_from: ''", "write a stage, a folder or a name on the hub"),
         ("init_from: empty", "empty holds no model.safetensors and no model.safetensors.index.json"),
+        ("init_from: config.yaml", "there is no such stage and no such folder; stages: one, three"),
         ("training: {max_steps: 20, resume: ''}", "there is no such folder; write 'auto', 'never'"),
         ("training: {max_steps: 20, resume: empty}", "empty holds no model.safetensors"),
         ("training: {max_steps: 20, resume: weights}", "weights has no optimizer.json and no state.json"),
         ("model: ''", "there is no such folder; write a model's folder, or its name on the hub"),
         ("model: ./nope", "there is no such folder; write a model's folder, or its name on the hub"),
+        ("model: config.yaml", "there is no such folder; write a model's folder, or its name on the hub"),
+        ("model: t5", "model_type t5 is not a family of causal language models"),
+        ("model: gpt2", "the model has 99 tokens, and the text's tokenizer up to 4096; choose a training_stages."),
         ("model: empty", "empty has no config.json, so that it holds no model of transformers"),
         ("model: config", "config holds no model.safetensors"),
         ("model: bert", "bert is not known to keep to one document of a block"),
     ],
 )
 def test_folders_that_do_not_hold_what_is_needed_are_refused(make, tmp_path, stage, message):
-    for name, config in {"empty": None, "weights": None, "config": GPT2Config(), "bert": BertConfig()}.items():
+    configs = {"config": GPT2Config(), "bert": BertConfig(), "t5": T5Config(), "gpt2": GPT2Config(vocab_size=99)}
+    for name in ("empty", "weights", *configs):
         (tmp_path / name).mkdir()
-        if config is not None:
-            config.save_pretrained(tmp_path / name)
-        if name in ("weights", "bert"):
+        if name in configs:
+            configs[name].save_pretrained(tmp_path / name)
+        if name not in ("empty", "config"):
             save_file({"weight": torch.zeros(2)}, tmp_path / name / "model.safetensors")
     if stage.startswith("model: "):
         refused = with_model(make, tmp_path, f"pretrained: {stage.removeprefix('model: ')}")
