@@ -100,6 +100,21 @@ def _num_tokens(data: TextConfig, weights: Path | str | None) -> int | None:
     return len(load_tokenizer(tokenizer)) if Path(tokenizer).expanduser().is_dir() else None
 
 
+def check_stopping(source: YamlFile, at: str, stage: StageConfig) -> None:
+    """Check that there are evaluations for a stage to be stopped by."""
+    training, data = stage.training, stage.data
+    if training.early_stopping is None:
+        return
+    if data.validation is None and not data.validation_share:
+        raise ConfigError(
+            source.at(f"{at}.training.early_stopping: there is nothing to evaluate on; give data.validation")
+        )
+    if training.eval_every_steps is None:
+        raise ConfigError(
+            source.at(f"{at}.training.early_stopping: the stage is evaluated at its end only; give eval_every_steps")
+        )
+
+
 def check_writable(folder: Path) -> None:
     """Check that a folder can be made and written to, without making it."""
     existing = folder.absolute()

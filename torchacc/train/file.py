@@ -44,7 +44,7 @@ class TrainFile:
         Raises:
             ConfigError: The file is missing or not YAML, or something in it is wrong; names the file and the line.
         """
-        if not Path(path).is_file():
+        if not Path(path).exists():
             raise ConfigError(f"{path}: there is no such file; --config names the YAML file of the training stages")
         source = YamlFile.read(path, example="training_stages: …")
         models = {name: value for name, value in source.values.items() if name.startswith(_MODEL)}
@@ -55,7 +55,7 @@ class TrainFile:
             _check_model(source, name, model)
         return cls(
             path=Path(path),
-            output_dir=Path(top.output_dir),
+            output_dir=Path(top.output_dir).expanduser(),
             stages=_stages(source, top.training_stages),
             presets=_sections(source, DistributedConfig, top.distributed_examples, "distributed_examples"),
             models=models,

@@ -21,6 +21,7 @@ from torchacc.train.config import (
 )
 from torchacc.train.file import TrainFile
 from torchacc.train.layout import Launch, Layout, make_layout
+from torchacc.train.log_files import check_log_file
 from torchacc.train.trackers import check_packages
 
 FINAL = "final"
@@ -168,12 +169,13 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
     training, resumes, resume_from = _training(file, at, stage)
     checks.check_data(file.source, f"{at}.data", stage.data)
     checks.check_length(file.source, at, stage)
+    checks.check_stopping(file.source, at, stage)
     init_from = _init_from(file, name, stage, model_name, model)
     checks.check_model(file.source, at, stage.data, model_name, model, init_from or model.get("pretrained"))
     layout = make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
     folder = file.output_dir / name
     checks.check_writable(folder)
-    _check_packages(file)
+    _check_logging(file, folder)
     run = StageRun(
         stage=name,
         folder=folder,
@@ -258,9 +260,10 @@ def _init_from(
     return checks.checkpoint_name(file.source, at, given, file.stages)
 
 
-def _check_packages(file: TrainFile) -> None:
+def _check_logging(file: TrainFile, folder: Path) -> None:
     try:
         check_packages(file.logging, file.wandb)
+        check_log_file(folder, file.logging)
     except ConfigError as error:
         raise ConfigError(file.source.at(str(error))) from None
 

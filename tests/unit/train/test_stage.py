@@ -437,6 +437,24 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(make,
         resolve_stage(TrainFile.read(path), Wishes(), Launch())
 
 
+def test_stopping_early_needs_evaluations(make, tmp_path):
+    make(stage="data: {validation_share: 0.0}")
+    path = tmp_path / "config.yaml"
+    text = path.read_text(encoding="utf-8").replace("max_steps: 20", "max_steps: 20, early_stopping: {}")
+    for more, message in (("", "there is nothing to evaluate on"), ("0.1", "evaluated at its end only")):
+        path.write_text(text.replace("validation_share: 0.0", f"validation_share: {more or '0.0'}"), encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"config.yaml:6: .*early_stopping: .*{message}"):
+            resolve_stage(TrainFile.read(path), Wishes(), Launch())
+
+
+def test_a_log_file_that_is_the_runs_own_is_refused_beforehand(make, tmp_path):
+    make()
+    path = tmp_path / "config.yaml"
+    path.write_text(path.read_text() + "logging: {log_file: run.json}\n")
+    with pytest.raises(ConfigError, match=r"config.yaml:\d+: logging.log_file = 'run.json'"):
+        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+
+
 def test_the_logs_of_a_rank_that_was_faster_are_no_other_run(make):
     run = make()
     (run.folder / "logs").mkdir(parents=True)
