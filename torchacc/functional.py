@@ -1,12 +1,16 @@
 """`fsdp()`: one call that shards a model, with the arguments of zeta's function of that name."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from torchacc.api import accelerate
 from torchacc.config import Config
 from torchacc.config.sections import ShardingStrategy
+from torchacc.data.tree import map_tensors
+from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -33,7 +37,8 @@ def fsdp(
     """Shard a model over all processes of the job, or move it to the device of a single one. Collective.
 
     The short form of `accelerate()` for a model alone. Its batches come from `torchacc.shard_loader(loader, model)`, or
-    each process reads its own part of the data and moves it to the device of the parameters.
+    each process reads its own part of the data. Its forward moves inputs that lie on the CPU to its device; labels that
+    the model does not take are the script's to move, to the device of the output.
 
     What zeta's function does otherwise: there the process group must be started before; a class of None wraps nothing;
     gradients are reduced in `mp` and buffers lowered to it, here gradients are reduced in float32 and buffers stay as
@@ -51,14 +56,18 @@ def fsdp(
         The model.
 
     Raises:
-        ValueError: An argument is none of its choices; or no class of layers is passed, and none can be inferred.
+        ValueError: An argument is none of its choices; the model has no layer of the class that is passed; or none is
+            passed, and none can be inferred.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={model!r}: expected a model, an instance of nn.Module")
     if mp not in _PRECISIONS:
         raise ConfigError(f"mp={mp!r}: expected one of {_listed(_PRECISIONS)}")
-    if shard_strat not in _STRATEGIES:
+    if shard_strat not in tuple(_STRATEGIES):  # which compares, where a mapping would hash
         raise ConfigError(f"shard_strat={shard_strat!r}: expected one of {_listed(_STRATEGIES)}")
     if not isinstance(auto_wrap, bool):
         raise ConfigError(f"auto_wrap={auto_wrap!r}: expected True or False")
+    _check_class(TransformerBlock)
     _complete(model)
     config = Config()
     options = config.dist.fsdp
@@ -74,7 +83,29 @@ def fsdp(
     options.backward_prefetch, options.forward_prefetch = "BACKWARD_PRE", True
     config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
     sharded: nn.Module = accelerate(model, config=config)
+    _move_inputs(sharded)
     return sharded
+
+
+def _move_inputs(model: nn.Module) -> None:
+    """Let forward move the tensors that it is called with to the model's device, as the loader moves its batches."""
+    engine = sharded_model(model).engine
+
+    def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _moved(engine, (args, kwargs))
+
+    model.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def _moved(engine: Engine, inputs: Any) -> Any:
+    """Return inputs, of any nesting, with those on the CPU moved to the engine's device in one transfer."""
+    found: list[torch.Tensor] = []
+    if engine.device.type != "cpu":
+        map_tensors(lambda tensor: found.append(tensor) if tensor.device.type == "cpu" else None, inputs)
+    if not found:
+        return inputs
+    moved = iter(engine.put(found))
+    return map_tensors(lambda tensor: next(moved) if tensor.device.type == "cpu" else tensor, inputs)
 
 
 def _layer_classes(model: nn.Module, given: type[nn.Module] | None) -> set[str]:
@@ -87,11 +118,26 @@ def _layer_classes(model: nn.Module, given: type[nn.Module] | None) -> set[str]:
                 "ModuleList of layers of one class: pass their class as TransformerBlock, or auto_wrap=False"
             )
         return inferred
-    layers = [module for module in model.modules() if type(module).__name__ == given.__name__]
-    if layers and not any(True for layer in layers for _ in layer.parameters()):
+    inside = [module for module in model.modules() if module is not model]
+    layers = [module for module in inside if type(module).__name__ == given.__name__]
+    if not layers:
+        classes = ", ".join(sorted({type(module).__name__ for module in inside})) or "none"
+        raise ConfigError(
+            f"TransformerBlock={given.__name__}: no module inside of {type(model).__name__} is of this class. The "
+            f"classes there: {classes}"
+        )
+    if not any(True for layer in layers for _ in layer.parameters()):
         _log.warning("fsdp(): no %s has parameters of its own: the model is gathered at once", given.__name__)
         return set()
     return {given.__name__}
+
+
+def _check_class(given: object) -> None:
+    if given is None or isinstance(given, type) and issubclass(given, nn.Module):
+        return
+    raise ConfigError(
+        f"TransformerBlock={given!r}: expected a class, such as nn.TransformerEncoderLayer, or None to infer it"
+    )
 
 
 def _complete(model: nn.Module) -> None:

@@ -78,6 +78,7 @@ fsdp_model = fsdp(model, mp="bf16", shard_strat="FULL_SHARD")
 def main() -> None:
     found = {"basic": step(BASIC), "completed": step(COMPLETED), "advanced": step(ADVANCED)}
     run(AUTOMATIC)  # its layer has no forward(), so that there is nothing to compare
+    found["inputs"] = inputs()
     if int(os.environ.get("RANK", 0)) == 0:
         sys.stdout.write(json.dumps(found) + "\n")
 
@@ -102,8 +103,7 @@ def step(snippet: str) -> dict:
     x, y = torch.randn(8, 784, generator=generator), torch.randint(10, (8,), generator=generator)
     train(reference, x, y)
     num_processes, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = next(model.parameters()).device
-    train(model, *(part.chunk(num_processes)[rank].to(device) for part in (x, y)))
+    train(model, *(part.chunk(num_processes)[rank] for part in (x, y)))
     whole = torchacc.full_state_dict(model)
     pairs = [(whole[name], tensor) for name, tensor in reference.state_dict().items()]
     description = torchacc.describe(model)
@@ -116,11 +116,37 @@ def step(snippet: str) -> dict:
     }
 
 
+class Nested(torch.nn.Module):
+    """Takes what a batch may be: a tensor, and a mapping with what is no tensor beside one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1, bias=False)
+
+    def forward(self, x, *, more):
+        self.devices = sorted({str(tensor.device) for tensor in (x, more["y"])})
+        return self.linear(x + more["y"]) * more["scale"]
+
+
+def inputs() -> dict:
+    """Call a model with inputs on the CPU, positional, by name and nested, and with one that is there already."""
+    reference = Nested()
+    model = fsdp(copy.deepcopy(reference), shard_strat="FULL_SHARD")
+    device = next(model.parameters()).device
+    reference.load_state_dict(torchacc.full_state_dict(model))
+    x, y = torch.ones(2, 4), torch.arange(8.0).view(2, 4)
+    expected = reference(x, more={"y": y, "scale": 2})
+    given = [(x, y), (x.to(device), y)]
+    differences = [(model(a, more={"y": b, "scale": 2}).cpu() - expected).abs().max().item() for a, b in given]
+    return {"difference": max(differences), "device": str(device), "devices": model.devices}
+
+
 def train(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        functional.cross_entropy(model(x).float(), y).backward()
+        output = model(x).float()
+        functional.cross_entropy(output, y.to(output.device)).backward()
         optimizer.step()
 
 

@@ -21,6 +21,9 @@ def test_the_examples_of_the_seed(num_processes):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    inputs = found.pop("inputs")
+    assert inputs["difference"] < 1e-5
+    assert inputs["devices"] == [inputs["device"]]
     assert found["basic"]["difference"] < 1e-6
     assert found["completed"]["difference"] < 1e-6
     assert 0 < found["advanced"]["difference"] < 1e-2

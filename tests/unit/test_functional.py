@@ -13,6 +13,7 @@ def asked(monkeypatch):
     """The config that accelerate() is called with."""
     found = []
     monkeypatch.setattr(functional, "accelerate", lambda model, config: (found.append(config), model)[1])
+    monkeypatch.setattr(functional, "_move_inputs", lambda model: None)
     return found
 
 
@@ -35,12 +36,26 @@ def make_model():
         ({"mp": "bf61"}, r"mp='bf61'.*'bf16', 'fp16', 'fp32'"),
         ({"mp": torch.bfloat16}, r"mp=torch.bfloat16.*'bf16'"),
         ({"shard_strat": "FULL"}, r"shard_strat='FULL'.*'SHARD_GRAD', 'SHARD_GRAD_OP', 'FULL_SHARD', 'NO_SHARD'"),
+        ({"shard_strat": {}}, r"shard_strat=\{\}.*'FULL_SHARD'"),
+        ({"mp": ["bf16"]}, r"mp=\['bf16'\].*'bf16', 'fp16', 'fp32'"),
         ({"auto_wrap": "yes"}, r"auto_wrap='yes'.*True or False"),
+        ({"auto_wrap": True, "TransformerBlock": "Linear"}, r"TransformerBlock='Linear': expected a class"),
+        ({"auto_wrap": True, "TransformerBlock": [nn.Linear]}, r"TransformerBlock=\[.*expected a class"),
+        ({"auto_wrap": True, "TransformerBlock": {nn.Linear}}, r"TransformerBlock=\{.*expected a class"),
+        ({"auto_wrap": True, "TransformerBlock": nn.Linear(2, 2)}, r"TransformerBlock=Linear\(.*expected a class"),
+        ({"TransformerBlock": dict}, r"TransformerBlock=<class 'dict'>: expected a class, such as nn"),
     ],
 )
 def test_wrong_values_name_parameter_and_choices(asked, arguments, message):
     with pytest.raises(ValueError, match=message):
         torchacc.fsdp(make_model(), **arguments)
+    assert not asked
+
+
+@pytest.mark.parametrize("model", [None, "x", nn.Linear])
+def test_what_is_no_model(asked, model):
+    with pytest.raises(ValueError, match=r"model=.*expected a model"):
+        torchacc.fsdp(model)
     assert not asked
 
 
@@ -67,6 +82,9 @@ def test_layers_that_cannot_be_inferred(asked):
         torchacc.fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), auto_wrap=True)
 
 
-def test_a_class_that_is_not_there(monkeypatch):
-    with pytest.raises(ValueError, match=r"'MultiheadAttention'.*Its classes are"):
+def test_a_class_that_is_not_there(asked):
+    with pytest.raises(ValueError, match=r"^TransformerBlock=MultiheadAttention: .*classes there: .*Layer"):
         torchacc.fsdp(make_model(), auto_wrap=True, TransformerBlock=nn.MultiheadAttention)
+    with pytest.raises(ValueError, match=r"^TransformerBlock=Layer: .*classes there: Linear"):
+        torchacc.fsdp(Layer(), auto_wrap=True, TransformerBlock=Layer)
+    assert not asked

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -12,7 +12,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     nbytes = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a number and a unit, such as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write a number and a unit, such as 16GiB or 500MB")
     return nbytes
 
 

@@ -1,7 +1,6 @@
 """Put a model that is saved in parts together: `torchacc consolidate ckpt --output model.pth`."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchacc.checkpoint.convert import plan_consolidation
@@ -36,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
             "torchacc` puts it together"
         )
     if form != "rank-files":
-        sys.stdout.write(f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it\n")
-        return 0
+        raise CheckpointError(
+            f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it, and "
+            f"`torchacc convert {args.folder} NEW --to dcp` writes it in another form"
+        )
     return _converting.run(args, plan_consolidation(str(args.folder), "*.pth", args.output, _converting.output(args)))

@@ -65,8 +65,9 @@ def test_consolidate_writes_the_whole_model(ranks, tmp_path, capsys):
 
 
 def test_consolidate_knows_what_is_whole_and_what_is_not_its_own(hf, tmp_path, capsys):
-    assert run("consolidate", hf) == 0
-    assert "is whole already" in capsys.readouterr().out
+    said = refused(capsys, "consolidate", hf, "--output", tmp_path / "out.pth")
+    assert "is whole already" in said
+    assert f"`torchacc convert {hf} NEW --to dcp`" in said
     assert run("convert", hf, tmp_path / "dcp", "--to", "dcp") == 0
     assert f"torchacc convert {tmp_path / 'dcp'} NEW --to torchacc" in refused(capsys, "consolidate", tmp_path / "dcp")
 

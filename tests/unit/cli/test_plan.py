@@ -101,6 +101,12 @@ def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
     assert "HYBRID_SHARD" in refused(capsys, "--model", model, "--devices", "2", "--strategy", "HYBRID_SHARD")
 
 
+def test_a_size_has_a_unit(model, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", model, "--memory", "16"])
+    assert "'16' is no size: write a number and a unit, such as 16GiB" in capsys.readouterr().err
+
+
 def write(folder, name, text):
     path = folder / name
     path.write_text(text)
