@@ -10,12 +10,16 @@ import torch
 import yaml
 from torch import nn
 
-from torchacc.config import Config
+from torchacc.config import Config, nearest
+from torchacc.config.sections import did_you_mean
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import count_states, find_optimizer
+from torchacc.train.file import TrainFile
 
 _DEFAULT_LENGTH = 1024
 _WITH_A_LOSS = ("HeadModel", "LM", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification")
+_OF_A_CHECKPOINT = {"architectures", "transformers_version"}
+"""Where a file has these, transformers has written it, maybe an older one with options that are gone."""
 _AUTOMATIC = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
@@ -64,8 +68,6 @@ def _from_options(args: argparse.Namespace) -> Training:
 
 
 def _from_file(args: argparse.Namespace) -> Training:
-    from torchacc.train.file import TrainFile
-
     file = TrainFile.read(args.config)
     _, stage = file.stage(args.stage)
     chosen = args.model_config or stage.model or next(iter(file.models), "")
@@ -126,13 +128,16 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
 
     changes = {name: value for name, value in changes.items() if value is not None}
     if isinstance(source, str) and Path(source).is_file():
-        source = _read_options(Path(source))
+        path, source = source, _read_options(Path(source))
+        _check_names(path, source)
     try:
         if isinstance(source, Mapping):
             return AutoConfig.for_model(**{**source, "use_cache": False, **changes})
         return AutoConfig.from_pretrained(source, use_cache=False, **changes)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # transformers has several classes for it
+        reason = _one_line(error)
+        if isinstance(source, Mapping):
+            raise ConfigError(f"transformers refuses the model's options: {reason}") from error
         raise ConfigError(
             f"--model {source}: there is no such model. It is a checkpoint's folder, a file of the options of its "
             f"configuration with model_type, or a name on the Hugging Face hub. {reason}"
@@ -143,12 +148,29 @@ def _read_options(path: Path) -> dict[str, Any]:
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--model {path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--model {path}: neither JSON nor YAML: {_one_line(error)}") from error
     if isinstance(options, dict) and "training_stages" in options:
         raise ConfigError(f"--model {path} is a training file: write --config {path}, and --model-config for its model")
     if not isinstance(options, dict) or "model_type" not in options:
         raise ConfigError(f"--model {path} has no model_type, such as `model_type: gpt2`, beside the model's options")
     return options
+
+
+def _check_names(path: str, options: Mapping[str, Any]) -> None:
+    """Refuse a family that transformers does not have, and options that the family does not have."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = options["model_type"]
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        hint = did_you_mean(str(family), CONFIG_MAPPING) or "choose one such as gpt2 or llama"
+        raise ConfigError(f"--model {path}: model_type = {family!r} is not a family of models in transformers; {hint}")
+    if _OF_A_CHECKPOINT & options.keys():
+        return
+    defaults = AutoConfig.for_model(family)
+    valid = {name for name in vars(defaults) if not name.startswith("_")} | {*defaults.attribute_map, "model_type"}
+    for name in options:
+        if name not in valid:
+            raise ConfigError(f"--model {path}: {family} has no option {name!r}; {nearest(str(name), valid)}")
 
 
 def _build(config: Any) -> nn.Module:
@@ -162,8 +184,15 @@ def _build(config: Any) -> nn.Module:
     known = [kind for kind in automatic if type(config) in kind._model_mapping]
     if not named and not known:
         raise ConfigError(f"transformers has no language model of model_type {config.model_type!r}: name another")
-    with torch.device("meta"):
-        model: Any = named[0](config) if named else known[0].from_config(config)
+    try:
+        with torch.device("meta"):
+            model: Any = named[0](config) if named else known[0].from_config(config)
+    except Exception as error:  # whatever a model's code comes upon where its options contradict each other
+        raise ConfigError(f"a {config.model_type} cannot be built with these options: {_one_line(error)}") from error
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("batched_mm")  # the one that runs without values, and under XLA
     return cast(nn.Module, model.train())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

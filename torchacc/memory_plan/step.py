@@ -166,7 +166,7 @@ def count_states(optimizer: type[torch.optim.Optimizer], options: Mapping[str, A
     try:
         made: Any = optimizer([parameter], **options)
         made.step()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the optimizer {optimizer.__name__} cannot be planned: {error}") from error
     return sum(
         isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in made.state[parameter].values()

@@ -101,6 +101,32 @@ def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
     assert "HYBRID_SHARD" in refused(capsys, "--model", model, "--devices", "2", "--strategy", "HYBRID_SHARD")
 
 
+def test_options_that_no_model_has_or_can_be_built_with(tmp_path, capsys):
+    wrong = {
+        "model_type: gpt2\nn_layr: 2": "gpt2 has no option 'n_layr'; did you mean 'n_layer'?",
+        "model_type: gtp2": "is not a family of models in transformers; did you mean 'gpt2'?",
+        "model_type: llama\nhidden_size: big": "transformers refuses the model's options",
+        "model_type: llama\nhidden_size: -32": "error: ",
+        "model_type: llama\nhidden_size: 30\nnum_attention_heads: 4": "error: ",
+        "model_type: gpt2\nn_embd: 30\nn_head: 4": "a gpt2 cannot be built with these options",
+    }
+    for text, message in wrong.items():
+        said = refused(capsys, "--model", str(write(tmp_path, "options.yaml", text)))
+        assert message in said
+        assert len(said.splitlines()) == 1
+
+
+def test_what_transformers_wrote_may_have_options_of_the_past(tmp_path, capsys):
+    old = TINY | {"n_ctx": 16, "architectures": ["GPT2LMHeadModel"]}
+    found = plan(capsys, "--model", str(write(tmp_path, "config.json", json.dumps(old))), "--strategy", "NO_SHARD")
+    assert found["num_parameters"] == 28032
+
+
+def test_an_optimizer_that_needs_sparse_gradients(model, capsys):
+    said = refused(capsys, "--model", model, "--optimizer", "SparseAdam")
+    assert "the optimizer SparseAdam cannot be planned" in said
+
+
 def test_a_size_has_a_unit(model, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", model, "--memory", "16"])
