@@ -113,7 +113,7 @@ def train(
     launched = read_launch()
     run = resolve_stage(_read(config), wishes, launched)
     command = [*_MODULE, *arguments]
-    if run.layout.num_nodes == 1:  # of several, a plan can be printed anywhere
+    if run.layout.num_nodes == 1 and not launched.is_launched:  # of several machines, a plan can be printed anywhere
         check_launch(command, _launch_options(run, start))
     if dry_run:
         sys.stdout.write(f"{run}\n")
