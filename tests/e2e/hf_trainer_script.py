@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     EarlyStoppingCallback,
     GPT2Config,
@@ -78,11 +79,16 @@ def with_adapters():
     return model
 
 
-def classifier():
+def bert(kind=BertForSequenceClassification):
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(**shape, **dropout, intermediate_size=32, num_labels=3))
+    return kind(BertConfig(**shape, **dropout, intermediate_size=32, num_labels=3))
+
+
+def own_loss(outputs, labels, num_items_in_batch):
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
 def labelled(count):
@@ -94,7 +100,7 @@ def accuracy(prediction):
     return {"rows": len(labels), "accuracy": float((guesses == labels)[labels != -100].mean())}
 
 
-def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), **changed):
+def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), held_out=HELD_OUT, **changed):
     arguments = {
         "output_dir": str(FOLDER / name),
         "per_device_train_batch_size": GLOBAL_BATCH // accumulation // DEVICES,
@@ -122,7 +128,7 @@ def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), **c
         model=model,
         args=TrainingArguments(**arguments),
         train_dataset=train,
-        eval_dataset=HELD_OUT,
+        eval_dataset=held_out,
         callbacks=list(callbacks),
         **dict(options),
         **config,
@@ -194,14 +200,31 @@ def dropout():
 
 
 def classification():
-    trainer = make("classes", classifier(), labelled(40), max_steps=3)
+    trainer = make("classes", bert(), labelled(40), held_out=labelled(12), max_steps=3)
     trainer.train()
-    facts = {"history": history(trainer), "even": trainer.evaluate(labelled(12))["eval_loss"]}
-    try:
-        facts["uneven"] = trainer.evaluate(labelled(13))["eval_loss"]
-    except ValueError as error:
-        facts["uneven"] = str(error)
+    facts = {"history": history(trainer), "even": trainer.evaluate()["eval_loss"]}
+    if MODE == "plain":
+        return facts
+    facts["uneven"] = refusal(lambda: trainer.evaluate(labelled(13)))
+    trainer = make("classes", bert(), labelled(40), held_out=labelled(13), max_steps=3)
+    facts["uneven_later"] = refusal(trainer.train), trainer.state.global_step
+    trainer = make("masked", bert(BertForMaskedLM), held_out=None, max_steps=3)
+    facts["labels_differ"] = refusal(trainer.train), trainer.state.global_step
     return facts
+
+
+def refusal(act):
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+
+
+def loss_function():
+    trainer = make("function", gpt2(), options={"compute_loss_func": own_loss}, max_steps=3)
+    trainer.train()
+    trainer.evaluate()
+    return {"history": history(trainer)}
 
 
 def streamed():

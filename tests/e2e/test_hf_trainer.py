@@ -44,14 +44,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    found = run("plain", folder, "whole", "adapters", "classification", "streamed")
+    found = run("plain", folder, "whole", "adapters", "classification", "streamed", "loss_function")
     shutil.rmtree(folder / "whole")
     return found
 
 
 @pytest.fixture(scope="module")
 def native(folder):
-    return run("native", folder, "whole", "adapters", "classification", "streamed", "dropout", "by_length", "best")
+    same = ("whole", "adapters", "classification", "streamed", "loss_function")
+    return run("native", folder, *same, "dropout", "by_length", "best")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,18 @@ def test_under_spmd_adapters_train_sharded_and_open_with_peft(plain, spmd, folde
 def test_a_loss_that_is_a_mean_over_rows_is_right_or_refused(plain, native):
     check_histories(native["classification"], plain["classification"])
     assert native["classification"]["even"] == pytest.approx(plain["classification"]["even"], rel=2e-5)
-    assert "choose a per_device_eval_batch_size that divides" in native["classification"]["uneven"]
+    assert "evaluate on a number of rows that divides" in native["classification"]["uneven"]
+
+
+def test_what_means_over_each_device_would_get_wrong_is_refused_before_the_first_step(native):
+    error, step = native["classification"]["uneven_later"]
+    assert ("evaluate on a number of rows that divides" in error, step) == (True, 0)
+    error, step = native["classification"]["labels_differ"]
+    assert ("is a mean over each device's own labels" in error, step) == (True, 0)
+
+
+def test_a_loss_function_that_divides_by_the_number_of_labels_gives_the_same_losses(plain, native):
+    check_histories(native["loss_function"], plain["loss_function"])
 
 
 def test_a_stream_gives_the_same_losses(plain, native):

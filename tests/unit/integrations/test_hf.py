@@ -31,6 +31,7 @@ def arguments(tmp_path, **changed):
         ("fp16", True, "use bf16=True"),
         ("bf16_full_eval", True, "use bf16=True"),
         ("torch_compile", True, "leave it out"),
+        ("label_smoothing_factor", 0.1, "compute the loss in the model's forward"),
         ("auto_find_batch_size", True, "set per_device_train_batch_size"),
         ("save_on_each_node", True, "leave it out"),
         ("train_sampling_strategy", "batch_rebalance", "'group_by_length'"),
@@ -115,7 +116,7 @@ def test_rows_that_fill_up_have_labels_that_no_loss_counts():
 
 
 def test_rows_whose_labels_are_numbers_cannot_fill_up():
-    with pytest.raises(DataError, match="choose a per_device_eval_batch_size that divides"):
+    with pytest.raises(DataError, match="evaluate on a number of rows that divides"):
         list(_filled_up(DataLoader([{"labels": 0.5}], batch_size=2), 1))
 
 

@@ -124,6 +124,7 @@ def uneven(reason: str) -> DataError:
     """Return the error for a dataset whose last batch cannot be filled up without changing the loss."""
     return DataError(
         "the rows of the evaluation do not divide by per_device_eval_batch_size times the number of devices, and the "
-        f"rows that fill up the last batch would count in the loss, as {reason}: choose a per_device_eval_batch_size "
-        "that divides, or dataloader_drop_last=True"
+        f"rows that fill up the last batch would count in the loss, as {reason}: evaluate on a number of rows that "
+        "divides (no per_device_eval_batch_size helps where it does not divide by the number of devices), or set "
+        "dataloader_drop_last=True"
     )

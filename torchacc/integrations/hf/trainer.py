@@ -29,6 +29,8 @@ from torchacc.integrations.hf.rebind import rebound
 
 _Theirs: Any = transformers.Trainer
 
+_MEANS = "each device's loss is a mean over its own rows"
+
 
 def _uses_xla() -> bool:
     engine = registry.active_engine()
@@ -72,6 +74,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self._num_parameters = 0
         self._draws: dict[str, Any] = {}
         self._saves_run = False
+        self._mean_losses: bool | None = None
         super().__init__(model, args, *positional, optimizers=optimizers, **kwargs)
 
     # ---- Devices
@@ -147,19 +150,73 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self.accelerator.mean(loss).repeat(len(self._engine.data_shards))
         return loss, logits, labels
 
-    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Refuse to fill up batches where a device's loss is a mean, of which nobody knows over how many."""
-        loader = self.callback_handler.eval_dataloader
-        if self._num_losses == 1 or "labels" not in inputs or not getattr(loader, "num_filling", 0):
-            return
-        with torch.no_grad():
-            one, half = (
-                self.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(count, device=self.args.device))
-                for count in (1.0, 2.0)
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss as transformers does. Collective: every process.
+
+        Raises:
+            ConfigError: Each device's loss is a mean over its own labels, of which they have different numbers.
+        """
+        if self._num_losses > 1 and self._takes_means(model, inputs):
+            if model.training:
+                self._check_evaluations()
+            self._check_same_counts(inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _takes_means(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Find out whether each device's loss is a mean, whatever the number of labels that it is told. Collective."""
+        if "labels" not in inputs:
+            return True  # nothing is counted
+        if self._mean_losses is None:
+            training = model.training
+            model.eval()  # draws no random numbers
+            with torch.no_grad():
+                one, half = (
+                    super(Trainer, self).compute_loss(
+                        model, dict(inputs), num_items_in_batch=torch.tensor(count, device=self.args.device)
+                    )
+                    for count in (1.0, 2.0)
+                )
+            model.train(training)
+            is_mean = not torch.allclose(one, 2 * half)
+            self._mean_losses = any(self._engine.group.all_gather_objects(is_mean))
+        return self._mean_losses
+
+    def _check_same_counts(self, inputs: dict[str, Any]) -> None:
+        labels = {name: inputs[name] for name in self.label_names if name in inputs}
+        counts = self._engine.group.all_gather_objects({name: _num_labels(value) for name, value in labels.items()})
+        if any(count != counts[0] for count in counts):
+            raise ConfigError(
+                f"the loss of {type(self.model).__name__} is a mean over each device's own labels, of which the "
+                f"processes have different numbers in this batch ({counts}), so that the mean of their losses is not "
+                "that of all labels: run all devices from one process (dist.fsdp.use_spmd=True), give each batch the "
+                "same number of labels, or divide the sum of the losses by num_items_in_batch, in the model or in "
+                "compute_loss_func"
             )
-        loader.num_filling = 0  # once
-        if not torch.allclose(one, 2 * half):
-            raise uneven("each device's loss is a mean over its own rows")
+
+    def _check_evaluations(self) -> None:
+        """Refuse an evaluation that will not be possible before anything is trained."""
+        datasets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        num_rows = self.args.eval_batch_size * self.args.world_size
+        uneven_rows = any(hasattr(dataset, "__len__") and len(dataset) % num_rows for dataset in datasets)
+        if uneven_rows and not self.args.dataloader_drop_last:
+            raise uneven(_MEANS)
+
+    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Refuse to fill up batches with rows that would count."""
+        loader = self.callback_handler.eval_dataloader
+        if not getattr(loader, "num_filling", 0):
+            return
+        unmasked = [name for name in self.label_names if name in inputs and name != "labels"]
+        if unmasked:
+            raise uneven(f"{', '.join(unmasked)} have no value which means that a row does not count")
+        if self._num_losses > 1 and "labels" in inputs and self._takes_means(model, inputs):
+            raise uneven(_MEANS)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         is_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
@@ -327,3 +384,12 @@ def _refuse_placed(model: nn.Module) -> None:
         raise ConfigError("the model was opened with device_map, and torchacc places it: open it without device_map")
     if getattr(model, "is_quantized", False):
         raise ConfigError("the model is quantized, and its packed weights cannot be sharded: open it unquantized")
+
+
+def _num_labels(labels: Any) -> int:
+    if not torch.is_tensor(labels):
+        raise ConfigError(
+            f"the labels are a {type(labels).__name__}, of which nobody knows how many each process has, and each "
+            "device's loss is a mean over its own: run all devices from one process (dist.fsdp.use_spmd=True)"
+        )
+    return labels.numel() if labels.is_floating_point() else int(labels.cpu().ne(-100).sum())
