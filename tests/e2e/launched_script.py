@@ -21,6 +21,8 @@ if told == "save":
     signal.signal(signal.SIGTERM, save_and_end)
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
+while rank == 1 and not (folder / "pid-0").exists():  # what rank 0 prints is looked for, too
+    time.sleep(0.05)
 if rank == 1 and told == "raise":
     raise ValueError("rank one has had enough")
 if rank == 1 and told == "fault":
