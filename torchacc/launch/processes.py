@@ -136,10 +136,11 @@ class Processes:
             known = self.known.get(local_rank)
             if known is not None and known.status is not None:
                 continue
-            is_kept = known is None or _exists(known.keeper)  # asked first: the last that a keeper does is to write
             found = self._read(local_rank)
-            if found is not None and found.status is None and not is_kept:  # the kernel has ended its process
-                found = replace(found, status=-signal.SIGKILL, ended=last_look)  # before what followed from it
+            if found is not None and found.status is None and not _exists(found.keeper):
+                found = self._read(local_rank)  # again: the last that a keeper does is to write
+                if found is not None and found.status is None:  # the kernel has ended its process
+                    found = replace(found, status=-signal.SIGKILL, ended=last_look)  # before what followed from it
             if found is not None:
                 self.known[local_rank] = found
 
