@@ -14,7 +14,7 @@ from torchacc.config import Config, nearest
 from torchacc.config.sections import did_you_mean
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import count_states, find_optimizer
-from torchacc.train.file import TrainFile
+from torchacc.train.file import TrainFile, family_options
 
 _DEFAULT_LENGTH = 1024
 _WITH_A_LOSS = ("HeadModel", "LM", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification")
@@ -158,7 +158,7 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 def _check_names(path: str, options: Mapping[str, Any]) -> None:
     """Refuse a family that transformers does not have, and options that the family does not have."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     family = options["model_type"]
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
@@ -166,8 +166,7 @@ def _check_names(path: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--model {path}: model_type = {family!r} is not a family of models in transformers; {hint}")
     if _OF_A_CHECKPOINT & options.keys():
         return
-    defaults = AutoConfig.for_model(family)
-    valid = {name for name in vars(defaults) if not name.startswith("_")} | {*defaults.attribute_map, "model_type"}
+    valid = family_options(family)
     for name in options:
         if name not in valid:
             raise ConfigError(f"--model {path}: {family} has no option {name!r}; {nearest(str(name), valid)}")

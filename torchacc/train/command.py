@@ -113,8 +113,10 @@ def train(
     launched = read_launch()
     run = resolve_stage(_read(config), wishes, launched)
     command = [*_MODULE, *arguments]
-    if run.layout.num_nodes == 1 and not launched.is_launched:  # of several machines, a plan can be printed anywhere
-        check_launch(command, _launch_options(run, start))
+    launch_options = None
+    if not launched.is_launched and (run.layout.num_nodes == 1 or not dry_run):  # a plan may be read anywhere
+        launch_options = _launch_options(run, start)
+        check_launch(command, launch_options)
     if dry_run:
         sys.stdout.write(f"{run}\n")
         check_folder(run, overwrite=overwrite)
@@ -127,8 +129,7 @@ def train(
     if _is_ready(run, launched) and not start.is_watched:
         _carry_out(run, launched, overwrite=overwrite)
         return 0
-    launch_options = _launch_options(run, start)
-    check_launch(command, launch_options)
+    assert launch_options is not None  # what a launcher has started is carried out above
     if launch_options.node_rank == 0:
         take_folder(run, overwrite=overwrite)
     return launch(command, launch_options)

@@ -153,6 +153,14 @@ def _check_model(source: YamlFile, name: str, values: Any) -> None:
     _check_family(source, name, values)
 
 
+def family_options(family: str) -> set[str]:
+    """Return the names of the options of a family of models in transformers, `model_type` included."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(family)
+    return {name for name in vars(defaults) if not name.startswith("_")} | {*defaults.attribute_map, "model_type"}
+
+
 def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -166,10 +174,9 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
         raise ConfigError(
             source.at(f"{name}.model_type: model_type = {family!r} is not a family of {kind} in transformers; {hint}")
         )
-    defaults = AutoConfig.for_model(family)
-    valid = {option for option in vars(defaults) if not option.startswith("_")} | set(defaults.attribute_map)
+    valid = family_options(family)
     for option, value in values.items():
-        if option not in valid | {"model_type"}:
+        if option not in valid:
             raise ConfigError(
                 source.at(f"{name}.{option} = {value!r}: {family} has no such option; {nearest(option, valid)}")
             )
@@ -177,6 +184,7 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
         AutoConfig.for_model(**values)
     except Exception as error:  # transformers has several classes for it
         raise ConfigError(source.at(f"{name}: transformers refuses it: {' '.join(str(error).split())}")) from None
-    for option in ("num_hidden_layers", defaults.attribute_map.get("num_hidden_layers")):
+    names = AutoConfig.for_model(family).attribute_map
+    for option in ("num_hidden_layers", names.get("num_hidden_layers")):
         if isinstance(values.get(option), int) and values[option] < 1:
             raise ConfigError(source.at(f"{name}.{option} = {values[option]}: a model has at least one layer"))
