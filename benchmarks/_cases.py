@@ -5,6 +5,10 @@ from dataclasses import dataclass
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
 GLOBAL_BATCH, LENGTH = 8, 128
 LEARNING_RATE = 1e-3
+WORKLOAD = (
+    f"GPT-2, {LAYERS} layers x {WIDTH}, {HEADS} heads, vocabulary {VOCABULARY}, global batch {GLOBAL_BATCH} x "
+    f"{LENGTH}, float32, AdamW"
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from _cases import LAYERS, Case
 
 STEPS = 4
 DEPTHS = (LAYERS, 8, 16, 32)
+KINDS = ("torch_xla", "xla-spmd", "scan_layers")
 
 CASES = (
     *(Case(f"torch_xla, {layers} layers", "torch_xla", layers=layers) for layers in DEPTHS),
@@ -13,6 +14,8 @@ CASES = (
     *(Case(f"scan_layers, {layers} layers", "xla-spmd", layers=layers, scans=True) for layers in DEPTHS),
     Case(f"xla-spmd on 4 devices, {LAYERS} layers", "xla-spmd", devices=4),
 )
+QUICK = [f"{kind}, {LAYERS} layers" for kind in KINDS[:2]]
+"""What shows that the program works."""
 
 
 @dataclass(frozen=True)

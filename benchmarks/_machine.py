@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import sys
 import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -65,6 +66,12 @@ def _busy_secs() -> float | None:
         return None
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
     return float(user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def median_cores(measured: Iterable[float | None]) -> float | None:
+    """Return the median of what `OtherWork.cores()` gave; None where the system did not tell."""
+    cores = [each for each in measured if each is not None]
+    return median(cores) if cores else None
 
 
 def describe_other_work(cores: list[float]) -> str:

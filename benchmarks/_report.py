@@ -1,11 +1,11 @@
 """Turn the timings of `step_time.py` into a table and a list of checks. Pure functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median, quantiles
-from typing import NamedTuple
+from statistics import median
 
 from _cases import Case, Expectation
+from _results import spread
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the losses of two cases after the same number of steps."""
@@ -47,25 +47,6 @@ class Result:
     """Why the case ended early."""
 
 
-class Spread(NamedTuple):
-    """A median and the quartiles around it."""
-
-    low: float
-    middle: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:.3f} ({self.low:.3f} .. {self.high:.3f})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of one value or more."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return Spread(low, median(values), high)
-
-
 def paired_ratios(case: Result, reference: Result) -> list[float]:
     """Return a case's step time over its reference's, for each round that has both.
 
@@ -73,18 +54,6 @@ def paired_ratios(case: Result, reference: Result) -> list[float]:
     """
     rounds = sorted(case.blocks.keys() & reference.blocks.keys())
     return [case.blocks[index].step_secs / reference.blocks[index].step_secs for index in rounds]
-
-
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns: text to the left in the first, numbers to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return " | ".join(["| " + first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]) + " |"
-
-    rule = "|".join(["|" + "-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([line(header), rule, *map(line, rows)])
 
 
 HEADER = (

@@ -40,7 +40,8 @@ from _checkpoint_cases import (
     Share,
 )
 from _machine import OtherWork, checkout_environment, describe_other_work, machine_facts
-from _report import Spread, render_table, spread
+from _markdown import render_table
+from _results import Spread, spread
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,7 +1,7 @@
 """Count what is compiled in the first steps, and time them, beside hand-written torch_xla.
 
     python benchmarks/compile.py
-    python benchmarks/compile.py --rounds 1 --cases "torch_xla, 4 layers" "xla-spmd, 4 layers"
+    python benchmarks/compile.py --rounds 3 --cases "torch_xla, 4 layers" "xla-spmd, 4 layers"
 
 All cases train the GPT-2 of `step_time.py`, some with more layers, for a few steps. Each run is a process of its own,
 as what has been compiled stays; the cases take turns. A step's time includes all that is compiled for it.
@@ -19,14 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _cases import Case
-from _compile_cases import CASES, EXPECTATIONS, STEPS, Graphs, Sooner
-from _machine import OtherWork, checkout_environment, describe_other_work, machine_facts
-from _report import render_table, spread
+from _cases import WORKLOAD, Case
+from _compile_cases import CASES, DEPTHS, EXPECTATIONS, KINDS, QUICK, STEPS, Graphs, Sooner
+from _machine import OtherWork, checkout_environment, median_cores
+from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-HEADER = ("case", *(f"programs in step {1 + index}" for index in range(STEPS)), "step 1 s", "step 2 s", "last step s")
+HEADER = ["case", *(f"programs in step {1 + index}" for index in range(STEPS)), "step 1 s", "step 2 s", "last step s"]
 
 Runs = dict[str, list[dict[str, Any]]]
 """What was measured of each case, by round: `graphs` and `secs` of each step, and `other_cores`."""
@@ -43,9 +42,7 @@ def main() -> int:
     turns = [case for index in range(args.rounds) for case in (cases if index % 2 == 0 else reversed(cases))]
     for case in tqdm(turns, desc="runs", file=sys.stderr, dynamic_ncols=True):
         runs[case.name].append(launch(case))
-    sys.stdout.write(make_report(runs, args.rounds))
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine_facts(), "runs": runs}, indent=1) + "\n")
+    emit(make_report(runs, args.rounds), args.json)
     return 0
 
 
@@ -53,13 +50,15 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each case (default: 3)")
-    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each case (default: 1)")
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
+    parser.add_argument("--quick", action="store_true", help="only two cases, to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds is at least 1")
+    args.cases = args.cases or (QUICK if args.quick else names)
     return args
 
 
@@ -90,21 +89,26 @@ def work(case: Case) -> None:
     sys.stdout.write(json.dumps({"graphs": new, "secs": secs}) + "\n")
 
 
-def make_report(runs: Runs, rounds: int) -> str:
-    """Return the table, and below it what was expected, and how far the timings can be trusted."""
-    facts = machine_facts()
-    measured = [run.get("other_cores") for of_case in runs.values() for run in of_case]
-    others = [cores for cores in measured if cores is not None]
-    lines = [
-        f"The first {STEPS} steps; {rounds} rounds on {facts['cores']} cores; torch {facts['torch']}, "
-        f"torch_xla {facts['torch_xla']}, transformers {facts['transformers']}",
-        "",
-        render_table(HEADER, [table_row(name, of_case) for name, of_case in runs.items()]),
-        "",
-        *(f"- {line}" for line in judgements(runs)),
-        *([f"- {describe_other_work(others)}"] if others else []),
-    ]
-    return "\n".join(lines) + "\n"
+def make_report(runs: Runs, rounds: int) -> Report:
+    """Return all that was measured, and whether it is what was expected."""
+    return Report(
+        name="compile",
+        title="Compile",
+        setting=f"{WORKLOAD}, some with more layers; the first {STEPS} steps, each run in a process of its own; "
+        f"{rounds} round{'s' if rounds > 1 else ''}.",
+        other_cores=median_cores(run.get("other_cores") for of_case in runs.values() for run in of_case),
+        tables=[
+            Table(
+                title="Programs compiled in each of the first steps, and their seconds",
+                header=HEADER,
+                rows=[table_row(name, of_case) for name, of_case in runs.items()],
+            )
+        ],
+        checks=list(judgements(runs)),
+        comparisons=list(comparisons(runs)),
+        series=list(curves(runs)),
+        reading=list(readings(runs)),
+    )
 
 
 def table_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
@@ -114,21 +118,64 @@ def table_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     return [name, *graphs, *secs]
 
 
-def judgements(runs: Runs) -> Iterator[str]:
-    """Yield a line for each expectation of the cases that ran: what was measured, and whether it holds."""
+def judgements(runs: Runs) -> Iterator[Check]:
+    """Yield a check for each expectation of the cases that ran."""
     for expectation in EXPECTATIONS:
         if isinstance(expectation, Graphs) and expectation.case in runs:
             most = max(sum(run["graphs"]) for run in runs[expectation.case])
-            verdict = "HELD" if most <= expectation.graphs else "MISSED"
-            yield f"{expectation.case}, {expectation.graphs} program: {most}, {verdict}"
+            verdict = "held" if most <= expectation.graphs else "missed"
+            yield Check(f"{expectation.case}, {expectation.graphs} program, compiled {most}", verdict)
         if isinstance(expectation, Sooner) and {expectation.case, expectation.reference} <= runs.keys():
-            pairs = zip(runs[expectation.case], runs[expectation.reference], strict=True)
-            found = spread([sum(own["secs"][:2]) / sum(other["secs"][:2]) for own, other in pairs])
-            verdict = "HELD" if found.middle <= expectation.part else "MISSED"
-            yield (
-                f"{expectation.case}, two steps in {expectation.part:.2f} of the time of {expectation.reference}: "
-                f"{found}, {verdict}"
-            )
+            pairs = zip(two_steps(runs, expectation.case), two_steps(runs, expectation.reference), strict=True)
+            found = spread([own / other for own, other in pairs])
+            verdict = "held" if found.middle <= expectation.part else "missed"
+            what = f"{expectation.case}, two steps in {expectation.part:.2f} of the time of {expectation.reference}"
+            yield Check(f"{what}, took {found}", verdict)
+
+
+def comparisons(runs: Runs) -> Iterator[Comparison]:
+    """Yield how the time to the end of the second step compares with hand-written torch_xla's, by depth."""
+    for layers in DEPTHS:
+        own, rival = f"xla-spmd, {layers} layers", f"torch_xla, {layers} layers"
+        if {own, rival} <= runs.keys():
+            secs = (two_steps(runs, own), two_steps(runs, rival))
+            yield compare(f"first two steps of {own}", "hand-written torch_xla", *secs, "s")
+
+
+def curves(runs: Runs) -> Iterator[Series]:
+    """Yield the time to the end of the second step against the depth, for each kind of case."""
+    for kind in KINDS:
+        depths = [layers for layers in DEPTHS if f"{kind}, {layers} layers" in runs]
+        yield Series(
+            plot="Compile time against depth",
+            label=kind,
+            x=list(map(float, depths)),
+            y=[median(two_steps(runs, f"{kind}, {layers} layers")) for layers in depths],
+            x_label="layers",
+            y_label="first two steps, s",
+        )
+
+
+def readings(runs: Runs) -> Iterator[str]:
+    """Yield what the deepest cases say."""
+    deepest = {kind: f"{kind}, {DEPTHS[-1]} layers" for kind in KINDS}
+    if not set(deepest.values()) <= runs.keys():
+        return
+    by_hand, spmd, scan = (median(two_steps(runs, name)) for name in deepest.values())
+    yield (
+        f"With {DEPTHS[-1]} layers the first two steps take {by_hand:.1f} s by hand, {spmd:.1f} s in `xla-spmd` and "
+        f"{scan:.1f} s with `scan_layers`."
+    )
+    last = [median(run["secs"][-1] for run in runs[deepest[kind]]) for kind in KINDS[1:]]
+    yield (
+        f"A later step takes {last[0]:.2f} s there, and {last[1]:.2f} s with `scan_layers`, which computes each layer "
+        "a second time in backward."
+    )
+
+
+def two_steps(runs: Runs, name: str) -> list[float]:
+    """Return the seconds until a case's second step is done, by round."""
+    return [sum(run["secs"][:2]) for run in runs[name]]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import PACKAGES, checkout_environment, describe_other_work, machine_facts
+from _markdown import render_table
 from _memory_cases import (
     AGAINST_FSDP_V2,
     EXPECTATIONS,
@@ -43,7 +44,8 @@ from _memory_cases import (
     Share,
     Workload,
 )
-from _report import LOSS_TOLERANCE, render_table, spread
+from _report import LOSS_TOLERANCE
+from _results import spread
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,8 @@ from typing import IO, Any
 
 from _cases import CASES, EXPECTATIONS, GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, Case
 from _machine import PACKAGES, OtherWork, checkout_environment, describe_other_work, machine_facts
-from _report import HEADER, Block, Result, differing_losses, judge, render_table, table_row
+from _markdown import render_table
+from _report import HEADER, Block, Result, differing_losses, judge, table_row
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,19 +1,6 @@
 """The pure half of the checkpoint benchmark; what it measures is nowhere asserted."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in ("checkpoint", "_checkpoint_cases", "_machine", "_report", "_cases"):
-        sys.modules.pop(name, None)
 
 
 def make_runs(own, other, extra_bytes=0):

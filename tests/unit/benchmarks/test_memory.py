@@ -1,21 +1,8 @@
 """The pure half of the memory benchmark, and the plans of a model that is small enough to compile here."""
 
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in ("memory", "_memory_cases", "_hlo", "_machine", "_report", "_cases"):
-        sys.modules.pop(name, None)
-
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, parameter 1, shape |f32[100]| at ShapeIndex {}, maybe-live-out:

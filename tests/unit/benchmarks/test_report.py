@@ -1,19 +1,6 @@
 """The pure half of the step-time benchmark; what it measures is nowhere asserted."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in ("_report", "_cases"):
-        sys.modules.pop(name, None)
 
 
 def make_result(times, **values):
@@ -29,31 +16,6 @@ def test_a_ratio_is_taken_within_a_round():
     slowed_in_round_1 = {0: 0.2, 1: 2.0, 2: 0.2}
     reference = {0: 0.1, 1: 1.0, 3: 0.1}
     assert paired_ratios(make_result(slowed_in_round_1), make_result(reference)) == [2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        pytest.param([5.0], (5.0, 5.0, 5.0), id="one"),
-        pytest.param([1.0, 2.0], (1.25, 1.5, 1.75), id="two"),
-        pytest.param([4.0, 0.0, 3.0, 1.0, 2.0], (1.0, 2.0, 3.0), id="unsorted"),
-    ],
-)
-def test_a_spread_is_the_median_and_the_quartiles(values, expected):
-    from _report import spread
-
-    assert spread(values) == expected
-
-
-def test_a_table_is_aligned_markdown():
-    from _report import render_table
-
-    assert render_table(["a", "bb"], [["long", "1"], ["x", "22222"]]).splitlines() == [
-        "| a    |    bb |",
-        "|------|------:|",
-        "| long |     1 |",
-        "| x    | 22222 |",
-    ]
 
 
 def test_a_row_has_a_cell_for_each_column_also_where_the_case_failed():
