@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+import _step_memory
 import torch
 from _cases import GLOBAL_BATCH, HEADS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH, Case
 from _models import make_gpt2
@@ -19,23 +20,35 @@ Steps = Iterator[torch.Tensor]
 
 
 def run(case: Case, total_steps: int) -> None:
-    """Set a case up, and answer each line on stdin, `{"steps": n}`, with the timing of that many steps.
+    """Set a case up, and take its steps as `serve()` is told.
 
     Args:
         case: What to run.
         total_steps: Steps for which there are samples.
     """
+    serve(lambda: BUILDERS[case.kind](case, make_tokens(total_steps)))
+    if torch.distributed.is_initialized() and case.kind == "fsdp2":
+        torch.distributed.destroy_process_group()
+
+
+def serve(build: Callable[[], Steps]) -> None:
+    """Build a training loop, and answer each line on stdin until that ends.
+
+    `{"steps": n}` is answered with the timing of that many steps, `{"memory": true}` with what `_step_memory.measure()`
+    finds in the next one.
+    """
     answers = _keep_stdout_for_answers()
     started = time.perf_counter()
-    steps = BUILDERS[case.kind](case, make_tokens(total_steps))
+    steps = build()
     _answer(answers, setup_secs=time.perf_counter() - started)
     cpu = time.process_time()
     for line in sys.stdin:
-        idle_cpu_secs = time.process_time() - cpu
-        _answer(answers, idle_cpu_secs=idle_cpu_secs, **_time_block(steps, json.loads(line)["steps"]))
+        idle_cpu_secs, question = time.process_time() - cpu, json.loads(line)
+        if "memory" in question:
+            _answer(answers, **_step_memory.measure(lambda: next(steps)))
+        else:
+            _answer(answers, idle_cpu_secs=idle_cpu_secs, **_time_block(steps, question["steps"]))
         cpu = time.process_time()
-    if torch.distributed.is_initialized() and case.kind == "fsdp2":
-        torch.distributed.destroy_process_group()
 
 
 def make_model(layers: int) -> Any:
@@ -186,5 +199,5 @@ def _keep_stdout_for_answers() -> TextIO:
     return answers
 
 
-def _answer(answers: TextIO, **values: float) -> None:
+def _answer(answers: TextIO, **values: Any) -> None:
     answers.write(json.dumps(values) + "\n")
