@@ -28,6 +28,8 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "16-mixed": {**_FLOAT32, "fp16": True},
 }
 """Lightning's names, and what they set in `compute`."""
+_MOST_DEVICES_OF_A_CORE = 32
+"""Far more than is of use, and few enough for a small machine's memory and threads."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def make_layout(
     job = Job() if one_for_all else job
     if not one_for_all:
         _check_processes(num_nodes, devices, launch)
-        _check_devices(devices, notes)
+    _check_devices(devices, kind, notes)
     _check_batchnorm(distributed, kind, total, notes)
     engine = registry.make_engine(config, job)
     if engine.topology.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
@@ -206,16 +208,24 @@ def _check_processes(num_nodes: int, devices: int, launch: Launch) -> None:
         )
 
 
-def _check_devices(devices: int, notes: list[str]) -> None:
-    if torch.accelerator.is_available():
-        found = torch.accelerator.device_count()
-        if devices > found:
-            kind = torch.accelerator.current_accelerator()
-            raise ConfigError(f"devices = {devices}, and this machine has {found} of kind {kind}: ask for no more")
+def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
+    """Refuse more devices than this machine has, or than its CPU can stand for."""
+    if not registry.runs_on_cpu(kind):
+        if torch.accelerator.is_available() and devices > (found := torch.accelerator.device_count()):
+            accelerator = torch.accelerator.current_accelerator()
+            raise ConfigError(
+                f"distributed.devices = {devices}, and this machine has {found} of kind {accelerator}: ask for no more"
+            )
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if devices > cores * _MOST_DEVICES_OF_A_CORE:
+        raise ConfigError(
+            f"distributed.devices = {devices}: each is a share of this machine's {cores} cores, which can stand for "
+            f"{cores * _MOST_DEVICES_OF_A_CORE} at most: ask for no more; `torchacc plan` says for any number what "
+            "each device needs"
+        )
     if devices > cores:
-        notes.append(f"{devices} processes share this machine's {cores} cores, so that each is slower")
+        notes.append(f"{devices} devices share this machine's {cores} cores, so that each is slower")
 
 
 def _check_batchnorm(distributed: DistributedConfig, kind: str, num_devices: int, notes: list[str]) -> None:

@@ -15,6 +15,7 @@ from torchacc.train.config import (
     OptimizerConfig,
     SchedulerConfig,
     StageConfig,
+    StageFSDPConfig,
     TextConfig,
     TrainingConfig,
     WandbConfig,
@@ -172,7 +173,7 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
     checks.check_stopping(file.source, at, stage)
     init_from = _init_from(file, name, stage, model_name, model)
     checks.check_model(file.source, at, stage.data, model_name, model, init_from or model.get("pretrained"))
-    layout = make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
+    layout = _layout(file, name, stage, distributed, wishes, launch)
     folder = file.output_dir / name
     checks.check_writable(folder)
     _check_logging(file, folder)
@@ -207,6 +208,35 @@ def _distributed(file: TrainFile, stage: StageConfig, wishes: Wishes) -> Distrib
     if wishes.num_nodes is not None:
         chosen.num_nodes = wishes.num_nodes
     return chosen
+
+
+def _layout(
+    file: TrainFile, name: str, stage: StageConfig, distributed: DistributedConfig, wishes: Wishes, launch: Launch
+) -> Layout:
+    try:
+        return make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
+    except ConfigError as error:
+        option, _, rest = str(error).partition(" ")
+        place = _place(option.rstrip(":").removeprefix("config."), name, wishes)
+        if place not in file.source.lines:
+            raise
+        raise ConfigError(file.source.at(f"{place}{':' * option.endswith(':')} {rest}")) from None
+
+
+def _place(option: str, stage: str, wishes: Wishes) -> str | None:
+    """Return where an option of the layout stands in the file, if it stands there; None for what the command says."""
+    section, _, name = option.rpartition(".")
+    if (option == "distributed.devices" and wishes.devices) or (section == "compute" and wishes.precision is not None):
+        return None
+    at = f"training_stages.{stage}"
+    distributed = f"{at}.distributed" if wishes.preset is None else f"distributed_examples.{wishes.preset}"
+    if option == "backend":
+        return f"{distributed}.engine"
+    if section == "dist.fsdp" and name in StageFSDPConfig.model_fields:
+        return f"{distributed}.fsdp.{name}"
+    if option.startswith("distributed."):
+        return f"{distributed}.{option.removeprefix('distributed.')}"
+    return f"{at}.torchacc.{option}"
 
 
 def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tuple[str, Mapping[str, Any]]:

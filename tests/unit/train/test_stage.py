@@ -159,7 +159,7 @@ def test_what_xla_has_not_chooses_the_native_engine(make, preset, precision, opt
     run = make(preset=preset, precision=precision)
     assert (run.layout.kind, run.layout.num_processes, run.config.backend) == ("native", 2, "native")
     assert run.notes[0] == f"engine: auto takes native, as {option} is asked for, which XLA has not"
-    with pytest.raises(ConfigError, match=f"{option} = True is not available under XLA"):
+    with pytest.raises(ConfigError, match=f"{option.split('.')[-1]} = True is not available under XLA"):
         make(preset=f"{preset}_xla", precision=precision)
 
 
@@ -177,10 +177,16 @@ def test_a_launchers_processes_are_one_for_each_device(make):
 
 
 REFUSED = {
-    "distributed: strategy: fsdp, fsdp: {enabled: false}": "they contradict each other; write strategy: ddp",
-    "distributed: sync_batchnorm: true": "each has its own BatchNorm statistics",
-    "distributed: fsdp: {backward_prefetch: BACKWARD_POST}": "dist.fsdp.backward_prefetch = 'BACKWARD_POST'",
-    "stage: torchacc: {dist: {fsdp: {size: 3}}}": "= 3, but the job has 2 devices",
+    "distributed: strategy: fsdp, fsdp: {enabled: false}": "config.yaml:7: training_stages.one.distributed.strategy = "
+    "'fsdp' with distributed.fsdp.enabled = False: they contradict each other; write strategy: ddp",
+    "distributed: sync_batchnorm: true": "config.yaml:7: training_stages.one.distributed.sync_batchnorm = True: with",
+    "distributed: fsdp: {backward_prefetch: BACKWARD_POST}": "config.yaml:7: training_stages.one.distributed.fsdp."
+    "backward_prefetch = 'BACKWARD_POST' is not available",
+    "distributed: fsdp: {sharding_strategy: HYBRID_SHARD}": "config.yaml:7: training_stages.one.distributed.fsdp."
+    "sharding_strategy = 'HYBRID_SHARD' shards inside of groups",
+    "stage: torchacc: {dist: {fsdp: {size: 3}}}": "config.yaml:8: training_stages.one.torchacc.dist: dp(1) * fsdp(3)",
+    "stage: torchacc: {memory: {gc_cnt: 2}}": "config.yaml:8: training_stages.one.torchacc.memory.gc_cnt = 2 chooses",
+    "stage: torchacc: {compute: {fp16: true, bf16: true}}": "config.yaml:8: training_stages.one.torchacc.compute.fp16",
     "stage: data: {dataset: json}": "it reads files; name them in data.files",
     "stage: data: {dataset: json, files: '*.jsonl'}": "files = '*.jsonl': there is no such file",
     "stage: data: {files: config.yaml}": "files go with dataset: text, json, parquet, not 'stdlib'",
@@ -197,6 +203,31 @@ REFUSED = {
 def test_what_cannot_be_is_refused(make, where, message):
     section, _, text = where.partition(": ")
     assert message in refusal(make, **{section: text})
+
+
+def test_devices_that_a_cpu_cannot_stand_for_are_refused(make, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    refused = refusal(make, devices=65)
+    assert refused.startswith("distributed.devices = 65: each is a share of this machine's 2 cores")
+    assert make(devices=64).notes == ("64 devices share this machine's 2 cores, so that each is slower",)
+    assert make(devices=2).notes == ()
+
+
+def test_what_a_preset_or_the_command_says_is_told_as_theirs(make):
+    placed = "config.yaml:15: distributed_examples.batchnorm.sync_batchnorm = True: with one process"
+    assert placed in refusal(make, preset="batchnorm", num_nodes=2)
+    assert refusal(make, precision="bf17").startswith("precision 'bf17' is not one of 32")
+    stage = "torchacc: {memory: {offload_activations: true}}"
+    assert refusal(make, stage, preset="auto", precision="half").startswith("precision 'half'")
+
+
+@pytest.mark.xla
+def test_what_xla_has_not_is_told_with_its_line_unless_the_command_asks_for_it(make):
+    at = "config.yaml:14: distributed_examples.offload_xla.fsdp.cpu_offload = True is not available under XLA"
+    assert at in refusal(make, preset="offload_xla")
+    stage = "torchacc: {compute: {fp16: false}}"
+    assert refusal(make, stage, preset="auto_xla", precision="16-mixed").startswith("compute.fp16 = True is not")
 
 
 def with_model(make, tmp_path, model, stage=""):
