@@ -2,5 +2,6 @@
 
 from torchacc.memory_plan.step import ENGINES, Step, count_states, find_optimizer, study
 from torchacc.memory_plan.strategies import DeviceBytes
+from torchacc.memory_plan.trace import WithoutValues
 
-__all__ = ["ENGINES", "DeviceBytes", "Step", "count_states", "find_optimizer", "study"]
+__all__ = ["ENGINES", "DeviceBytes", "Step", "WithoutValues", "count_states", "find_optimizer", "study"]

@@ -132,7 +132,19 @@ def _loss_of(output: Any, model: nn.Module) -> torch.Tensor:
     return loss
 
 
-class _Recorder(TorchDispatchMode):
+class WithoutValues(TorchDispatchMode):
+    """While entered, models of transformers run on the meta device, where tensors have a shape and no values."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on shapes, or answer for the values."""
+        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # transformers asks whether masks can be left out: nothing is packed, and nothing is padded
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(WithoutValues):
     """Notes what operations read and make."""
 
     def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
@@ -148,12 +160,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes, and note it."""
-        kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
-        if func is aten._local_scalar_dense.default and inputs[0].dtype == torch.bool:
-            return True  # transformers asks whether masks can be left out: nothing is packed, and nothing is padded
-        output = func(*args, **kwargs)
-        reads = dict.fromkeys(self._read(tensor) for tensor in inputs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(output, bool):
+            return output
+        reads = dict.fromkeys(self._read(tensor) for tensor in _tensors((args, kwargs)))
         known = len(self.values)
         makes = dict.fromkeys(self.find(tensor) for tensor in _tensors(output))
         new = tuple(value for value in makes if value >= known)

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from torchacc.engines.deferred import deferred_init
 from torchacc.errors import ConfigError
+from torchacc.memory_plan import WithoutValues
 
 _LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENS_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -63,10 +64,10 @@ def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig
 def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
     """Return the configuration of the model that a section `model_config_…` describes, as the model is going to run.
 
-    The model is built for it, without memory for its weights; None where only the hub knows it.
+    The model is built for it, and run once, without memory for its weights; None where only the hub knows it.
 
     Raises:
-        ConfigError: transformers cannot build it, or it cannot be trained.
+        ConfigError: transformers cannot build it or run it, or it cannot be trained.
     """
     pretrained = options.get("pretrained")
     if pretrained is not None and not Path(pretrained).expanduser().is_dir():
@@ -83,15 +84,34 @@ def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
     except ConfigError:
         raise
     except Exception as error:  # whatever a family's code runs into
-        line = " ".join(str(error).split())
-        raise ConfigError(f"transformers cannot build this model: {type(error).__name__}: {line[:300]}") from None
+        raise ConfigError(f"transformers cannot build this model: {_in_a_line(error)}") from None
     if not hasattr(planned.config, "vocab_size"):
         raise ConfigError(
             f"model_type {config.model_type} consists of several models: use a family of text alone, such as gpt2, "
             "llama or gemma3_text"
         )
+    _check_forward(planned)
     planned.config.use_cache = False  # as in `loss_of`
     return planned.config
+
+
+def _check_forward(model: Any) -> None:
+    """Refuse a model on the meta device whose layers do not fit one another, which shows only when it runs."""
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("batched_mm")  # the one that runs without values
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), WithoutValues():
+            loss_of(model, {"input_ids": tokens, "labels": tokens}, 1)
+    except NotImplementedError:
+        return  # what it does depends on values
+    except Exception as error:  # whatever a family's code runs into
+        if "meta" not in str(error):
+            raise ConfigError(f"transformers can build this model, and not run it: {_in_a_line(error)}") from None
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:

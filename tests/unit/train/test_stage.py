@@ -290,6 +290,31 @@ def test_a_model_that_cannot_be_built_is_refused(make, tmp_path, options, messag
     assert "\n" not in refused
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("llama, num_attention_heads: 32, num_key_value_heads: 3", "RuntimeError: Number of heads in key and"),
+        ("gptj, rotary_dim: 300, n_embd: 64, n_head: 4", "RuntimeError: "),
+        ("mixtral, num_experts_per_tok: 9, num_local_experts: 8", "RuntimeError: "),
+    ],
+)
+def test_a_model_whose_layers_do_not_fit_one_another_is_refused(make, tmp_path, options, message):
+    family, _, options = options.partition(", ")
+    layers = "n_layer: 2" if family == "gptj" else "num_hidden_layers: 2"
+    refused = with_model(make, tmp_path, f"model_type: {family}, {layers}, {options}")
+    assert refused.startswith(f"17: model_config_small: transformers can build this model, and not run it: {message}")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma2", "qwen3", "jetmoe", "xlnet"])
+def test_a_model_that_runs_is_taken_and_one_that_cannot_run_without_values(family):
+    from torchacc.train.models import planned_config
+
+    layers = "num_hidden_layers" if family != "gpt2" else "n_layer"
+    config = planned_config({"model_type": family, layers: 2})
+    assert config is not None
+    assert config.num_hidden_layers == 2
+
+
 def test_a_family_of_several_models_is_refused(make, tmp_path):
     assert "gemma3 consists of several models" in with_model(make, tmp_path, "model_type: gemma3")
 
