@@ -21,7 +21,7 @@ from _machine import checkout_environment  # noqa: E402
 
 RESULTS = FOLDER / "results"
 PROFILES = {
-    "cpu": ("compile",),
+    "cpu": ("memory", "compile", "checkpoint"),
     "gpu": (),
 }
 """Which programs there are for a kind of machine, in the order in which they run and are reported."""

@@ -72,5 +72,12 @@ LIVE_EXPECTATIONS = (
     Share("cold load", "cold plain read", 1 / 0.8),
     Share("async save", "save", 0.1),
 )
+AGAINST_DCP = {
+    "save": "both write the same bytes; torchacc also computes their checksums and commits by a rename",
+    "load": "torchacc checks every byte against its checksum, dcp none",
+    "cold load": "torchacc checks every byte against its checksum, and its files hold whole tensors, so that a rank's "
+    "pieces do not lie one after another as they do in dcp's file of a rank",
+}
+"""The live cases that are compared with dcp, and why torchacc may take longer."""
 
 EXPECTATIONS = (Faster("torchacc", "torch_xla", 2.0), Lean("torchacc", 150.0))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _checkpoint_cases import UNIT_SHAPES, UNITS
+from _checkpoint_cases import UNIT_SHAPES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -29,11 +29,11 @@ RANK = int(os.environ["RANK"])  # noqa: TID251
 class Stack(nn.Module):
     """As many linear layers as the rank files have units."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: int) -> None:
         """Make the layers; their weights are drawn once and shared out."""
         super().__init__()
         rows, columns = UNIT_SHAPES["weight"]
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(columns, rows)) for _ in range(UNITS)])
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(columns, rows)) for _ in range(units)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the layers, each on the part of the columns that it has rows for."""
@@ -47,10 +47,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--units", type=int)
     args = parser.parse_args()
     torch.manual_seed(0)
     config = torchacc.Config.from_dict({"backend": "native", "dist": {"fsdp": {"size": dist_size()}}})
-    model = torchacc.accelerate(Stack(), None, config)
+    model = torchacc.accelerate(Stack(args.units), None, config)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, UNIT_SHAPES["weight"][1])).backward()
     optimizer.step()

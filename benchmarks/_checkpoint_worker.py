@@ -12,16 +12,16 @@ from math import prod
 from pathlib import Path
 
 import torch
-from _checkpoint_cases import RANKS, UNIT_SHAPES, UNITS
+from _checkpoint_cases import RANKS, UNIT_SHAPES
 
 NUMEL = sum(prod(shape) for shape in UNIT_SHAPES.values())
 SHARD_NUMEL = -(-NUMEL // (RANKS * 128)) * 128
 
 
-def make_files(folder: Path) -> None:
+def make_files(folder: Path, units: int) -> None:
     """Write what torch_xla's FSDP saves on each rank: the shards of a flattened model, and of its AdamW."""
     for rank in range(RANKS):
-        torch.save(_rank_file(rank), folder / f"rank-{rank}-of-{RANKS}.pth")
+        torch.save(_rank_file(rank, units), folder / f"rank-{rank}-of-{RANKS}.pth")
 
 
 def run(case: str, folder: Path, target: Path) -> None:
@@ -66,13 +66,13 @@ FUNCTIONS: dict[str, Callable[[], Callable[[Path, Path], None]]] = {
 }
 
 
-def _rank_file(rank: int) -> dict[str, object]:
+def _rank_file(rank: int, units: int) -> dict[str, object]:
     generator = torch.Generator().manual_seed(rank)
     model, shard_info, flatten_info, state = {}, {}, {}, {}
     flat = "_fsdp_wrapped_module.flat_param_0"
     suffix = f"_fsdp_shard.{flat}".replace(".", "_FSDP_SHARD_SEPARATOR_")
     shapes = [list(shape) for shape in UNIT_SHAPES.values()]
-    for unit in range(UNITS):
+    for unit in range(units):
         prefix = f"_fsdp_wrapped_module.layers.{unit}"
         model[f"{prefix}.{suffix}"] = torch.randn(SHARD_NUMEL, generator=generator)
         moments = (torch.rand(SHARD_NUMEL, generator=generator) for _ in range(2))
@@ -83,7 +83,7 @@ def _rank_file(rank: int) -> dict[str, object]:
     info = {"shard_info": shard_info, "flatten_info": flatten_info, "buffer_info": {}}
     return {
         "model": model,
-        "optimizer": {"state": state, "param_groups": [{"lr": 1e-3, "params": list(range(UNITS))}]},
+        "optimizer": {"state": state, "param_groups": [{"lr": 1e-3, "params": list(range(units))}]},
         "shard_metadata": {**info, "world_size": RANKS, "rank": rank},
     }
 

@@ -13,3 +13,8 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|".join(["|" + "-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things in words, such as `1 round`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -68,6 +68,8 @@ AGAINST_FSDP_V2 = tuple(
 LONG_PLANS = tuple(
     case for name in ("NO_SHARD", "FULL_SHARD") for case in with_and_without(Case(name, 2, workload=LONG))
 )
+QUICK = (PLANS[0], *AGAINST_FSDP_V2[:2])
+"""What shows that the program works."""
 GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=256, batch=1)
 LLAMA_162M = replace(GPT2_124M, vocabulary=32000, family="llama")
 PLANNED = tuple(

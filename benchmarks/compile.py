@@ -22,6 +22,7 @@ from typing import Any
 from _cases import WORKLOAD, Case
 from _compile_cases import CASES, DEPTHS, EXPECTATIONS, KINDS, QUICK, STEPS, Graphs, Sooner
 from _machine import OtherWork, checkout_environment, median_cores
+from _markdown import count
 from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
 from tqdm import tqdm
 
@@ -95,7 +96,7 @@ def make_report(runs: Runs, rounds: int) -> Report:
         name="compile",
         title="Compile",
         setting=f"{WORKLOAD}, some with more layers; the first {STEPS} steps, each run in a process of its own; "
-        f"{rounds} round{'s' if rounds > 1 else ''}.",
+        f"{count(rounds, 'round')}.",
         other_cores=median_cores(run.get("other_cores") for of_case in runs.values() for run in of_case),
         tables=[
             Table(

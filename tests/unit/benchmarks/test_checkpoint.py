@@ -17,28 +17,37 @@ def test_how_much_faster_is_taken_within_a_round():
     assert times_faster(slowed_in_round_1, "torchacc", "torch_xla") == pytest.approx((3.0, 3.0, 3.0))
 
 
-@pytest.mark.parametrize(("secs", "verdict"), [(1.0, "HELD"), (2.0, "MISSED")])
+@pytest.mark.parametrize(("secs", "verdict"), [(1.0, "held"), (2.0, "missed")])
 def test_time_is_judged(secs, verdict):
     from _checkpoint_cases import Faster
     from checkpoint import judge
 
-    line = judge(Faster("torchacc", "torch_xla", 2.0), make_runs(own=[secs], other=[3.0]))
-    assert line.startswith("torchacc >= 2.0 times faster than torch_xla: ")
-    assert line.endswith(verdict)
+    check = judge(Faster("torchacc", "torch_xla", 2.0), make_runs(own=[secs], other=[3.0]))
+    assert check.text.startswith("torchacc >= 2.0 times faster than torch_xla, was ")
+    assert check.verdict == verdict
 
 
-@pytest.mark.parametrize(("extra", "line"), [(10, "10 at most, HELD"), (151, "151 at most, MISSED")])
-def test_memory_is_judged(extra, line):
+@pytest.mark.parametrize(("extra", "verdict"), [(10, "held"), (151, "missed")])
+def test_memory_is_judged(extra, verdict):
     from _checkpoint_cases import Lean
     from checkpoint import judge
 
-    assert judge(Lean("torchacc", 150.0), make_runs([1.0], [3.0], extra * 10**6)) == f"torchacc <= 150 MB: {line}"
+    check = judge(Lean("torchacc", 150.0), make_runs([1.0], [3.0], extra * 10**6))
+    assert check.text.endswith(f"took {extra} at most")
+    assert check.verdict == verdict
 
 
-def test_the_report_has_every_case():
-    from _checkpoint_cases import CASES
+def test_the_report_has_every_case_and_names_what_loses_with_its_reason():
+    from _checkpoint_cases import AGAINST_DCP, CASES, LIVE_REFERENCES
     from checkpoint import make_report
 
-    report = make_report(make_runs([1.0], [3.0]), agree=False, rounds=1)
-    assert all(f"| {case.name} " in report for case in CASES)
-    assert "THE RESULTS DIFFER" in report
+    secs = dict.fromkeys(LIVE_REFERENCES, [1.0]) | {"load": [2.0], "async save": [0.05]}
+    live = {"bytes": 3 * 10**8, "secs": secs, "other_cores": 0.0}
+    report = make_report(make_runs([1.0], [3.0], extra_bytes=10**6), live, agree=False)
+    consolidated, of_live = report.tables
+    assert [row[0] for row in consolidated.rows] == [case.name for case in CASES]
+    assert [row[0] for row in of_live.rows] == list(LIVE_REFERENCES)
+    assert report.checks[0].verdict == "missed"
+    assert [(each.what, each.reason) for each in report.comparisons if each.loses] == [
+        ("load of a live model", AGAINST_DCP["load"])
+    ]

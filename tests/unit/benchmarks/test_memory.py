@@ -77,29 +77,30 @@ def make_plan(total, updated=0, loss=1.0):
     return {"buffers": buffers, "traffic": traffic, "loss": loss, "num_parameters": 100}
 
 
-@pytest.mark.parametrize(("total", "verdict"), [(36, "0.36, HELD"), (37, "0.37, MISSED")])
-def test_totals_are_judged(total, verdict):
+@pytest.mark.parametrize(("total", "text", "verdict"), [(36, "0.36", "held"), (37, "0.37", "missed")])
+def test_totals_are_judged(total, text, verdict):
     from _memory_cases import EXPECTATIONS
-    from memory import judge
+    from _memory_report import judge
 
     first = EXPECTATIONS[0]
-    line = judge(first, {first.case: make_plan(total), first.reference: make_plan(100)})
-    assert line == f"total of FULL_SHARD on 4 <= 0.36 of NO_SHARD on 4: {verdict}"
+    check = judge(first, {first.case: make_plan(total), first.reference: make_plan(100)})
+    assert check.text == f"total of FULL_SHARD on 4 <= 0.36 of NO_SHARD on 4, is {text}"
+    assert check.verdict == verdict
 
 
-@pytest.mark.parametrize(("updated", "verdict"), [(50, "HELD"), (49, "MISSED"), (51, "MISSED")])
+@pytest.mark.parametrize(("updated", "verdict"), [(50, "held"), (49, "missed"), (51, "missed")])
 def test_a_share_that_is_to_be_exact_is_neither_more_nor_less(updated, verdict):
     from _memory_cases import EXPECTATIONS
-    from memory import judge
+    from _memory_report import judge
 
     exact = next(each for each in EXPECTATIONS if each.exactly and each.case.devices == 2)
     plans = {exact.case: make_plan(1, updated=updated), exact.reference: make_plan(1, updated=100)}
-    assert judge(exact, plans).endswith(verdict)
+    assert judge(exact, plans).verdict == verdict
 
 
 def test_a_case_that_trains_to_another_loss_is_named():
     from _memory_cases import PLANS
-    from memory import differing_losses
+    from _memory_report import differing_losses
 
     plans = dict.fromkeys(PLANS, make_plan(1))
     assert differing_losses(plans) == []
@@ -107,17 +108,20 @@ def test_a_case_that_trains_to_another_loss_is_named():
     assert line.startswith(f"{PLANS[3].name}: loss nan")
 
 
-def test_the_reports_have_every_case():
+def test_the_report_has_every_case_of_the_parts_that_ran():
     from _memory_cases import AGAINST_FSDP_V2, LONG_PLANS, PLANS
-    from memory import make_report, make_search_report, make_time_report
+    from _memory_report import Measured, make_report
 
     plans = dict.fromkeys([*PLANS, *AGAINST_FSDP_V2, *LONG_PLANS], make_plan(100, updated=10))
-    report = make_report(plans, wrong=["this"])
-    assert all(f"| {case.name} " in report for case in plans)
-    assert "WRONG LOSS this" in report
-    assert "| FULL_SHARD on 8 " in make_search_report(plans)
+    plans[PLANS[3]] = make_plan(100, updated=10, loss=9.0)
     timing = {"case": "one", "secs": [[1.0, 1.0], [1.05, 1.35]], "other_cores": 0.5}
-    assert "1.200 (1.125 .. 1.275), MISSED, within the noise" in make_time_report([timing])
+    report = make_report(Measured(plans, dict.fromkeys(PLANS, make_plan(100)), {}, [timing]))
+    names = {row[0] for table in report.tables for row in table.rows}
+    assert {case.name for case in plans} < names
+    assert [check.verdict for check in report.checks if check.text.startswith("the same loss")] == ["missed"]
+    assert report.checks[-1].text.endswith("is 1.200 (1.125 .. 1.275), within the noise")
+    assert {each.label for each in report.series} >= {"NO_SHARD", "FULL_SHARD", "FULL_SHARD, recomputed"}
+    assert make_report(Measured({}, {}, {}, [])).checks == []
 
 
 @pytest.mark.slow
@@ -171,10 +175,11 @@ def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
 
 def test_a_plan_that_is_off_is_told():
     from _memory_cases import PLANNED
-    from memory import Compared, make_planner_report
+    from _memory_report import Compared, Measured, make_report
 
-    report = make_planner_report({PLANNED[0]: Compared(109, 100), PLANNED[1]: Compared(95, 100)})
-    assert "| gpt2 " in report
-    assert "+9.0 %" in report
-    assert report.endswith("9.0%, HELD\n")
-    assert "MISSED" in make_planner_report({PLANNED[0]: Compared(89, 100)})
+    near, far = Compared(109, 100), Compared(89, 100)
+    (table,) = (report := make_report(Measured({}, {}, {PLANNED[0]: near, PLANNED[1]: Compared(95, 100)}, []))).tables
+    assert [(row[0], row[-1]) for row in table.rows] == [("gpt2", "+9.0 %"), ("gpt2", "-5.0 %")]
+    assert report.checks[0].text.endswith("9.0% at most")
+    assert report.checks[0].verdict == "held"
+    assert make_report(Measured({}, {}, {PLANNED[0]: near, PLANNED[1]: far}, [])).checks[0].verdict == "missed"
