@@ -27,6 +27,7 @@ from torchacc.errors import CheckpointError as CheckpointError
 from torchacc.errors import ConfigError as ConfigError
 from torchacc.errors import DataError as DataError
 from torchacc.errors import EngineError as EngineError
+from torchacc.errors import TrainingError as TrainingError
 from torchacc.functional import fsdp as fsdp
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "GradScaler",
     "StateDictType",
     "TensorShard",
+    "TrainingError",
     "accelerate",
     "accumulate",
     "checkpoint",

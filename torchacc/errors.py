@@ -15,3 +15,7 @@ class EngineError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and the tensor where there is one."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, as its numbers are not finite any more."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from torchacc.errors import ConfigError
+from torchacc.train.file import TrainFile
+from torchacc.train.layout import Launch
+from torchacc.train.stage import Wishes, resolve_stage
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
@@ -31,6 +37,12 @@ training_stages:
     <<: *stage
     init_from: stage1
     training: {{max_steps: 3, log_every_steps: 1, eval_steps: 2, gradient_accumulation_steps: 2}}
+  diverging:
+    <<: *stage
+    optimizer: {{name: sgd, lr: 1.0e+38}}
+    scheduler: {{warmup_steps: 2}}
+    training: {{max_steps: 8, log_every_steps: 4, eval_every_steps: 8, save_every_steps: 1, keep_checkpoints: 2}}
+  after: {{<<: *stage, init_from: diverging}}
 distributed_examples:
   single_node_fsdp:
     strategy: "fsdp"
@@ -167,6 +179,24 @@ def test_a_finished_run_is_left_as_it_is(folder, stage1):
     assert process.returncode == 2
     assert "holds a finished run; pass --overwrite" in printed
     assert {path: path.stat().st_mtime_ns for path in stage1.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_a_stage_whose_loss_is_not_finite_is_not_finished(folder, monkeypatch):
+    process = start(folder, "-m", "torchacc.train", "--stage", "diverging", "--devices", "1")
+    printed, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, printed
+    assert "Traceback" not in printed
+    told = re.search(r"error: from step (\d) on, the loss or its gradient is not finite: the stage has not", printed)
+    assert told, printed
+    first, stage = int(told[1]), folder / "out" / "diverging"
+    assert not (stage / "final").exists()
+    assert not (stage / "finished.json").exists()
+    kept = sorted(path.name for path in (stage / "checkpoints").iterdir() if path.name.startswith("step-"))
+    assert kept == [f"step-{step:08}" for step in range(max(1, first - 2), first)]
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="that stage has not finished"):
+        resolve_stage(TrainFile.read("config.yaml"), Wishes(stage="after"), Launch())
 
 
 SNIPPET = """

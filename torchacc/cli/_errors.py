@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from torchacc.env import get
-from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
+from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, TrainingError
 
 _VARIABLE = "TORCHACC_TRACEBACK"
 
@@ -18,7 +18,7 @@ def told(run: Callable[[], int], *, traceback: bool = False) -> int:
     """
     try:
         return run()
-    except (CheckpointError, ConfigError, DataError, EngineError) as error:
+    except (CheckpointError, ConfigError, DataError, EngineError, TrainingError) as error:
         if traceback or get(_VARIABLE) not in (None, "", "0"):
             raise
         sys.stderr.write(f"error: {error}\n")

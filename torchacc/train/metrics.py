@@ -106,6 +106,8 @@ class RunLog:
         if peak and flops_per_token:
             self._tokens_per_sec_at_peak = peak * engine.topology.num_devices / flops_per_token
         self._held: list[_Held] = []
+        self.num_odd = 0
+        """Steps in a row, up to the last one that was fetched, whose loss or gradient norm is not finite."""
         self._warned = self._closed = False
         self._history = None
         self._tokens, self._earlier_secs = 0, 0.0
@@ -298,6 +300,8 @@ class RunLog:
         values = iter(self._engine.read_scalars(scalars))
         rows = [held.row | {name: next(values) for name in held.scalars} for held in self._held]
         self._held.clear()
+        for row in rows:
+            self.num_odd = self.num_odd + 1 if _odd(row) else 0
         return rows
 
     def _write(self, *rows: Row) -> None:
@@ -309,7 +313,7 @@ class RunLog:
         if self._bar is not None:
             self._bar.update(rows[-1]["step"] - self._bar.n)
         for row in rows:
-            odd = [name for name in ("loss", "grad_norm") if not math.isfinite(row.get(name, 0.0))]
+            odd = _odd(row)
             if odd and not self._warned:
                 self._warned = True
                 what = " and ".join(f"the {name.replace('_', ' ')} is {row[name]}" for name in odd)
@@ -322,6 +326,11 @@ class RunLog:
 
     def _secs(self) -> float:
         return self._earlier_secs + time.perf_counter() - self._started
+
+
+def _odd(row: Row) -> list[str]:
+    """Return which numbers of a step are not finite."""
+    return [name for name in ("loss", "grad_norm") if not math.isfinite(row.get(name, 0.0))]
 
 
 def _last(rows: list[Row], name: str, default: Any) -> Any:

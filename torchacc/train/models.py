@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from torchacc.engines.deferred import deferred_init
 from torchacc.errors import ConfigError
@@ -100,6 +101,8 @@ def _check_forward(model: Any) -> None:
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("batched_mm")  # the one that runs without values
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # advice about this batch
     try:
         with torch.no_grad(), WithoutValues():
             loss_of(model, {"input_ids": tokens, "labels": tokens}, 1)
@@ -108,6 +111,8 @@ def _check_forward(model: Any) -> None:
     except Exception as error:  # whatever a family's code runs into
         if "meta" not in str(error):
             raise ConfigError(f"transformers can build this model, and not run it: {_in_a_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torchacc.data import AsyncLoader
 from torchacc.engines.base import sharded_model
 from torchacc.engines.failure import follows_another
 from torchacc.engines.scaler import GradScaler
-from torchacc.errors import CheckpointError, ConfigError
+from torchacc.errors import CheckpointError, ConfigError, TrainingError
 from torchacc.logging import get_logger
 from torchacc.train.batches import Position, Window, evaluation_loader, training_loader, windows
 from torchacc.train.config import TextConfig, TrainingConfig
@@ -34,6 +35,9 @@ from torchacc.train.stage import StageRun
 from torchacc.train.text import check_model, load_text
 
 _log = get_logger(__name__)
+
+_SKIPPED_STEPS = 25
+"""Steps in a row that a scaler may skip: it starts at 2**16 and halves at each, so that more will not help."""
 
 
 def run_stage(run: StageRun) -> tuple["Trainer", nn.Module]:
@@ -107,6 +111,7 @@ class Trainer:
         Raises:
             CheckpointError: A checkpoint does not fit, none is whole, or one cannot be written.
             SystemExit: After SIGTERM, once the run is saved.
+            TrainingError: The loss is not finite any more; the checkpoints from before are kept.
         """
         training = self.run.training
         with checkpoint.CheckpointManager(
@@ -169,6 +174,7 @@ class Trainer:
                 self._evaluate(log)
             # After the evaluation, whose result is to be in the checkpoint.
             with log.aside() if self._is_due(self.run.training.save_every_steps) else contextlib.nullcontext():
+                self._check_finite(log)
                 is_saved = manager.save_if_due(self.step, self._extra())
         if self.step not in self.evaluations and self._evaluation is not None:
             self._evaluate(log)
@@ -216,11 +222,26 @@ class Trainer:
         if self._evaluation is None:
             return
         with log.aside():
+            self._check_finite(log)
             loss = self.evaluations[self.step] = self.evaluate()
         self._stopping.see(loss)
         log.evaluated(self.step, loss)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the validation loss is {loss} after step {self.step}")
         if self._stopping.is_due:
             log.event("stops early: the validation loss no longer falls")
+
+    def _check_finite(self, log: RunLog) -> None:
+        """Stop a run whose weights have become useless, as far as its log knows, before it is saved or evaluated."""
+        if log.num_odd > (_SKIPPED_STEPS if self._scaler.is_enabled() else 0):
+            raise self._diverged(f"from step {self.step - log.num_odd + 1} on, the loss or its gradient is not finite")
+
+    def _diverged(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what}: the stage has not finished, and nothing was saved since. Lower optimizer.lr, raise "
+            f"scheduler.warmup_steps, or look into the text, and pass --overwrite. What was saved before is kept in "
+            f"{self.run.checkpoints}: with another output_dir, training.resume goes on from a checkpoint of it"
+        )
 
     def _extra(self) -> dict[str, Any]:
         return {

@@ -131,6 +131,17 @@ def test_a_loss_that_is_not_finite_is_reported_once_at_its_step(folder, caplog, 
     assert [row["step"] for row in rows(folder) if row.get("event") == warned[0]] == [7]
 
 
+def test_steps_in_a_row_that_are_not_finite_are_counted_as_far_as_they_are_fetched(folder):
+    log = make_log(folder, is_master=False)
+    train(log, range(1, 6), loss=lambda step: math.nan if step >= 3 else 1.0)
+    assert log.num_odd == 3
+    train(log, range(6, 9), loss=lambda step: math.nan if step == 8 else 1.0)
+    assert log.num_odd == 3
+    log.flush()
+    assert log.num_odd == 1
+    log.close("finished")
+
+
 def test_a_process_that_is_not_the_master_fetches_alike_and_says_nothing(folder, engine, caplog):
     log = make_log(folder, is_master=False)
     train(log, range(1, 21))
