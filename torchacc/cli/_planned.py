@@ -12,9 +12,11 @@ from torch import nn
 
 from torchacc.config import Config, nearest
 from torchacc.config.sections import did_you_mean
+from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import count_states, find_optimizer
 from torchacc.train.file import TrainFile, family_options
+from torchacc.train.hub import check_hub, is_on_hub
 
 _DEFAULT_LENGTH = 1024
 _WITH_A_LOSS = ("HeadModel", "LM", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification")
@@ -58,6 +60,7 @@ def read(args: argparse.Namespace) -> Training:
         raise ConfigError("name what is planned: either --model, or --config with a training file")
     if args.config is None and (args.stage or args.model_config):
         raise ConfigError("--stage and --model-config choose from a training file: name it with --config")
+    runtime.let_others_import()  # transformers does, by way of accelerate
     return _from_options(args) if args.config is None else _from_file(args)
 
 
@@ -133,7 +136,11 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
     try:
         if isinstance(source, Mapping):
             return AutoConfig.for_model(**{**source, "use_cache": False, **changes})
+        if is_on_hub(source):
+            check_hub("--model", source)
         return AutoConfig.from_pretrained(source, use_cache=False, **changes)
+    except ConfigError:
+        raise
     except Exception as error:  # transformers has several classes for it
         reason = _one_line(error)
         if isinstance(source, Mapping):

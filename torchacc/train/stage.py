@@ -21,8 +21,10 @@ from torchacc.train.config import (
     WandbConfig,
 )
 from torchacc.train.file import TrainFile
+from torchacc.train.hub import check_hub, is_on_hub
 from torchacc.train.layout import Launch, Layout, make_layout
 from torchacc.train.log_files import check_log_file
+from torchacc.train.sources import NO_DATASETS
 from torchacc.train.trackers import check_packages
 
 FINAL = "final"
@@ -177,6 +179,8 @@ def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
     folder = file.output_dir / name
     checks.check_writable(folder)
     _check_logging(file, folder)
+    if launch.job.rank == 0:
+        _check_hub(file, at, stage, model_name, model, init_from)
     run = StageRun(
         stage=name,
         folder=folder,
@@ -288,6 +292,30 @@ def _init_from(
         checks.check_finished(file.source, at, given, file.output_dir / given)
         return file.output_dir / given / FINAL
     return checks.checkpoint_name(file.source, at, given, file.stages)
+
+
+def _check_hub(
+    file: TrainFile,
+    at: str,
+    stage: StageConfig,
+    model_name: str,
+    model: Mapping[str, Any],
+    init_from: Path | str | None,
+) -> None:
+    """Check that the hub answers, where anything is to come from it."""
+    dataset = stage.data.dataset
+    given = {
+        f"{model_name}.pretrained": model.get("pretrained"),
+        f"{at}.init_from": init_from,
+        f"{at}.data.tokenizer": stage.data.tokenizer,
+        f"{at}.data.dataset": None if dataset in NO_DATASETS else dataset,
+    }
+    asked = [(option, name) for option, name in given.items() if isinstance(name, str) and is_on_hub(name)]
+    try:
+        for option, name in asked[:1]:  # the others ask the same hub
+            check_hub(option, name)
+    except ConfigError as error:
+        raise ConfigError(file.source.at(str(error))) from None
 
 
 def _check_logging(file: TrainFile, folder: Path) -> None:

@@ -22,6 +22,13 @@ model_config_tiny: {model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 2, n_posit
 """
 
 
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """Set what the command sets in its process."""
+    monkeypatch.setenv("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 @pytest.fixture
 def model(tmp_path):
     path = tmp_path / "config.json"

@@ -1,0 +1,35 @@
+"""The Hugging Face hub: whether it answers, asked once, where its libraries would try again for most of a minute."""
+
+from pathlib import Path
+
+from torchacc.errors import ConfigError
+from torchacc.train.sources import is_path
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether a name can only be one on the hub."""
+    return not is_path(name) and not Path(name).is_dir()
+
+
+def check_hub(option: str, name: str) -> None:
+    """Refuse a name on the hub where that does not answer; with HF_HUB_OFFLINE=1 its cache is used, and nothing asked.
+
+    Args:
+        option: What was given the name, for the message.
+        name: The name.
+
+    Raises:
+        ConfigError: The hub does not answer within its own libraries' limit, HF_HUB_ETAG_TIMEOUT.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of the library for HTTP, which differs from version to version
+        raise ConfigError(
+            f"{option} = {name!r}: there is no such folder, and the Hugging Face hub does not answer at "
+            f"{constants.ENDPOINT} ({str(error) or type(error).__name__}): name a folder, or set HF_HUB_OFFLINE=1 to "
+            "use what was downloaded before"
+        ) from None
