@@ -62,6 +62,7 @@ setup(
             "accelerate>=1.15",
             "peft",
         ],
+        "docs": ["sphinx>=8.1", "myst-parser>=4", "furo"],
         "lint": ["ruff", "mypy", "types-PyYAML", "types-tqdm", "pre-commit"],
     },
     classifiers=[

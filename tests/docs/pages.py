@@ -114,6 +114,20 @@ def read_programs(page: Path) -> list[Program]:
     return programs
 
 
+def text_outside_of_code(page: Path) -> str:
+    """Return a page without its code blocks."""
+    text, closing = [], ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fence = _FENCE.match(line)
+        if closing:
+            closing = "" if line.strip() == closing else closing
+        elif fence:
+            closing = fence["marks"]
+        else:
+            text.append(line)
+    return "\n".join(text)
+
+
 def diff_side(text: str, sign: str) -> str:
     """Return the old (`-`) or the new (`+`) side of a diff."""
     other = {"-": "+", "+": "-"}[sign]

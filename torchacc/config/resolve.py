@@ -29,7 +29,7 @@ def _is_split(size: int) -> bool:
     return size > 1
 
 
-_NOT_YET = (
+NOT_YET = (
     _NotYet("compute.acc_scaled_dot_attn", bool, "leave it at False"),
     _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
@@ -95,7 +95,7 @@ def _refuse_choice_without_recompute(config: Config) -> None:
 
 
 def _refuse_not_yet(config: Config) -> None:
-    for option in _NOT_YET:
+    for option in NOT_YET:
         value = reduce(getattr, option.path.split("."), config)
         if option.is_asked(value):
             raise ConfigError(f"{option.path} = {value!r} is not available yet: {option.instead}")

@@ -197,8 +197,8 @@ TensorParallelPlan = Annotated[
     dict[Annotated[StrictStr, AfterValidator(_regular_expression)], PartitionSpec], Field(min_length=1)
 ]
 # A file cannot hold a function: to a schema, these two can only be null.
-WrapFunction = Annotated[Callable[[str, Any], bool], WithJsonSchema({"type": "null"})]
-ShardFunction = Annotated[Callable[..., Any], WithJsonSchema({"type": "null"})]
+WrapFunction = Annotated[Callable[[str, Any], bool], WithJsonSchema({"type": "null", "title": "function"})]
+ShardFunction = Annotated[Callable[..., Any], WithJsonSchema({"type": "null", "title": "function"})]
 
 
 class ComputeConfig(Section):
