@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -55,11 +55,12 @@ class Section(BaseModel):
     _frozen: bool = PrivateAttr(default=False)
 
     def __init__(self, **values: Any) -> None:
-        """Set the options passed, and leave the others at their defaults.
+        """Set the options passed, and leave the others at their defaults, as a section that is None or empty in a file.
 
         Raises:
             ConfigError: A name or a type is wrong.
         """
+        values = {name: value for name, value in values.items() if value is not None or not self._is_nested(name)}
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -103,6 +104,12 @@ class Section(BaseModel):
         return f"{cls.path}.{name}" if cls.path else name
 
     @classmethod
+    def _is_nested(cls, name: str) -> bool:
+        """Return whether an option is a section or a dict, and cannot be None."""
+        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+        return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, Section))
+
+    @classmethod
     def _unknown(cls, name: str, value: Any) -> str:
         valid = [field.alias or own for own, field in cls.model_fields.items()]
         return f"{cls.path_of(name)} = {value!r}: there is no such option; {nearest(name, valid)}"
@@ -138,6 +145,7 @@ _EXPECTED = {
     "callable_type": "a function",
     "model_type": "a dict of the section's options, or the section itself",
     "greater_than_equal": "at least {ge}",
+    "string_too_short": "a string that is not empty",
     "too_short": "at least {min_length} item",
 }
 """Our words for pydantic's types of errors, filled in from an error's context."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 from torchacc.config.root import Backend
 from torchacc.config.sections import BackwardPrefetch, Count, Section, ShardingStrategy
 
+Name = Annotated[StrictStr, Field(min_length=1)]
 Natural = Annotated[int, Field(strict=True, ge=0)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # ranks are added to it, and 2**64 is the end
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -30,7 +31,7 @@ class ValidationConfig(Section):
 
     path = "data.validation"
 
-    split: StrictStr | None = None
+    split: Name | None = None
     """Another split of the same dataset."""
     files: Paths | None = None
     """Files of the same kind as the dataset's: a path, a glob, or a list of them."""
@@ -41,22 +42,22 @@ class TextConfig(Section):
 
     path = "data"
 
-    dataset: StrictStr = "stdlib"
+    dataset: Name = "stdlib"
     """`stdlib` (the sources of Python's standard library: no download), `text`, `json` or `parquet` for files of one's
     own, or a dataset's name on the hub or its folder."""
-    name: StrictStr | None = None
+    name: Name | None = None
     """Configuration of a dataset that has several."""
     files: Paths | None = None
     """Files for `text`, `json` and `parquet`: a path, a glob, or a list of them; relative to the working directory."""
-    split: StrictStr = "train"
+    split: Name = "train"
     """Split to train on."""
     validation: ValidationConfig | None = None
     """What to evaluate on; None for a share of the documents, held out of training."""
     validation_share: BelowOne = 0.05
     """That share, from 0 (no evaluation) to below 1."""
-    text_column: StrictStr = "text"
+    text_column: Name = "text"
     """Column that holds the text."""
-    tokenizer: StrictStr | None = None
+    tokenizer: Name | None = None
     """Folder or hub name of a tokenizer; None to train a byte-level BPE on the text."""
     vocab_size: Annotated[int, Field(strict=True, ge=257)] = 4096
     """Tokens of a tokenizer that is trained here: its 256 bytes and at least one more."""
@@ -71,7 +72,7 @@ class TextConfig(Section):
     """Draw a new order for each epoch."""
     num_proc: Count | None = None
     """Processes that tokenize; None for this one."""
-    cache_dir: StrictStr | None = None
+    cache_dir: Name | None = None
     """Folder for what is tokenized; None for `torchacc/text` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
 
 
@@ -224,7 +225,7 @@ class LoggingConfig(Section):
 
     debug: StrictBool = False
     """Log details, and each rank's to a file of its own."""
-    log_file: StrictStr | None = None
+    log_file: Name | None = None
     """File for the log, in the stage's folder unless it is absolute."""
     tensorboard: StrictBool = False
     """Write TensorBoard's event files as well."""
@@ -237,7 +238,7 @@ class WandbConfig(Section):
 
     use_wandb: StrictBool = False
     """Whether to report there; offline where WANDB_MODE says so."""
-    project: StrictStr | None = None
+    project: Name | None = None
     """The project."""
     tags: list[StrictStr] = []
     """Tags of the run."""
@@ -246,7 +247,7 @@ class WandbConfig(Section):
 class TopConfig(Section):
     """The top level of a file, beside its `model_config_…` sections."""
 
-    output_dir: StrictStr = "runs"
+    output_dir: Name = "runs"
     """Folder of the stages' folders; relative to the working directory."""
     training_stages: dict[StrictStr, Any] = {}
     """The stages, by name."""

@@ -21,6 +21,7 @@ from torchacc.train.config import (
     WandbConfig,
 )
 from torchacc.train.file import TrainFile
+from torchacc.train.folder import is_finished
 from torchacc.train.hub import check_hub, is_on_hub
 from torchacc.train.layout import Launch, Layout, make_layout
 from torchacc.train.log_files import check_log_file
@@ -291,6 +292,9 @@ def _init_from(
     if given in file.stages:
         checks.check_finished(file.source, at, given, file.output_dir / given)
         return file.output_dir / given / FINAL
+    folder = Path(given).expanduser()
+    if given and is_finished(folder):
+        given = str(folder / FINAL)
     return checks.checkpoint_name(file.source, at, given, file.stages)
 
 

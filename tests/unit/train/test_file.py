@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
 
@@ -34,6 +35,16 @@ def test_a_stage_has_defaults_for_all_that_it_leaves_out(tmp_path):
     stage = read(tmp_path, "training_stages: {a: }\n" + SMALL).stages["a"]
     assert (stage.data.dataset, stage.optimizer.name, stage.training.batch_size) == ("stdlib", "adamw", 2)
     assert stage.distributed.fsdp.sharding_strategy == "FULL_SHARD"
+
+
+def test_a_section_that_is_empty_is_one_of_defaults(tmp_path):
+    sections = ("data", "optimizer", "scheduler", "training", "torchacc")
+    text = "training_stages:\n  a:\n" + "".join(f"    {name}:\n" for name in sections)
+    text += "    distributed:\n      fsdp:\n  b:\n    torchacc: {compute: , dist: {fsdp: }}\n"
+    file = read(tmp_path, text + "distributed_examples:\nlogging:\nwandb:\n" + SMALL)
+    assert file.stages["a"] == read(tmp_path, "training_stages: {a: }\n" + SMALL).stages["a"]
+    assert (file.presets, file.wandb.use_wandb) == ({}, False)
+    assert Config.from_dict(file.stages["b"].torchacc) == Config()
 
 
 def test_an_optimizer_takes_any_argument_of_its_class(tmp_path):
@@ -75,6 +86,11 @@ WRONG = {
     "training_stages: {a/b: }": "FILE:1: training_stages.a/b: a stage's name is that of its folder",
     "training_stagse: {a: }": "FILE:1: training_stagse = {'a': None}: there is no such option; did you mean "
     "'training_stages'?",
+    STAGE.format(
+        "data: {cache_dir: ''}"
+    ): "FILE:3: training_stages.a.data.cache_dir = '': expected a string that is not empty",
+    "output_dir: ''": "FILE:1: output_dir = '': expected a string that is not empty",
+    "training_stages: ": "FILE:1: training_stages: there is none",
     "output_dir: x": "FILE: training_stages: there is none",
     "training_stages: {a: }\ndistributed_examples:\n  one:\n    fsdp: {forward_prefetch: 1}": "FILE:4: "
     "distributed_examples.one.fsdp.forward_prefetch = 1: expected True or False",

@@ -71,7 +71,7 @@ def test_the_file_ends_with_the_error_that_ended_the_stage(tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("", "it is a folder"),
+        (".", "it is a folder"),
         ("..", "it is a folder"),
         ("run.json", "the run keeps something else there"),
         ("./metrics.jsonl", "the run keeps something else there"),

@@ -1,5 +1,6 @@
 import json
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 import torch
@@ -391,6 +392,15 @@ def test_a_stage_starts_from_a_finished_one(make):
     assert "that stage has not finished" in refusal(make, stage_name="two")
     mark_finished(one.folder, {})
     assert make(stage_name="two").init_from == one.final
+
+
+def test_a_stage_starts_from_the_folder_of_a_finished_one(make, tmp_path):
+    mark = tmp_path / "earlier" / "one"
+    (mark / "final").mkdir(parents=True)
+    save_file({"weight": torch.zeros(2)}, mark / "final" / "model.safetensors")
+    assert "earlier/one holds no model.safetensors" in refusal(make, stage="init_from: ./earlier/one")
+    mark_finished(mark, {})
+    assert make(stage="init_from: ./earlier/one").init_from == Path("earlier/one/final")
 
 
 def test_an_output_folder_that_is_below_a_file_is_refused(make, tmp_path):
