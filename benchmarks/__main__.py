@@ -1,10 +1,12 @@
-"""Run the benchmarks one after another.
+"""Run the benchmarks one after another, and write the report.
 
-    python -m benchmarks             # all that run on a CPU
-    python -m benchmarks compile     # some
-    python -m benchmarks --quick     # the smallest sizes, to see that all works; writes nothing here
+    python -m benchmarks                     # all that run on a CPU, then the report
+    python -m benchmarks step_time compile   # some, then the report
+    python -m benchmarks report              # the report alone, from what is in benchmarks/results
+    python -m benchmarks --quick             # the smallest sizes, to see that all works; changes nothing here
 
-Each benchmark is a program of its own (`python benchmarks/NAME.py --help`).
+The report is docs/benchmarks.md with its plots, and the figures in the README. Each benchmark is also a program of its
+own: `python benchmarks/NAME.py --help`.
 """
 
 import argparse
@@ -14,17 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))  # where the programs, too, find what they share
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the programs, too, find what they share
 
-from _machine import checkout_environment  # noqa: E402
-
-RESULTS = FOLDER / "results"
-PROFILES = {
-    "cpu": ("memory", "compile", "checkpoint"),
-    "gpu": (),
-}
-"""Which programs there are for a kind of machine, in the order in which they run and are reported."""
+from _machine import ROOT, checkout_environment
+from _plots import draw
+from _programs import FOLDER, PROFILES, RESULTS, read_reports
+from _render import IMAGES, plots_of, put_figures, render_figures, render_page
 
 
 def main() -> int:
@@ -32,18 +29,26 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)
-        failed = run_programs(args.cases, results, quick=args.quick)
+        failed = [] if args.report else run_programs(args.cases, results, quick=args.quick)
+        write_report(results)
     return 1 if failed else 0
 
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="what to run (default: all of the profile)")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help="what to run (default: all of the profile), or only `report`"
+    )
     parser.add_argument("--profile", choices=PROFILES, default="cpu", help="for which machine (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, to see that all works")
-    parser.add_argument("--results", type=Path, metavar="DIR", help=f"for the JSON (default: {RESULTS})")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="for the JSON and a report of its own (default: those committed)"
+    )
     args = parser.parse_args()
+    args.report = args.cases == ["report"]
+    if args.report:
+        return args
     known = PROFILES[args.profile]
     unknown = [name for name in args.cases if name not in known]
     if unknown:
@@ -66,6 +71,23 @@ def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
         say(f"[{index + 1}/{len(names)}] {name} ended with {done.returncode} in {time.perf_counter() - before:.0f} s")
     say(f"{len(names)} benchmarks in {(time.perf_counter() - started) / 60:.1f} min" + _list_failed(failed))
     return failed
+
+
+def write_report(results: Path) -> None:
+    """Render what is in a folder of results: the committed ones into docs/ and the README, others beside them."""
+    reports = read_reports(results)
+    if not reports:
+        say(f"no results in {results}")
+        return
+    committed = results.resolve() == RESULTS
+    page = ROOT / "docs" / "benchmarks.md" if committed else results / "benchmarks.md"
+    page.write_text(render_page(reports), encoding="utf-8")
+    for report in reports:
+        draw(plots_of(report), page.parent / IMAGES)
+    if committed:
+        readme = ROOT / "README.md"
+        readme.write_text(put_figures(readme.read_text(encoding="utf-8"), render_figures(reports)), encoding="utf-8")
+    say(f"the report is {page}")
 
 
 def say(line: str) -> None:

@@ -38,6 +38,7 @@ CASES = (
     Case("compile", "compile", reference="eager"),
     Case("native-1", "native", reference="eager"),
     Case("xla-spmd-2", "xla-spmd", devices=2, reference="eager"),
+    Case("fsdpv2-4", "fsdpv2", devices=4, reference="eager"),
     Case("xla-spmd-4", "xla-spmd", devices=4, reference="eager"),
     Case("eager", "eager"),
     Case("xla-spmd-1", "xla-spmd", reference="torch_xla"),
@@ -46,6 +47,55 @@ CASES = (
     Case("xla-multiprocess-2", "xla-multiprocess", processes=2, reference="fsdp2-2"),
     Case("fsdp2-2", "fsdp2", processes=2, reference="eager"),
     Case("native-2", "native", processes=2, reference="fsdp2-2"),
+    Case("fabric-2", "fabric", processes=2, reference="fsdp2-2"),
+    Case("accelerate-2", "accelerate", processes=2, reference="fsdp2-2"),
+    Case("xla-fsdp-2", "xla-fsdp", processes=2, reference="fsdp2-2"),
+    Case("accelerate-ddp-2", "accelerate-ddp", processes=2, reference="ddp-2"),
+    Case("native-no-shard-2", "native-no-shard", processes=2, reference="ddp-2"),
+    Case("ddp-2", "ddp", processes=2, reference="eager"),
+)
+QUICK = ["eager", "native-2", "fsdp2-2"]
+"""What shows that the program works."""
+NEEDS = {
+    "accelerate": "accelerate",
+    "accelerate-ddp": "accelerate",
+    "fabric": "lightning_fabric",
+    **dict.fromkeys(("fsdpv2", "torch_xla", "xla-fsdp", "xla-multiprocess", "xla-spmd"), "torch_xla"),
+}
+"""The package that a kind of case is not run without; see requirements.txt."""
+
+
+@dataclass(frozen=True)
+class Rivalry:
+    """One of torchacc's cases, and whom it has to stand beside."""
+
+    case: str
+    rival: str
+    """The rival's case."""
+    title: str
+    """The rival's name."""
+    reason: str | None = None
+    """Why torchacc may be slower, as far as known."""
+
+
+ALONE = "it shards and gathers with nobody to share with"
+ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
+RIVALRIES = (
+    Rivalry("native-1", "eager", "plain PyTorch", ALONE),
+    Rivalry("native-1", "compile", "torch.compile", f"{ALONE}, and nothing of it is compiled"),
+    Rivalry("xla-spmd-1", "eager", "plain PyTorch"),
+    Rivalry("xla-spmd-1", "compile", "torch.compile"),
+    Rivalry("xla-spmd-1", "torch_xla", "hand-written torch_xla"),
+    Rivalry("xla-spmd-4", "eager", "plain PyTorch on one device", "its virtual devices share the cores of one machine"),
+    Rivalry("xla-spmd-4", "fsdpv2-4", "torch_xla's FSDPv2 class"),
+    Rivalry("xla-multiprocess-2", "fsdp2-2", "raw FSDP2", "weights and gradients go through the host's memory"),
+    Rivalry("xla-multiprocess-2", "xla-fsdp-2", "torch_xla's FSDP"),
+    Rivalry("xla-multiprocess-4", "fsdp2-2", "raw FSDP2 with two processes", "four processes share two cores"),
+    Rivalry("native-2", "fsdp2-2", "raw FSDP2", ALL_ROUND),
+    Rivalry("native-2", "fabric-2", "Lightning Fabric's FSDP2"),
+    Rivalry("native-2", "accelerate-2", "Hugging Face Accelerate's FSDP2"),
+    Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", ALL_ROUND),
+    Rivalry("native-no-shard-2", "accelerate-ddp-2", "Hugging Face Accelerate's DDP"),
 )
 
 

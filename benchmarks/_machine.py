@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "torch_xla", "transformers")
+PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "lightning_fabric")
 QUIET_CORES = 0.1  # more work than this beside the benchmark, and its times are not worth quoting
 
 
@@ -19,6 +20,7 @@ def machine_facts() -> dict[str, Any]:
     """Return what timings depend on."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": sys.version.split()[0],
         **{name: _version(name) for name in PACKAGES},
@@ -74,11 +76,14 @@ def median_cores(measured: Iterable[float | None]) -> float | None:
     return median(cores) if cores else None
 
 
-def describe_other_work(cores: list[float]) -> str:
-    """Return a line on the cores that were busy with what is not the benchmark."""
-    usual = median(cores)
-    quiet = "" if usual <= QUIET_CORES else ": THE MACHINE WAS NOT QUIET, do not quote these times"
-    return f"other work took {usual:.2f} cores (median), {max(cores):.2f} at most{quiet}"
+def _processor() -> str:
+    """Return the processor's name; where the system does not tell, only its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -16,7 +16,7 @@ from _hlo import training_program
 from _machine import OtherWork
 from _memory_cases import Case, Workload
 from _models import MAKERS
-from torch import nn
+from _rivals import wrap_fsdp_v2
 from torch.utils.data import DataLoader
 
 import torchacc
@@ -156,7 +156,6 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     import numpy as np
     import torch_xla
     import torch_xla.distributed.spmd as xs
-    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
     from torchacc.engines.xla import quirks, runtime
 
@@ -169,17 +168,7 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     if prepared:
         quirks.prepare(model, partitioned=True)
 
-    def shard_output(output: Any, mesh: Any) -> None:
-        tensor = output if isinstance(output, torch.Tensor) else next(iter(output.values()))
-        if tensor.dim():
-            xs.mark_sharding(tensor, mesh, ("fsdp", *[None] * (tensor.dim() - 1)))
-
-    def wrap(module: nn.Module) -> Any:
-        return SpmdFullyShardedDataParallel(module, mesh=mesh, shard_output=shard_output)
-
-    for index, block in enumerate(model.transformer.h):
-        model.transformer.h[index] = wrap(block)
-    wrapped = wrap(model)
+    wrapped = wrap_fsdp_v2(model, mesh)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     batch = tokens.to("xla")
     xs.mark_sharding(batch, mesh, ("fsdp", None))

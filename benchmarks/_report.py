@@ -1,11 +1,11 @@
 """Turn the timings of `step_time.py` into a table and a list of checks. Pure functions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from _cases import Case, Expectation
-from _results import spread
+from _cases import Case, Expectation, Rivalry
+from _results import Check, Comparison, Series, compare, spread
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the losses of two cases after the same number of steps."""
@@ -39,12 +39,19 @@ class Result:
     """Programs compiled up to the first round."""
     late_compiles: int = 0
     """Programs compiled during the rounds; it should be none."""
-    loss: float | None = None
-    """The global batch's loss at the last step."""
+    losses: list[float] = field(default_factory=list)
+    """The global batch's loss at each step."""
     blocks: dict[int, Block] = field(default_factory=dict)
     """Turns, by round."""
     error: str | None = None
     """Why the case ended early."""
+    cannot_run: str | None = None
+    """Why there is nothing to measure of it on this machine."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is still asked for steps."""
+        return self.error is None and self.cannot_run is None
 
 
 def paired_ratios(case: Result, reference: Result) -> list[float]:
@@ -56,10 +63,10 @@ def paired_ratios(case: Result, reference: Result) -> list[float]:
     return [case.blocks[index].step_secs / reference.blocks[index].step_secs for index in rounds]
 
 
-HEADER = (
+HEADER = [
     *("case", "processes x devices", "first step s", "compiles", "step s", "CPU s per step"),
     *("ratio", "quartiles", "to", "loss"),
-)
+]
 
 
 def table_row(case: Case, results: Mapping[str, Result]) -> list[str]:
@@ -67,7 +74,8 @@ def table_row(case: Case, results: Mapping[str, Result]) -> list[str]:
     result = results[case.name]
     cells = [case.name, f"{case.processes} x {case.devices}"]
     if result.error is not None or not result.blocks:
-        return [*cells, "failed", *[""] * (len(HEADER) - len(cells) - 1)]
+        why = "cannot run" if result.cannot_run else "failed"
+        return [*cells, why, *[""] * (len(HEADER) - len(cells) - 1)]
     late = f" + {result.late_compiles} late" if result.late_compiles else ""
     step = median(block.step_secs for block in result.blocks.values())
     cpu = median(block.cpu_secs for block in result.blocks.values())
@@ -79,36 +87,57 @@ def table_row(case: Case, results: Mapping[str, Result]) -> list[str]:
         cells += [f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", str(case.reference)]
     else:
         cells += ["", "", ""]
-    return [*cells, f"{result.loss:.6f}"]
+    return [*cells, f"{result.losses[-1]:.6f}"]
 
 
-def judge(expectation: Expectation, results: Mapping[str, Result]) -> str:
-    """Return one line: what is expected of a ratio, what was measured, and whether that holds."""
+def judge(expectation: Expectation, results: Mapping[str, Result]) -> Check:
+    """Return what is expected of a ratio, what was measured, and whether that holds."""
     limit = f"<= {expectation.limit:.2f}" if expectation.limit is not None else "no limit"
-    line = f"{expectation.case} / {expectation.reference} {limit}"
-    pair = [results.get(name) for name in (expectation.case, expectation.reference)]
-    case, reference = pair
-    if case is None or reference is None:
-        return f"{line}: not run"
-    ratios = paired_ratios(case, reference)
-    if not ratios or case.error or reference.error:
-        return f"{line}: not measured, a case failed"
+    line = f"step time of {expectation.case} / {expectation.reference} {limit}"
+    pair = [results.get(name, Result()) for name in (expectation.case, expectation.reference)]
+    ratios = paired_ratios(*pair)
+    if not ratios or not all(each.takes_part for each in pair):
+        return Check(f"{line}, not measured", "missed" if any(each.error for each in pair) else "reported")
     found = spread(ratios)
     if expectation.limit is None:
-        return f"{line}: {found}, reported only"
-    verdict = "HELD" if found.middle <= expectation.limit else "MISSED"
-    unsure = found.low <= expectation.limit < found.high
-    return f"{line}: {found}, {verdict}{', within the noise' if unsure else ''}"
+        return Check(f"{line}, is {found}", "reported")
+    unsure = ", within the noise" if found.low <= expectation.limit < found.high else ""
+    return Check(f"{line}, is {found}{unsure}", "held" if found.middle <= expectation.limit else "missed")
 
 
 def differing_losses(results: Mapping[str, Result]) -> list[str]:
-    """Return a line for each case whose loss is not that of the others, measured against their median."""
-    losses = {name: result.loss for name, result in results.items() if result.error is None and result.loss is not None}
-    if not losses:
-        return []
-    middle = median(losses.values())
-    return [
-        f"{name}: loss {loss:.6f}, {abs(loss / middle - 1):.1e} from the others' {middle:.6f}"
-        for name, loss in losses.items()
-        if not abs(loss / middle - 1) <= LOSS_TOLERANCE / 2  # also where it is not a number
-    ]
+    """Return a line for each case with a step whose loss is not that of the others, measured against their median."""
+    losses = {name: result.losses for name, result in results.items() if result.takes_part and result.losses}
+    wrong: dict[str, str] = {}
+    for step, of_step in enumerate(zip(*losses.values(), strict=True)):
+        middle = median(of_step)
+        for name, loss in zip(losses, of_step, strict=True):
+            if not abs(loss / middle - 1) <= LOSS_TOLERANCE / 2:  # also where it is not a number
+                line = f"{name}: loss {loss:.6f} at step {step + 1}, {abs(loss / middle - 1):.1e} from the others'"
+                wrong.setdefault(name, f"{line} {middle:.6f}")
+    return list(wrong.values())
+
+
+def compared(pairs: Sequence[Rivalry], results: Mapping[str, Result]) -> Iterator[Comparison]:
+    """Yield how the step times of the pairs compare that were measured in the same rounds."""
+    for pair in pairs:
+        ours, theirs = (results.get(name, Result()) for name in (pair.case, pair.rival))
+        rounds = sorted(ours.blocks.keys() & theirs.blocks.keys())
+        if rounds and ours.takes_part and theirs.takes_part:
+            secs = [[result.blocks[index].step_secs for index in rounds] for result in (ours, theirs)]
+            yield compare(f"step time of {pair.case}", pair.title, *secs, "s", reason=pair.reason)
+
+
+def parity(results: Mapping[str, Result], reference: str) -> Iterator[Series]:
+    """Yield how far each case's losses are from those of a reference, step by step."""
+    expected = results.get(reference, Result()).losses
+    for name, result in results.items():
+        if name != reference and result.takes_part and len(result.losses) == len(expected):
+            yield Series(
+                plot="Loss parity",
+                label=name,
+                x=[1.0 + step for step in range(len(expected))],
+                y=[abs(own / other - 1) for own, other in zip(result.losses, expected, strict=True)],
+                x_label="step",
+                y_label=f"relative difference to {reference}",
+            )

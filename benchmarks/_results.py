@@ -173,11 +173,21 @@ def read(path: Path) -> Report:
 
 def to_markdown(report: Report) -> str:
     """Return what a program prints: its tables, what they say, and its checks."""
-    blocks = [f"## {report.title}", f"{report.setting} `{report.command}`, {report.secs:.0f} s; {trust(report)}."]
+    blocks = [
+        f"## {report.title}",
+        f"{report.setting} `{report.command}`, {report.secs:.0f} s; {trust(report)}.",
+        *report_body(report),
+        "\n".join(f"- {line}" for line in report.reading),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def report_body(report: Report) -> list[str]:
+    """Return the tables and the checks, in blocks of Markdown."""
+    blocks = []
     for table in report.tables:
-        blocks += [f"{table.title}:", render_table(table.header, table.rows), *([table.note] if table.note else [])]
-    blocks += ["\n".join(f"- {line}" for line in lines) for lines in (report.reading, report.checks) if lines]
-    return "\n\n".join(blocks) + "\n"
+        blocks += [f"{table.title}:", render_table(table.header, table.rows), table.note or ""]
+    return [*filter(None, blocks), "\n".join(f"- {check}" for check in report.checks)]
 
 
 def trust(report: Report) -> str:

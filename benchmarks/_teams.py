@@ -50,7 +50,7 @@ class Team:
         self._log_paths = [logs / f"{name}.{rank}.log" for rank in range(processes)]
         self._processes: list[subprocess.Popen[str]] = []
 
-    def start(self) -> list[dict[str, float]]:
+    def start(self) -> list[dict[str, Any]]:
         """Start the processes, as a launcher would, and wait until all have set up."""
         port = _free_port()
         for rank, log_path in enumerate(self._log_paths):
@@ -67,7 +67,7 @@ class Team:
                 )
         return self._collect()
 
-    def take(self, steps: int) -> list[dict[str, float]]:
+    def take(self, steps: int) -> list[dict[str, Any]]:
         """Let all processes take steps, and return their answers by rank."""
         return self.ask(steps=steps)
 
@@ -135,9 +135,16 @@ def warm_up(teams: Sequence[Team], results: Mapping[str, Result]) -> None:
     for team in progress(teams, "first steps"):
         result = results[team.name]
         with noting_failure(team, result):
-            result.setup_secs = max(answer["setup_secs"] for answer in team.start())
-            result.first_step_secs = max(answer["secs"] for answer in team.take(1))
-            result.compiles = int(team.take(SETTLING_STEPS)[0]["compiles"])
+            answers = team.start()
+            result.cannot_run = answers[0].get("cannot_run")
+            if result.cannot_run is not None:
+                continue
+            result.setup_secs = max(answer["setup_secs"] for answer in answers)
+            for steps in (1, SETTLING_STEPS):
+                answers = team.take(steps)
+                result.first_step_secs = result.first_step_secs or max(answer["secs"] for answer in answers)
+                result.compiles = int(answers[0]["compiles"])
+                result.losses += mean_losses(answers)
 
 
 def take_turns(teams: Sequence[Team], results: Mapping[str, Result], rounds: int, steps: int) -> None:
@@ -146,7 +153,7 @@ def take_turns(teams: Sequence[Team], results: Mapping[str, Result], rounds: int
     turns = [(index, team) for index in range(rounds) for team in (teams if index % 2 == 0 else reversed(teams))]
     for index, team in progress(turns, "rounds"):
         result = results[team.name]
-        if result.error is not None:
+        if not result.takes_part:
             continue
         with noting_failure(team, result):
             waited = time.perf_counter() - ended[team.name]
@@ -159,8 +166,13 @@ def take_turns(teams: Sequence[Team], results: Mapping[str, Result], rounds: int
                 wait_secs=waited,
                 other_cores=other_cores,
             )
-            result.loss = statistics.mean(answer["loss"] for answer in answers)
+            result.losses += mean_losses(answers)
             result.late_compiles = int(answers[0]["compiles"]) - result.compiles
+
+
+def mean_losses(answers: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the global batch's loss at each step of a block, whether each rank tells that or its own."""
+    return [statistics.mean(of_step) for of_step in zip(*(answer["losses"] for answer in answers), strict=True)]
 
 
 @contextmanager
@@ -203,7 +215,7 @@ def launch_environment(rank: int, processes: int, port: int, defaults: Mapping[s
     return {**defaults, **environment}
 
 
-def _take_watched(team: Team, steps: int) -> tuple[list[dict[str, float]], float | None]:
+def _take_watched(team: Team, steps: int) -> tuple[list[dict[str, Any]], float | None]:
     """Return the answers, and how many cores were busy meanwhile with the work of others."""
     other_work = OtherWork()
     answers = team.take(steps)

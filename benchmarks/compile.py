@@ -77,8 +77,9 @@ def launch(case: Case) -> dict[str, Any]:
 def work(case: Case) -> None:
     """Take a case's steps, and print what each has compiled and how long it took."""
     import _worker  # here, as the parent needs no torch
+    from _training import make_tokens
 
-    steps = _worker.BUILDERS[case.kind](case, _worker.make_tokens(STEPS))
+    steps = _worker.BUILDERS[case.kind](case, make_tokens(STEPS))
     graphs, secs = [_worker.num_compiles()], []
     for _ in range(STEPS):
         started = time.perf_counter()

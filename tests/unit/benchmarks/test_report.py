@@ -23,8 +23,8 @@ def test_a_row_has_a_cell_for_each_column_also_where_the_case_failed():
     from _report import HEADER, table_row
 
     results = {
-        "fast": make_result({0: 0.1}, loss=8.5),
-        "slow": make_result({0: 0.2}, loss=8.5, late_compiles=1),
+        "fast": make_result({0: 0.1}, losses=[8.5]),
+        "slow": make_result({0: 0.2}, losses=[8.5], late_compiles=1),
         "broken": make_result({}, error="rank 0: no"),
     }
     slow = dict(zip(HEADER, table_row(Case("slow", "eager", 2, 1, "fast"), results), strict=True))
@@ -34,15 +34,16 @@ def test_a_row_has_a_cell_for_each_column_also_where_the_case_failed():
     broken = table_row(Case("broken", "eager", reference="fast"), results)
     assert len(broken) == len(HEADER)
     assert "failed" in broken
+    absent = table_row(Case("absent", "fabric"), {"absent": make_result({}, cannot_run="not installed")})
+    assert absent[2] == "cannot run"
 
 
 @pytest.mark.parametrize(
     ("secs", "limit", "verdict"),
     [
-        pytest.param({0: 1.0, 1: 1.0, 2: 1.0}, 1.0, "HELD", id="held"),
-        pytest.param({0: 1.2, 1: 1.3, 2: 1.4}, 1.0, "MISSED", id="missed"),
-        pytest.param({0: 0.8, 1: 1.1, 2: 1.4}, 1.0, "MISSED, within the noise", id="noise"),
-        pytest.param({0: 2.0}, None, "reported only", id="no-limit"),
+        pytest.param({0: 1.0, 1: 1.0, 2: 1.0}, 1.0, "held", id="held"),
+        pytest.param({0: 1.2, 1: 1.3, 2: 1.4}, 1.0, "missed", id="missed"),
+        pytest.param({0: 2.0}, None, "reported", id="no-limit"),
     ],
 )
 def test_a_check_names_the_ratio_and_whether_it_holds(secs, limit, verdict):
@@ -50,35 +51,78 @@ def test_a_check_names_the_ratio_and_whether_it_holds(secs, limit, verdict):
     from _report import judge
 
     results = {"case": make_result(secs), "reference": make_result(dict.fromkeys(secs, 1.0))}
-    line = judge(Expectation("case", "reference", limit), results)
-    assert line.startswith("case / reference")
-    assert line.endswith(verdict)
+    check = judge(Expectation("case", "reference", limit), results)
+    assert check.text.startswith("step time of case / reference")
+    assert check.verdict == verdict
 
 
-def test_a_check_of_a_case_that_failed_holds_nothing():
+def test_a_check_says_where_the_noise_could_decide():
+    from _cases import Expectation
+    from _report import judge
+
+    secs = {0: 0.8, 1: 1.1, 2: 1.4}
+    results = {"case": make_result(secs), "reference": make_result(dict.fromkeys(secs, 1.0))}
+    assert judge(Expectation("case", "reference", 1.0), results).text.endswith(", within the noise")
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"), [({"error": "rank 1: died"}, "missed"), ({"cannot_run": "not installed"}, "reported")]
+)
+def test_a_check_of_a_case_that_did_not_run_holds_nothing(ended, verdict):
     from _cases import Expectation
     from _report import judge
 
     expectation = Expectation("case", "reference", 1.0)
-    assert judge(expectation, {"case": make_result({0: 1.0})}).endswith("not run")
-    results = {"case": make_result({0: 0.5}, error="rank 1: died"), "reference": make_result({0: 1.0})}
-    assert "failed" in judge(expectation, results)
+    results = {"case": make_result({0: 0.5}, **ended), "reference": make_result({0: 1.0})}
+    check = judge(expectation, results)
+    assert (check.text.rpartition(", ")[2], check.verdict) == ("not measured", verdict)
 
 
-def test_a_loss_apart_from_the_others_is_named():
+def test_a_loss_apart_from_the_others_at_any_step_is_named_with_the_step():
     from _report import differing_losses
 
-    close = {"a": make_result({}, loss=8.0), "b": make_result({}, loss=8.0003), "c": make_result({}, loss=8.0)}
+    close = {
+        "a": make_result({}, losses=[9.0, 8.0]),
+        "b": make_result({}, losses=[9.0, 8.0003]),
+        "c": make_result({}, losses=[9.0, 8.0]),
+        "absent": make_result({}, cannot_run="not installed"),
+    }
     assert differing_losses(close) == []
-    for wrong in (8.01, float("nan")):
-        assert [line.split(":")[0] for line in differing_losses(close | {"d": make_result({}, loss=wrong)})] == ["d"]
+    for wrong in ([9.01, 8.0], [float("nan"), float("nan")]):
+        (line,) = differing_losses(close | {"d": make_result({}, losses=wrong)})
+        assert line.startswith("d: loss")
+        assert "at step 1" in line
+
+
+def test_losses_are_drawn_against_the_reference_step_by_step():
+    from _report import parity
+
+    results = {"eager": make_result({}, losses=[4.0, 2.0]), "ours": make_result({}, losses=[4.0, 2.5])}
+    (line,) = parity(results, "eager")
+    assert (line.label, line.x, line.y) == ("ours", [1.0, 2.0], [0.0, 0.25])
+
+
+def test_rivals_are_compared_in_the_rounds_that_both_took():
+    from _cases import Rivalry
+    from _report import compared
+
+    results = {
+        "ours": make_result({0: 1.0, 1: 9.0, 2: 3.0}),
+        "theirs": make_result({0: 2.0, 2: 3.0}),
+        "absent": make_result({}, cannot_run="not installed"),
+    }
+    pairs = [Rivalry("ours", "theirs", "Them"), Rivalry("ours", "absent", "The absent"), Rivalry("ours", "x", "X")]
+    (found,) = compared(pairs, results)
+    assert (found.rival, found.ours, found.theirs, found.ratio) == ("Them", 2.0, 2.5, 0.75)
 
 
 def test_every_reference_is_a_case_and_every_check_is_about_neighbours():
-    from _cases import CASES, EXPECTATIONS, GLOBAL_BATCH
+    from _cases import CASES, EXPECTATIONS, GLOBAL_BATCH, QUICK, RIVALRIES
 
     position = {case.name: index for index, case in enumerate(CASES)}
     assert len(position) == len(CASES)
     assert all(case.reference in position for case in CASES if case.reference)
+    assert all({pair.case, pair.rival} <= position.keys() for pair in RIVALRIES)
+    assert position.keys() >= set(QUICK)
     assert all(GLOBAL_BATCH % case.total_devices == 0 for case in CASES)
     assert all(abs(position[e.case] - position[e.reference]) <= 2 for e in EXPECTATIONS)
