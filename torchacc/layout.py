@@ -28,6 +28,8 @@ class Piece:
 
     def part(self, index: int, count: int) -> "Piece":
         """Return the run that one of `count` equal sharers has of this one, the last ones possibly less."""
+        if count == 1:
+            return self
         each = -(-self.numel // count)
         first, last = (min(each * i, self.numel) for i in (index, index + 1))
         return replace(self, start=self.start + first, stop=self.start + last, offset=self.offset + first)

@@ -218,12 +218,14 @@ def indices(layouts: Mapping[str, Layout]) -> dict[str, bytes]:
 def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
     """Return what `save_pretrained()` of a model's config, and of a tokenizer, writes."""
     model = sharded.model
-    config: Any = getattr(model, "config", None)
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer]
+    parts = [part for part in parts if hasattr(part, "save_pretrained")]
+    if not parts:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
-        for part in (config, getattr(model, "generation_config", None), tokenizer):
-            if part is not None and hasattr(part, "save_pretrained"):
-                # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
-                part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
+        for part in parts:
+            # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
+            part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     reason = hub.why_not_opened(sharded) if "config.json" in files else None
     if reason is not None:

@@ -16,8 +16,9 @@ from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, hasher, is
 from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_slots
 from torchacc.errors import CheckpointError
 
-_PART_BYTES = 1 << 20
-"""How much is read at a time: a checksum is fast while the bytes are in the processor's cache."""
+_PART_BYTES = 256 << 10
+"""How much is read at a time. A checksum is fast while the bytes are in the processor's cache; and only after several reads
+in a row does the system read ahead, so that of larger ones a process would wait for each by itself."""
 
 
 class _Part(NamedTuple):
@@ -39,8 +40,13 @@ class Folder:
     A context manager; everything that is read of a torchacc checkpoint is verified.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, begin: int = 0) -> None:
         """Read the manifest, and where the tensors lie.
+
+        Args:
+            path: The folder.
+            begin: Which file `carry_out()` begins with. Processes that read at the same time do so with others: in the
+                same file, one waits for what the system reads ahead for another.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is not complete, or altered.
@@ -50,6 +56,7 @@ class Folder:
         self._segments: dict[str, list[Segment]] = {}
         self._starts: dict[str, list[int]] = {}
         self._files: dict[str, tuple[int, Path]] = {}
+        self._begin = begin
         self._planned: list[_Part] = []
         self._last: tuple[tuple[str, int], bytearray] | None = None
         if self.is_verified:
@@ -133,7 +140,9 @@ class Folder:
             CheckpointError: What is on the disk is not what was written; it may lie in a tensor now.
         """
         planned, self._planned = self._planned, []
-        for part in sorted(planned, key=lambda part: (part.file, part.start)):
+        files = sorted({part.file for part in planned})
+        turns = {name: (index - self._begin) % len(files) for index, name in enumerate(files)}
+        for part in sorted(planned, key=lambda part: (turns[part.file], part.start)):
             self._read(part)
 
     def verify_headers(self) -> None:

@@ -261,7 +261,7 @@ def verify(path: str | PathLike[str]) -> None:
 
 
 def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
-    folder = Folder(path)
+    folder = Folder(path, begin=sharded.engine.job.rank)
     needed = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
@@ -311,7 +311,7 @@ class _Reader:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
-        described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors())
+        described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors)
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
         )
@@ -338,7 +338,7 @@ class _Reader:
         """Load the scheduler and the loader's position; return `extra`."""
         if not self.folder.has("state.json"):
             return None
-        described = plain.decode(self.folder.read_json("state.json"), self._state_tensors())
+        described = plain.decode(self.folder.read_json("state.json"), self._state_tensors)
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
                 part.load_state_dict(described[name])
@@ -400,6 +400,7 @@ class _Reader:
         self.folder.plan_read(whole, name, slot)
         return whole
 
+    @functools.cached_property
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         found = {name: self._plan_whole(name, slot) for name, slot in self.folder.state.items()}
         self.folder.carry_out()

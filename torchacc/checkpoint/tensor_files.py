@@ -198,7 +198,8 @@ def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     start = 8 + len(packed)
-    slots = {name: Slot(Path(file_name), *tensors[name], start + begins[name]) for name in tensors}
+    path = Path(file_name)  # one for all, as it keeps its hash
+    slots = {name: Slot(path, *tensors[name], start + begins[name]) for name in tensors}
     return Layout(len(packed).to_bytes(8, "little") + packed, slots)
 
 

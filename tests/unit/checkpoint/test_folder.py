@@ -11,16 +11,25 @@ from safetensors.torch import load_file, save_file
 
 from torchacc.checkpoint.folder import Folder
 from torchacc.checkpoint.manifest import locate, read_manifest, render_manifest, settle
-from torchacc.checkpoint.tensor_files import plan_safetensors
+from torchacc.checkpoint.tensor_files import plan_safetensors, read_slots, safetensors_index
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
 
 
-def write(final: Path, *, num_ranks: int = 2, fail: int | None = None, token: str = "t1") -> list[BaseException | None]:
+def write(
+    final: Path,
+    *,
+    num_ranks: int = 2,
+    fail: int | None = None,
+    token: str = "t1",
+    max_shard_size: int | None = None,
+) -> list[BaseException | None]:
     """Write `TENSORS` by several ranks, a thread each; one may fail. Return what each raised."""
-    layouts = plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}, "model")
+    described = {name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}
+    layouts = plan_safetensors(described, "model", max_shard_size)
+    slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
     writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
     writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
     raised: list[BaseException | None] = [None] * num_ranks
@@ -33,12 +42,14 @@ def write(final: Path, *, num_ranks: int = 2, fail: int | None = None, token: st
         try:
             if rank == fail:
                 raise OSError(28, "No space left on device")
-            for name, slot in layouts["model.safetensors"].slots.items():
+            for name, slot in slots.items():
                 flat = TENSORS[name].flatten()
                 start, stop = flat.numel() * rank // num_ranks, flat.numel() * (rank + 1) // num_ranks
                 writer.write(slot, start, flat[start:stop])
             if rank == 0:
                 writer.write_file("state.json", b'{"x": 1}')
+                if len(layouts) > 1:
+                    writer.write_file("model.safetensors.index.json", safetensors_index(layouts).encode())
             writer.finish()
         except (OSError, CheckpointError) as error:
             writer.fail(error)
@@ -96,6 +107,21 @@ def test_planned_reads_fill_memory_in_one_go_and_are_verified_too(tmp_path):
         folder.plan_read(whole, "a", slot)
         with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
             folder.carry_out()
+
+
+def test_processes_begin_with_different_files(tmp_path):
+    write(tmp_path / "c", max_shard_size=1)
+    slots = read_slots(tmp_path / "c" / "model.safetensors.index.json")
+    for path, slot in ((slots[name].path, slots[name]) for name in ("a", "b")):
+        altered = bytearray(path.read_bytes())
+        altered[slot.offset] ^= 1
+        path.write_bytes(altered)
+    for begin, first in enumerate(("a", "b", "a")):
+        with Folder(tmp_path / "c", begin=begin) as folder:
+            for name in ("a", "b"):
+                folder.plan_read(torch.empty_like(TENSORS[name]), name, slots[name])
+            with pytest.raises(CheckpointError, match=f"not as it was written: {first}, within"):
+                folder.carry_out()
 
 
 @pytest.mark.parametrize("fail", [0, 1])
