@@ -17,8 +17,8 @@ from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_slots
 from torchacc.errors import CheckpointError
 
 _PART_BYTES = 256 << 10
-"""How much is read at a time. A checksum is fast while the bytes are in the processor's cache; and only after several reads
-in a row does the system read ahead, so that of larger ones a process would wait for each by itself."""
+"""How much is read at a time. A checksum is fast while the bytes are in the processor's cache; and the system reads
+ahead only after a few reads in a row, so that with larger ones a process would wait for each by itself."""
 
 
 class _Part(NamedTuple):
