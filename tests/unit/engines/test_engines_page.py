@@ -1,0 +1,118 @@
+"""The table in docs/engines.md says what the engines refuse and what means nothing to them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchacc.config import Config, resolve
+from torchacc.engines import registry
+from torchacc.engines.xla import runtime
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+from torchacc.plan import make_plan
+from torchacc.topology import from_config
+
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+# What asks for each option of the table; others that it needs are set beside it.
+ASKED = {
+    "compute.bf16": {"compute.bf16": True},
+    "compute.master_dtype": {"compute.bf16": True, "compute.master_dtype": "bfloat16"},
+    "compute.fp16": {"compute.fp16": True},
+    'compute.reduce_dtype = "bfloat16"': {"compute.reduce_dtype": "bfloat16"},
+    "memory.gc": {"memory.gc": True},
+    "dist.fsdp.cpu_offload": {"dist.fsdp.cpu_offload": True},
+    "memory.offload_activations": {"memory.offload_activations": True},
+    "dist.tp.plan": {"dist.tp.size": 2, "dist.fsdp.size": 1, "dist.tp.plan": {"0.weight$": ["tp", None]}},
+    "dist.tp.sequence_parallel": {
+        **{"dist.tp.size": 2, "dist.fsdp.size": 1, "dist.tp.plan": {"0.weight$": ["tp", None]}},
+        "dist.tp.sequence_parallel": True,
+    },
+    "compute.scan_layers": {"compute.scan_layers": True},
+    "compute.compile_cache": {"compute.compile_cache": "cache"},
+    "dataloader.buckets": {"dataloader.buckets": [8]},
+    "dist.fsdp.backward_prefetch": {"dist.fsdp.backward_prefetch": "NONE"},
+    "forward_prefetch": {"dist.fsdp.forward_prefetch": True},
+    "dist.fsdp.limit_all_gathers": {"dist.fsdp.limit_all_gathers": False},
+    "dist.fsdp.flatten_parameters": {"dist.fsdp.flatten_parameters": True},
+    "dist.fsdp.use_orig_params": {"dist.fsdp.use_orig_params": False},
+    "dist.fsdp.sync_module_states": {"dist.fsdp.sync_module_states": True},
+    "dist.fsdp.shard_output_callable": {"dist.fsdp.shard_output_callable": print},
+    "memory.gpu_fraction": {"memory.gpu_fraction": 0.5},
+    "memory.gpu_preallocate": {"memory.gpu_preallocate": False},
+    "dist.pp.size": {"dist.pp.size": 2, "dist.fsdp.size": 1},
+    "dist.sp.size": {"dist.sp.size": 2, "dist.fsdp.size": 1},
+    "compute.acc_scaled_dot_attn": {"compute.acc_scaled_dot_attn": True},
+}
+
+
+def read_table() -> dict[tuple[str, str], str]:
+    """Return what the page says, by option and engine."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index("| | `xla-spmd` | `xla-multiprocess` | `native` |")
+    kinds = [cell.strip(" `") for cell in lines[start].split("|")[2:-1]]
+    found = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        options, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        for option in options.split("`")[1::2]:
+            found |= {(option, kind): cell for kind, cell in zip(kinds, cells, strict=True)}
+    return found
+
+
+TABLE = read_table()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def outcome(kind: str, option: str) -> str:
+    """Return what an engine makes of an option on this machine's CPU."""
+    config = Config()
+    config.dist.fsdp.size = 2
+    config.dist.fsdp.use_spmd = kind == "xla-spmd"
+    for path, value in ASKED[option].items():
+        *sections, name = path.split(".")
+        section = config
+        for part in sections:
+            section = getattr(section, part)
+        setattr(section, name, value)
+    job = Job() if kind == "xla-spmd" else Job(num_processes=2, local_num_processes=2)
+    try:
+        resolved = resolve(config, job, num_devices=2)
+        engine = registry.engine_class(kind)(config=resolved, topology=from_config(resolved), job=job)
+        make_plan(Layers(), resolved, engine.topology)
+        engine.check(Layers())
+    except ConfigError:
+        return "refused"
+    return "no effect" if path in engine.options_without_effect() else "yes"
+
+
+def test_every_option_of_the_table_is_looked_at():
+    elsewhere = {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "BACKWARD_POST", "torchacc.GradScaler"}
+    options = {option for option, _ in TABLE} - elsewhere
+    assert options == ASKED.keys() | {"dist.tp.size"}
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available() or not runtime.runs_on_cpu(), reason="the outcomes are those on a CPU"
+)
+@pytest.mark.parametrize("kind", registry.ENGINES)
+@pytest.mark.parametrize("option", ASKED)
+def test_the_engine_does_what_the_table_says(option, kind):
+    said = TABLE[option, kind]
+    if "on a CPU" in said:
+        said = next(part for part in said.split("; ") if "on a CPU" in part).removesuffix(" on a CPU")
+    elif said == "on NVIDIA GPUs":
+        said = "no effect"
+    assert said.startswith(outcome(kind, option)), f"docs/engines.md: {option} in {kind}: {said}"
