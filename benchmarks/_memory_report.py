@@ -181,7 +181,8 @@ def search_checks(found: Plans) -> list[Check]:
         if case.strategy == "FULL_SHARD":
             times = times_more(case, found)
             line = f"parameters of {case.name} >= {TIMES_MORE_PARAMETERS} x NO_SHARD's, are {times:.2f} x"
-            checks.append(Check(line, "held" if times >= TIMES_MORE_PARAMETERS else "missed"))
+            reason = "activations are not sharded, and weights are whole while they are used"
+            checks.append(Check(line, "held" if times >= TIMES_MORE_PARAMETERS else "missed", reason))
     return checks
 
 

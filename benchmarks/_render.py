@@ -43,7 +43,8 @@ def missed_checks(reports: Sequence[Report]) -> Iterator[str]:
     for report in reports:
         for check in report.checks:
             if check.verdict == "missed":
-                yield f"Expected and not so ({report.title.lower()}): {check.text}."
+                why = f"; {check.reason}" if check.reason else ""
+                yield f"Expected and not so ({report.title.lower()}): {check.text}{why}."
 
 
 def measured_on(reports: Sequence[Report]) -> Iterator[str]:

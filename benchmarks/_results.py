@@ -52,6 +52,8 @@ class Check:
     text: str
     """What is expected and what was measured."""
     verdict: Verdict
+    reason: str | None = None
+    """Why it does not hold, as far as known; shown only where it does not."""
 
     def __str__(self) -> str:
         return f"{self.text}: {self.verdict.upper() if self.verdict != 'reported' else 'reported only'}"

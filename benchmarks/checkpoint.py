@@ -192,7 +192,7 @@ def judge_share(expectation: Share, secs: dict[str, list[float]]) -> Check:
     found = share(secs, expectation.case, expectation.reference)
     unsure = ", within the noise" if found.low <= expectation.part < found.high else ""
     text = f"{expectation.case} takes <= {expectation.part:.2f} of {expectation.reference}, took {found}{unsure}"
-    return Check(text, "held" if found.middle <= expectation.part else "missed")
+    return Check(text, "held" if found.middle <= expectation.part else "missed", expectation.reason)
 
 
 def times_faster(runs: Runs, case: str, reference: str) -> Spread:

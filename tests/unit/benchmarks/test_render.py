@@ -41,9 +41,13 @@ def test_what_was_expected_and_is_not_so_comes_before_what_was_measured():
     from _render import render_page
     from _results import Check
 
-    checks = [Check("a is small, is 3", "missed"), Check("b is small, is 1", "held"), Check("c, is 2", "reported")]
+    checks = [
+        Check("a is small, is 3", "missed", "it is old"),
+        Check("b is small", "held", "no"),
+        Check("c", "reported"),
+    ]
     before = render_page([make_report(checks=checks)]).partition("## How it was measured")[0]
-    assert "a is small, is 3" in before
+    assert "- Expected and not so (step_time): a is small, is 3; it is old." in before
     assert "b is small" not in before
 
 
