@@ -8,6 +8,7 @@ import torch
 from _cases import GLOBAL_BATCH, HEADS, LEARNING_RATE, LENGTH, VOCABULARY, WIDTH
 from _models import make_gpt2
 from torch import nn
+from torch.utils.data import DataLoader
 
 Batch = dict[str, torch.Tensor]
 Steps = Iterator[torch.Tensor]
@@ -68,6 +69,22 @@ def train(
         backward(loss)
         optimizer.step()
         yield loss.detach()
+
+
+def train_sharded(model: Any, tokens: torch.Tensor, batch_size: int, config: Any) -> Steps:
+    """Shard a model with torchacc, as a user does, and train it.
+
+    Args:
+        model: Whole, on the CPU.
+        tokens: Samples, (number of samples, length).
+        batch_size: Of one device.
+        config: A `torchacc.Config`.
+    """
+    import torchacc
+
+    loader: DataLoader[Batch] = DataLoader(make_samples(tokens), batch_size)
+    model, sharded = torchacc.accelerate(model, loader, config)
+    return train(model, make_optimizer(model), sharded)
 
 
 def train_by_hand(

@@ -11,8 +11,7 @@ import _rivals
 import _step_memory
 import torch
 from _cases import GLOBAL_BATCH, Case
-from _training import Batch, CannotRunError, Steps, make_model, make_optimizer, make_samples, make_tokens, train
-from torch.utils.data import DataLoader
+from _training import CannotRunError, Steps, make_model, make_tokens, train_sharded
 
 
 def run(case: Case, total_steps: int) -> None:
@@ -27,27 +26,34 @@ def run(case: Case, total_steps: int) -> None:
         torch.distributed.destroy_process_group()
 
 
-def serve(build: Callable[[], Steps]) -> None:
+def serve(build: Callable[[], Steps], facts: Callable[[], dict[str, Any]] = dict) -> None:
     """Build a training loop, and answer each line on stdin until that ends.
 
     Its own first line says how long building took, or `{"cannot_run": why}`. `{"steps": n}` is answered with the timing
-    and the losses of that many steps, `{"memory": true}` with what `_step_memory.measure()` finds in the next one.
+    and the losses of that many steps, `{"memory": true}` with what `_step_memory.measure()` finds in the next one, and
+    `{"facts": true}` with the facts.
+
+    Args:
+        build: Makes the loop.
+        facts: Says what else there is to ask for.
     """
-    answers = _keep_stdout_for_answers()
+    answers = keep_stdout_for_answers()
     started = time.perf_counter()
     try:
         steps = build()
     except CannotRunError as reason:
-        _answer(answers, cannot_run=str(reason))
+        answer(answers, cannot_run=str(reason))
         return
-    _answer(answers, setup_secs=time.perf_counter() - started)
+    answer(answers, setup_secs=time.perf_counter() - started)
     cpu = time.process_time()
     for line in sys.stdin:
         idle_cpu_secs, question = time.process_time() - cpu, json.loads(line)
         if "memory" in question:
-            _answer(answers, **_step_memory.measure(lambda: next(steps)))
+            answer(answers, **_step_memory.measure(lambda: next(steps)))
+        elif "facts" in question:
+            answer(answers, **facts())
         else:
-            _answer(answers, idle_cpu_secs=idle_cpu_secs, **_time_block(steps, question["steps"]))
+            answer(answers, idle_cpu_secs=idle_cpu_secs, **_time_block(steps, question["steps"]))
         cpu = time.process_time()
 
 
@@ -55,7 +61,6 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     """Any engine of torchacc, as a user calls it, its loader included."""
     import torchacc
 
-    loader: DataLoader[Batch] = DataLoader(make_samples(tokens), batch_size=GLOBAL_BATCH // case.total_devices)
     config = torchacc.Config()
     config.backend = "native" if case.kind.startswith("native") else "xla"
     config.dist.fsdp.sharding_strategy = "NO_SHARD" if case.kind == "native-no-shard" else "FULL_SHARD"
@@ -63,8 +68,7 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
     config.compute.scan_layers = case.scans
-    model, loader = torchacc.accelerate(make_model(case.layers), loader, config)
-    return train(model, make_optimizer(model), loader)
+    return train_sharded(make_model(case.layers), tokens, GLOBAL_BATCH // case.total_devices, config)
 
 
 TORCHACC = ("native", "native-no-shard", "xla-spmd", "xla-multiprocess")
@@ -100,12 +104,13 @@ def num_compiles() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
-def _keep_stdout_for_answers() -> TextIO:
+def keep_stdout_for_answers() -> TextIO:
     """Return what was stdout, and send what libraries print there to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
-def _answer(answers: TextIO, **values: Any) -> None:
+def answer(answers: TextIO, **values: Any) -> None:
+    """Answer a question with one line."""
     answers.write(json.dumps(values) + "\n")
