@@ -6,8 +6,9 @@ Both run in one process, without a device and without a process group, in the me
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -30,13 +31,21 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
+Progress = Callable[[int, int], None]
+"""Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
+
 _BOX_BYTES = 64 << 20
 """What one part of an exported tensor takes: PyTorch reads a part as a whole, even for a few rows of it."""
 _HEAD = "lm_head.weight"
+_Boxes = Callable[[str, Slot], Iterator[tuple[tuple[int, ...], torch.Tensor]]]
 
 
 def export_dcp(
-    checkpoint: str | PathLike[str], target: str | PathLike[str], *, tied: Mapping[str, str] | None = None
+    checkpoint: str | PathLike[str],
+    target: str | PathLike[str],
+    *,
+    tied: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write a torchacc checkpoint as a `torch.distributed.checkpoint` folder.
 
@@ -48,15 +57,18 @@ def export_dcp(
         checkpoint: The folder that `torchacc.checkpoint.save()` wrote, or a Hugging Face one.
         target: The folder to write; it must not exist, or be empty.
         tied: Other names of parameters -> their names in the checkpoint, where it does not say itself what is tied.
+        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
 
     Raises:
         CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
     """
     new = _new_folder(Path(target).absolute())
     with Folder(checkpoint) as folder, new as path, closing(DcpWriter(path)) as writer:
-        _export_model(folder, {**_aliases(folder), **(tied or {})}, writer)
+        total = sum(slot.nbytes for slots in (folder.model, folder.optimizer) for slot in slots.values())
+        boxes = partial(_boxes, folder, lambda nbytes: progress(nbytes, total) if progress else None)
+        _export_model(folder, {**_aliases(folder), **(tied or {})}, writer, boxes)
         if folder.has("optimizer.json"):
-            _export_optimizer(folder, writer)
+            _export_optimizer(folder, writer, boxes)
         writer.finish()
 
 
@@ -68,6 +80,7 @@ def import_dcp(
     parameter_names: Sequence[str] | None = None,
     optimizer_class: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    progress: Progress | None = None,
 ) -> None:
     """Write a `torch.distributed.checkpoint` folder as a torchacc checkpoint.
 
@@ -82,6 +95,7 @@ def import_dcp(
             numbers them, and their shapes do not tell which is which.
         optimizer_class: The optimizer's, such as "AdamW", which is not in such a folder; None lets any class load it.
         max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger.
+        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
 
     Raises:
         CheckpointError: The folder is not complete, or could run code, or holds what is not understood; or the
@@ -111,23 +125,23 @@ def import_dcp(
     if tensors:
         layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
     keys = {name: key for stem in stems.values() for name, key in stem.items()}
-    _write(Path(checkpoint).absolute(), layouts, files, _runs(folder, layouts, keys, tensors))
+    runs = _runs(folder, layouts, keys, tensors)
+    _write(Path(checkpoint).absolute(), layouts, files, _told(runs, layouts, progress))
 
 
-def _export_model(folder: Folder, aliases: Mapping[str, str], writer: DcpWriter) -> None:
+def _export_model(folder: Folder, aliases: Mapping[str, str], writer: DcpWriter, boxes: _Boxes) -> None:
     strange = sorted(set(aliases.values()) - folder.model.keys())
     if strange:
         raise CheckpointError(f"{folder.path} holds no {', '.join(strange)}, to which other names are to be tied")
     for name, slot in folder.model.items():
         names = [name, *(alias for alias, stored in aliases.items() if stored == name)]
-        writer.add_tensor([("model", each) for each in names], slot.dtype, slot.shape, _boxes(folder, name, slot))
+        writer.add_tensor([("model", each) for each in names], slot.dtype, slot.shape, boxes(name, slot))
 
 
-def _export_optimizer(folder: Folder, writer: DcpWriter) -> None:
+def _export_optimizer(folder: Folder, writer: DcpWriter, boxes: _Boxes) -> None:
     for stored, slot in folder.optimizer.items():
         name, _, key = stored.rpartition("/")
-        boxes = _boxes(folder, stored, slot)
-        writer.add_tensor([("optim", "state", name, key)], slot.dtype, slot.shape, boxes)
+        writer.add_tensor([("optim", "state", name, key)], slot.dtype, slot.shape, boxes(stored, slot))
     tensors = {name: folder.read(name, slot).view(slot.shape) for name, slot in folder.state.items()}
     described = plain.decode(folder.read_json("optimizer.json"), tensors)
     for name, values in described["values"].items():
@@ -149,7 +163,9 @@ def _add(writer: DcpWriter, paths: Sequence[tuple[Any, ...]], value: Any) -> Non
         writer.add_value(paths, value)
 
 
-def _boxes(folder: Folder, name: str, slot: Slot) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+def _boxes(
+    folder: Folder, copied: Callable[[int], None], name: str, slot: Slot
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Yield a tensor in parts of rows: where each begins, and the part."""
     per_row = prod(slot.shape[1:])
     num_rows = slot.shape[0] if slot.shape else 1
@@ -159,6 +175,7 @@ def _boxes(folder: Folder, name: str, slot: Slot) -> Iterator[tuple[tuple[int, .
         part = folder.read(name, slot, row * per_row, (row + count) * per_row)
         offsets = (row, *(0 for _ in slot.shape[1:])) if slot.shape else ()
         yield offsets, part.view((count, *slot.shape[1:]) if slot.shape else ())
+        copied(part.nbytes)
 
 
 def _aliases(folder: Folder) -> dict[str, str]:
@@ -197,6 +214,16 @@ def _runs(
             runs = folder.runs(keys[name]) if name in keys else [(0, tensors[name].reshape(-1))]
             for start, run in runs:
                 yield slot, start, run
+
+
+def _told(
+    runs: Iterator[tuple[Slot, int, torch.Tensor]], layouts: Mapping[str, Layout], progress: Progress | None
+) -> Iterator[tuple[Slot, int, torch.Tensor]]:
+    total = sum(slot.nbytes for layout in layouts.values() for slot in layout.slots.values())
+    for slot, start, run in runs:
+        yield slot, start, run
+        if progress is not None:
+            progress(run.nbytes, total)
 
 
 def _write(

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -84,11 +86,22 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _carry_out(plan: Plan, args: argparse.Namespace) -> None:
-    total = plan.work(verify=args.verify)
+    with progress_bar(plan.work(verify=args.verify)) as progress:
+        carry_out(plan, workers=args.workers, verify=args.verify, progress=progress)
+
+
+@contextmanager
+def progress_bar(total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show a bar of bytes while the context is entered, and yield what is told of those that are done.
+
+    Args:
+        total: All of them; None where what is told of some says it, as a second number.
+    """
     with tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr) as bar:
 
-        def progress(count: int) -> None:
+        def progress(count: int, total: int | None = total) -> None:
             with bar.get_lock():
+                bar.total = total
                 bar.update(count)
 
-        carry_out(plan, workers=args.workers, verify=args.verify, progress=progress)
+        yield progress

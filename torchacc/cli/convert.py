@@ -71,13 +71,15 @@ def _to_rank_files(args: argparse.Namespace) -> int:
 
 def _to_dcp(args: argparse.Namespace) -> int:
     _refuse_work_options(args)
-    export_dcp(args.source, args.target)
+    with _converting.progress_bar() as progress:
+        export_dcp(args.source, args.target, progress=progress)
     return _wrote(args)
 
 
 def _from_dcp(args: argparse.Namespace) -> int:
     _refuse_work_options(args, config=True)
-    import_dcp(args.source, args.target, args.config_from)
+    with _converting.progress_bar() as progress:
+        import_dcp(args.source, args.target, args.config_from, progress=progress)
     return _wrote(args)
 
 

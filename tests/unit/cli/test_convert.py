@@ -69,6 +69,7 @@ def test_consolidate_knows_what_is_whole_and_what_is_not_its_own(hf, tmp_path, c
     assert "is whole already" in said
     assert f"`torchacc convert {hf} NEW --to dcp`" in said
     assert run("convert", hf, tmp_path / "dcp", "--to", "dcp") == 0
+    capsys.readouterr()  # the bar
     assert f"torchacc convert {tmp_path / 'dcp'} NEW --to torchacc" in refused(capsys, "consolidate", tmp_path / "dcp")
 
 
@@ -97,10 +98,12 @@ def test_rank_files_become_every_form_they_can(ranks, hf, tmp_path):
     assert torch.equal(torch.load(tmp_path / "d.pth", weights_only=True)["model"]["w"], WEIGHT)
 
 
-def test_dcp_there_and_back(hf, tmp_path):
+def test_dcp_there_and_back(hf, tmp_path, capsys):
     assert run("convert", hf, tmp_path / "dcp", "--to", "dcp") == 0
+    assert f"100%|██████████| {WEIGHT.nbytes:.1f}/{WEIGHT.nbytes:.1f}" in capsys.readouterr().err
     assert form_of(tmp_path / "dcp") == "dcp"
     assert run("convert", tmp_path / "dcp", tmp_path / "back", "--to", "torchacc", "--config-from", hf) == 0
+    assert f"100%|██████████| {WEIGHT.nbytes:.1f}/{WEIGHT.nbytes:.1f}" in capsys.readouterr().err
     assert form_of(tmp_path / "back") == "torchacc"
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["w"], WEIGHT)
     assert (tmp_path / "back" / "config.json").exists()
