@@ -30,7 +30,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)
         failed = [] if args.report else run_programs(args.cases, results, quick=args.quick)
-        write_report(results)
+        page = write_report(results)
+        if page is not None and results != Path(scratch):
+            say(f"the report is {page}")
     return 1 if failed else 0
 
 
@@ -64,7 +66,9 @@ def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
     for index, name in enumerate(names):
         before = time.perf_counter()
         say(f"[{index + 1}/{len(names)}] {name}")
-        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(results / f"{name}.json")]
+        path = results / f"{name}.json"
+        path.unlink(missing_ok=True)  # what an earlier run found is not to stand for one that fails
+        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
         done = subprocess.run([*command, *(["--quick"] if quick else [])], env=checkout_environment(), check=False)
         if done.returncode:
             failed.append(name)
@@ -73,21 +77,27 @@ def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
     return failed
 
 
-def write_report(results: Path) -> None:
-    """Render what is in a folder of results: the committed ones into docs/ and the README, others beside them."""
+def write_report(results: Path) -> Path | None:
+    """Render what is in a folder of results: the committed ones into docs/ and the README, others beside them.
+
+    Returns:
+        The page; None where there are no results.
+    """
     reports = read_reports(results)
     if not reports:
         say(f"no results in {results}")
-        return
+        return None
     committed = results.resolve() == RESULTS
     page = ROOT / "docs" / "benchmarks.md" if committed else results / "benchmarks.md"
     page.write_text(render_page(reports), encoding="utf-8")
     for report in reports:
+        for path in (page.parent / IMAGES).glob(f"{report.name}-*.png"):
+            path.unlink()
         draw(plots_of(report), page.parent / IMAGES)
     if committed:
         readme = ROOT / "README.md"
         readme.write_text(put_figures(readme.read_text(encoding="utf-8"), render_figures(reports)), encoding="utf-8")
-    say(f"the report is {page}")
+    return page
 
 
 def say(line: str) -> None:
