@@ -79,29 +79,29 @@ BUILDERS: dict[str, Callable[[Case, torch.Tensor], Steps]] = {**_rivals.BUILDERS
 def _time_block(steps: Steps, num_steps: int) -> dict[str, Any]:
     cpu, started = time.process_time(), time.perf_counter()
     losses = [next(steps) for _ in range(num_steps)]
-    losses[-1].item()
-    wait_for_devices()
+    wait_for(losses[-1])
     secs, cpu_secs = time.perf_counter() - started, time.process_time() - cpu
     return {"secs": secs, "cpu_secs": cpu_secs, "losses": [loss.item() for loss in losses], "compiles": num_compiles()}
 
 
-def wait_for_devices() -> None:
-    """Wait until what has been started on the devices is done."""
-    if "torch_xla" in sys.modules:
+def wait_for(loss: torch.Tensor) -> None:
+    """Wait until a step is done, whose loss this is, and all that its device has been given."""
+    loss.item()
+    if loss.device.type == "xla":  # not where torch_xla is only imported: asking would start its runtime
         import torch_xla.core.xla_model as xm
 
         xm.wait_device_ops()
 
 
 def num_compiles() -> int:
-    """Return the programs that XLA, or the graphs that torch.compile, has compiled in this process."""
+    """Return the programs that XLA, and the graphs that torch.compile, has compiled in this process."""
+    compiled = 0
     if "torch_xla" in sys.modules:
         import torch_xla.debug.metrics as metrics
 
-        timing = metrics.metric_data("CompileTime")
-        return timing[0] if timing else 0
+        compiled += (metrics.metric_data("CompileTime") or [0])[0]
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    return compiled + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 def keep_stdout_for_answers() -> TextIO:

@@ -83,8 +83,7 @@ def work(case: Case) -> None:
     graphs, secs = [_worker.num_compiles()], []
     for _ in range(STEPS):
         started = time.perf_counter()
-        next(steps).item()
-        _worker.wait_for_devices()
+        _worker.wait_for(next(steps))
         secs.append(time.perf_counter() - started)
         graphs.append(_worker.num_compiles())
     new = [after - before for before, after in zip(graphs, graphs[1:], strict=False)]
