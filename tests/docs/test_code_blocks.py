@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from page_checks import check
 from page_setups import SETUPS
-from pages import Program, pages, read_blocks, read_programs
+from pages import Block, Program, Setup, pages, read_blocks, read_programs
 
 WORKER = Path(__file__).with_name("page_worker.py")
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,8 @@ def worker():
         process.kill()
 
 
-def request(program: Program, folder: Path) -> str:
+def run(program: Program, worker: "subprocess.Popen[str]", folder: Path) -> str:
+    """Run a program in the worker; return what failed, and nothing if nothing did."""
     blocks = [
         {
             "page": block.page,
@@ -46,16 +47,24 @@ def request(program: Program, folder: Path) -> str:
         for block in program.blocks
     ]
     values = {"folder": str(folder), "setups": program.setup.names, "num_processes": program.setup.num_processes}
-    return json.dumps({**values, "blocks": blocks})
+    print(json.dumps({**values, "blocks": blocks}), file=worker.stdin, flush=True)
+    return json.loads(worker.stdout.readline())
 
 
 @pytest.mark.parametrize("program", [as_parameter(program) for program in PROGRAMS])
 def test_a_pages_program_runs(program, worker, tmp_path):
     unknown = set(program.setup.names) - SETUPS.keys()
     assert not unknown, f"{program}: page_setups.py has no {unknown}"
-    print(request(program, tmp_path / "program"), file=worker.stdin, flush=True)
-    failed = json.loads(worker.stdout.readline())
+    failed = run(program, worker, tmp_path / "program")
     assert not failed, failed
+
+
+def test_a_program_that_fails_in_one_process_is_told(worker, tmp_path):
+    code = "import os, time\nassert os.environ['RANK'] == '0', 'only rank 1'\ntime.sleep(500)\n"
+    program = Program(Setup(num_processes=2), [Block("page.md", 7, "python", code)])
+    failed = run(program, worker, tmp_path / "program")
+    assert 'File "page.md", line 8' in failed
+    assert "AssertionError: only rank 1" in failed
 
 
 @pytest.mark.parametrize("block", NOT_RUN, ids=lambda block: f"{block} not run: {block.marks.get('not run', 'data')}")
