@@ -45,14 +45,17 @@ def draw(plots: Mapping[str, Sequence[Series]], folder: Path) -> None:
 def _draw_bars(axes: Axes, series: Sequence[Series]) -> None:
     names = list(dict.fromkeys(str(name) for each in series for name in each.x))
     thick = 0.8 / len(series)
+    ratios = "ratio" in series[0].y_label
     for index, each in enumerate(series):
         places = [names.index(str(name)) + (index - (len(series) - 1) / 2) * thick for name in each.x]
-        drawn = axes.barh(places, each.y, thick, color=COLOURS[index % len(COLOURS)], label=each.label)
+        own = COLOURS[index % len(COLOURS)]
+        colours = [COLOURS[1] if ratios and len(series) == 1 and value > 1 else own for value in each.y]
+        drawn = axes.barh(places, each.y, thick, color=colours, label=each.label)
         axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(series[0].y_label, fontsize=8)
-    if "ratio" in series[0].y_label:
+    if ratios:
         axes.axvline(1.0, color="black", linewidth=0.8)
     axes.margins(x=0.12)
 
@@ -67,6 +70,7 @@ def _draw_lines(axes: Axes, series: Sequence[Series]) -> None:
         axes.set_yscale("symlog", linthresh=min(sizes))  # it has a place for zero
     else:
         axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel(series[0].x_label, fontsize=8)
     axes.set_ylabel(series[0].y_label, fontsize=8)
     axes.grid(alpha=0.25)
