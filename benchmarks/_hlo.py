@@ -1,4 +1,4 @@
-"""Read what XLA writes about a compiled program: its buffers, and its collectives. Pure functions of text.
+"""Read what XLA writes about a compiled program: its buffers, and its collectives.
 
 With `--xla_dump_to=FOLDER --xla_dump_hlo_as_text` XLA writes a program after its optimizations, and how its buffers are
 assigned, for each compile. Under SPMD the program is that of one device, and so are all bytes.
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -39,6 +40,16 @@ class Traffic:
     count: int
     size: int
     """Bytes of their results on one device."""
+
+
+def take_programs(dump: Path) -> list[tuple[str, str]]:
+    """Return buffer assignment and text of the programs compiled since the last call, and delete what XLA wrote."""
+    ending = "-buffer-assignment.txt"
+    found = sorted(dump.glob(f"*.cpu_after_optimizations{ending}"))
+    programs = [(path.read_text(), Path(str(path).removesuffix(ending) + ".txt").read_text()) for path in found]
+    for path in dump.iterdir():
+        path.unlink()
+    return programs
 
 
 def read_buffers(assignment: str) -> Buffers:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from _hlo import training_program
+from _hlo import take_programs, training_program
 from _machine import OtherWork
 from _memory_cases import Case, Workload
 from _models import MAKERS
@@ -33,7 +33,8 @@ def run(dump: Path) -> None:
 
     `{"case": {...}, "steps": s}` is answered with the buffers and the traffic of one device, the parameters and the
     last loss; `{"plan": {...}}` with what `torchacc plan` says of the case;
-    `{"time": [{...}, {...}], "rounds": r, "steps": s}` with what `take_turns()` returns.
+    `{"time": [{...}, {...}], "rounds": r, "steps": s}` with what `take_turns()` returns. `{"compile": {...}}` compiles
+    a step of the case, which ends the process.
 
     Args:
         dump: The folder that XLA writes its programs to.
@@ -44,6 +45,8 @@ def run(dump: Path) -> None:
         question = json.loads(line)
         if "case" in question:
             answer = measure(_case(question["case"]), dump, question.get("steps", STEPS))
+        elif "compile" in question:
+            compile_alone(_case(question["compile"]))
         elif "plan" in question:
             answer = plan(_case(question["plan"]))
         else:
@@ -53,20 +56,42 @@ def run(dump: Path) -> None:
 
 def measure(case: Case, dump: Path, steps: int) -> dict[str, Any]:
     """Train for some steps, and return what XLA planned for the last of them."""
-    _take_programs(dump)
+    take_programs(dump)
     step, num_parameters = make(case)
     for _ in range(steps):
         loss = step()
     value = loss.item()
     del step
     gc.collect()
-    buffers, traffic = training_program(_take_programs(dump))
+    buffers, traffic = training_program(take_programs(dump))
     return {
         "buffers": asdict(buffers),
         "traffic": {kind: asdict(found) for kind, found in traffic.items()},
         "num_parameters": num_parameters,
         "loss": value,
     }
+
+
+def compile_alone(case: Case) -> NoReturn:
+    """Compile a step of a case whose weights are whole on each device, without those: XLA ends a process that runs it.
+
+    What is compiled is the same, to the byte, as a tensor that no sharding is known of is whole on each device.
+    """
+    import torch_xla.core.xla_builder as xb
+
+    from torchacc.engines.xla import runtime
+
+    to_device = runtime.to_device
+
+    def hold_no_weights(tensors: Any, shardings: Any = None) -> list[torch.Tensor]:
+        if not all(tensor.is_floating_point() and tensor.dim() for tensor in tensors):
+            return to_device(tensors, shardings)
+        return [xb.create_placeholder_tensor(list(tensor.shape), tensor.dtype) for tensor in tensors]
+
+    runtime.to_device = hold_no_weights
+    step, _ = make(case)
+    step().item()
+    raise AssertionError("a step has run without weights")
 
 
 def plan(case: Case) -> dict[str, int]:
@@ -183,16 +208,6 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
         return loss.detach()
 
     return step
-
-
-def _take_programs(dump: Path) -> list[tuple[str, str]]:
-    """Return buffer assignment and text of the programs compiled since the last call, and delete what XLA wrote."""
-    ending = "-buffer-assignment.txt"
-    found = sorted(dump.glob(f"*.cpu_after_optimizations{ending}"))
-    programs = [(path.read_text(), Path(str(path).removesuffix(ending) + ".txt").read_text()) for path in found]
-    for path in dump.iterdir():
-        path.unlink()
-    return programs
 
 
 def _case(given: dict[str, Any]) -> Case:

@@ -9,8 +9,8 @@
 the collectives from the program that XLA has made: bytes are exact, and depend on nothing else that the machine does.
 `search` finds the deepest model that each strategy trains in the memory that data parallelism takes for a small one.
 `planner` compares what `torchacc plan` says with XLA's plan, for a GPT-2 and a Llama of 124 and 162 million parameters;
-with `--devices 8` NO_SHARD takes 20 GB of this machine, on 4 half of that. `time` steps models with and without
-recompute in turns, in one process; it alone needs a quiet machine.
+with NO_SHARD the step is compiled and not run, as eight copies would take 20 GB of this machine. `time` steps models
+with and without recompute in turns, in one process; it alone needs a quiet machine.
 
 Exits with 1 if a case trains to another loss than the others of its model, or a plan is off by more than a tenth; what
 is large or slow is reported.
@@ -27,6 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from _hlo import Buffers, take_programs, training_program
 from _machine import checkout_environment
 from _memory_cases import AGAINST_FSDP_V2, LONG_PLANS, PLANNED, PLANS, QUICK, SEARCH, SEARCHES, Case
 from _memory_report import Compared, Measured, Plan, Plans, differing_losses, make_report, plans_off
@@ -81,7 +82,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def __enter__(self) -> "Worker":
         self._folder = tempfile.TemporaryDirectory(prefix="memory_")
-        dump = Path(self._folder.name, "dump")
+        self._dump = dump = Path(self._folder.name, "dump")
         dump.mkdir()
         environment = checkout_environment()
         flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
@@ -106,8 +107,19 @@ class Worker(AbstractContextManager["Worker"]):
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"a worker ended, after it wrote:\n{self._log.read_text(errors='replace')[-3000:]}")
+            raise self._ended()
         return json.loads(answer)
+
+    def compile(self, case: Case) -> Buffers:
+        """Return the buffers of a step that is compiled and not run; the process ends of it."""
+        self._process.communicate(json.dumps({"compile": asdict(case)}) + "\n")
+        programs = take_programs(self._dump)
+        if not programs:
+            raise self._ended()
+        return training_program(programs)[0]
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"a worker ended, after it wrote:\n{self._log.read_text(errors='replace')[-3000:]}")
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -129,12 +141,15 @@ def measure(cases: Sequence[Case]) -> Plans:
 
 
 def compare_plans(cases: Sequence[Case]) -> dict[Case, Compared]:
-    """Return for each case, in a process of its own, what the memory plan says, and what XLA plans for a step."""
+    """Return for each case, in processes of its own, what the memory plan says, and what XLA plans for a step."""
     found = {}
     for case in tqdm(cases, desc="planner", file=sys.stderr, dynamic_ncols=True):
         with Worker() as worker:
-            # In this order, as XLA cannot start in a process that has run another backward.
-            measured = worker.ask(case=asdict(case), steps=1)["buffers"]["total"]
+            if case.devices > 1 and case.strategy == "NO_SHARD":
+                measured = worker.compile(case).total
+            else:
+                measured = worker.ask(case=asdict(case), steps=1)["buffers"]["total"]
+        with Worker() as worker:
             found[case] = Compared(worker.ask(plan=asdict(case))["total"], measured)
     return found
 

@@ -130,13 +130,15 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import Case, Workload
-    from memory import measure
+    from memory import Worker, measure
 
     tiny = Workload(layers=2, width=64, heads=2, vocabulary=128, length=64, batch=4)
     replicas = Case("NO_SHARD", 2, workload=tiny)
     cases = [replicas, *(replace(replicas, strategy=name) for name in ("SHARD_GRAD_OP", "FULL_SHARD"))]
     plans = measure([*cases, *(replace(case, recompute=True) for case in cases)])
     bytes_of = {case: plan["buffers"] for case, plan in plans.items()}
+    with Worker() as worker:
+        assert asdict(worker.compile(replicas)) == bytes_of[replicas]
     for case in cases:
         recomputed = bytes_of[replace(case, recompute=True)]
         assert recomputed["temp"] < 0.8 * bytes_of[case]["temp"]
