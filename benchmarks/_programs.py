@@ -7,8 +7,17 @@ from _results import Report, read
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 PROFILES = {
-    "cpu": ("step_time", "memory", "compile", "checkpoint", "scaling", "fsdp_claims"),
-    "gpu": (),
+    "cpu": (
+        "step_time",
+        "memory",
+        "compile",
+        "checkpoint",
+        "scaling",
+        "input_pipeline",
+        "trainer_overhead",
+        "fsdp_claims",
+    ),
+    "gpu": ("gpu",),
 }
 """The programs for a kind of machine, in the order in which they run and are reported."""
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from _claims_cases import CASES, CLAIMS, GPU_COMMAND, PAIRS, QUICK, Case, Pair
 from _machine import median_cores
+from _markdown import count
 from _memory_cases import Workload
 from _report import Result, differing_losses, paired_ratios
 from _results import Check, Report, Series, Table, emit, spread
@@ -130,7 +131,7 @@ def make_report(
         name="fsdp_claims",
         title="What is said of FSDP",
         setting=f"GPT-2 of {' and of '.join(str(size) for size in sizes)}, float32, AdamW, native engine on this "
-        f"machine's cores; {rounds} rounds of {steps} steps.",
+        f"machine's cores; {count(rounds, 'round')} of {count(steps, 'step')}.",
         other_cores=median_cores(block.other_cores for result in results.values() for block in result.blocks.values()),
         tables=[
             Table(

@@ -22,6 +22,7 @@ from typing import Any
 
 from _cases import GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, WORKLOAD, Case
 from _machine import median_cores
+from _markdown import count
 from _memory_cases import Case as Plan
 from _memory_cases import Workload
 from _report import Result, differing_losses, paired_ratios
@@ -133,7 +134,7 @@ def make_report(
         name="scaling",
         title="Scaling",
         setting=f"{WORKLOAD}, FULL_SHARD, on virtual devices and processes that share this machine's cores; "
-        f"{rounds} rounds of {steps} steps.",
+        f"{count(rounds, 'round')} of {count(steps, 'step')}.",
         other_cores=median_cores(block.other_cores for result in results.values() for block in result.blocks.values()),
         tables=[
             Table(

@@ -1,0 +1,58 @@
+"""What `gpu.py` compares: two models, and the ways to train them. Plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from _memory_cases import Workload
+
+GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=1024, batch=8)
+LLAMA_1B = Workload(layers=16, width=2048, heads=32, vocabulary=32000, length=2048, batch=4, family="llama")
+MODELS = {"GPT-2 124M": GPT2_124M, "Llama 1.2B": LLAMA_1B}
+"""`batch` is that of one device."""
+
+
+def tiny(size: Workload) -> Workload:
+    """Return a model of the same family, to see that all works."""
+    return replace(size, layers=2, width=64, heads=2, vocabulary=512, length=32, batch=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train a model."""
+
+    name: str
+    kind: str
+    """`native` or `xla` of torchacc, or `fsdp2` by hand."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `torchacc.Config`, dotted."""
+    compiled: bool = False
+    """Whether each block is compiled by torch.compile."""
+
+
+CASES = (
+    Case("FSDP2 by hand", "fsdp2"),
+    Case("FULL_SHARD", "native"),
+    Case("FSDP2 by hand, torch.compile", "fsdp2", compiled=True),
+    Case("FULL_SHARD, torch.compile", "native", compiled=True),
+    Case("NO_SHARD", "native", {"dist.fsdp.sharding_strategy": "NO_SHARD"}),
+    Case("FULL_SHARD, no prefetch", "native", {"dist.fsdp.backward_prefetch": "NONE"}),
+    Case("FULL_SHARD, forward prefetch too", "native", {"dist.fsdp.forward_prefetch": True}),
+    Case("FULL_SHARD, recompute", "native", {"memory.gc": True}),
+    Case("FULL_SHARD, activations on the host", "native", {"memory.offload_activations": True}),
+    Case("FULL_SHARD, shards on the host", "native", {"dist.fsdp.cpu_offload": True}),
+    Case("XLA", "xla", {"dist.fsdp.use_spmd": True}),
+)
+QUICK = ("FSDP2 by hand", "FULL_SHARD")
+BASE = "FULL_SHARD"
+"""What the options are compared with."""
+RIVALS = (
+    ("FULL_SHARD", "FSDP2 by hand"),
+    ("FULL_SHARD", "FSDP2 by hand, torch.compile"),
+    ("FULL_SHARD, torch.compile", "FSDP2 by hand, torch.compile"),
+    ("XLA", "FSDP2 by hand, torch.compile"),
+)
+REASONS = {("FULL_SHARD", "FSDP2 by hand, torch.compile"): "torchacc's native engine compiles nothing by itself"}
+"""Why torchacc takes longer or more, as far as known."""
+LOSS_TOLERANCE = 1e-2
+"""Largest relative difference between losses in bfloat16."""

@@ -1,0 +1,101 @@
+"""The GPU's profile, as far as a CPU can show it."""
+
+import argparse
+
+import pytest
+
+
+def run_of(secs, peaks):
+    from _gpu_cases import GPT2_124M
+    from _report import Block, Result
+    from gpu import Run
+
+    results = {
+        name: Result(
+            losses=[1.0],
+            first_step_secs=1.0,
+            blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(steps)},
+        )
+        for name, steps in secs.items()
+    }
+    return Run(GPT2_124M, results, peaks)
+
+
+def report_of(run, wrong=()):
+    from gpu import make_report
+
+    found = {"device": "a GPU", "matrix_flops": 100e12, "flops_per_token": {"GPT-2 124M": 1e9}}
+    args = argparse.Namespace(devices=2, rounds=2, steps_per_round=1)
+    return make_report({"GPT-2 124M": run}, found, wrong, args)
+
+
+def test_utilisation_is_against_the_measured_product():
+    run = run_of(
+        {"FULL_SHARD": [0.4, 0.4], "FULL_SHARD, recompute": [0.5, 0.5]},
+        {"FULL_SHARD": 8 * 10**9, "FULL_SHARD, recompute": 4 * 10**9},
+    )
+    report = report_of(run)
+    # 2 devices x 8 samples x 1024 tokens in 0.4 s, of 1 GFLOP each, where the devices do 200 TFLOP/s.
+    assert report.tables[0].rows[0][2:] == ["400.0", "40,960", "20.5%", "8", "1.000", "1.000"]
+    assert report.reading == [
+        "GPT-2 124M, FULL_SHARD, recompute: 1.25 of the step time of FULL_SHARD, and 0.50 of its memory."
+    ]
+
+
+def test_what_loses_to_a_rival_has_its_reason():
+    run = run_of({"FULL_SHARD": [0.4, 0.4], "FSDP2 by hand, torch.compile": [0.3, 0.3]}, {"FULL_SHARD": None})
+    (time,) = report_of(run).comparisons
+    assert time.loses
+    assert "compiles nothing" in time.reason
+
+
+def test_a_case_without_numbers_is_a_row_of_the_table():
+    from _report import Result
+
+    run = run_of({"FULL_SHARD": [0.4]}, {})
+    run.results["XLA"] = Result(error="no plugin")
+    report = report_of(run)
+    assert report.tables[0].rows[1][:2] == ["XLA", "failed"]
+    assert "no plugin" in report.checks[0].text
+
+
+def test_xla_is_left_out_where_its_plugin_is_not_installed(monkeypatch):
+    from _gpu_cases import CASES
+    from gpu import missing_package
+
+    import torchacc.engines.xla.cuda
+
+    monkeypatch.setattr(torchacc.engines.xla.cuda, "installed_plugin", lambda: None)
+    missing = {case.name: missing_package(case, "cuda") for case in CASES}
+    assert [name for name, why in missing.items() if why] == ["XLA"]
+
+
+def test_a_loss_that_is_far_from_the_others_is_told():
+    from gpu import differing_losses
+
+    run = run_of({"FULL_SHARD": [0.4], "NO_SHARD": [0.4], "XLA": [0.4]}, {})
+    assert differing_losses("GPT-2 124M", run) == []
+    run.results["XLA"].losses = [float("nan")]
+    assert "XLA" in differing_losses("GPT-2 124M", run)[0]
+
+
+def test_each_case_is_one_that_a_config_takes():
+    from _gpu_cases import BASE, CASES, QUICK, RIVALS
+    from _gpu_worker import make_config
+
+    names = {case.name for case in CASES}
+    assert {BASE, *QUICK, *(name for pair in RIVALS for name in pair)} <= names
+    for case in CASES:
+        if case.kind != "fsdp2":
+            assert make_config(case, 2).compute.bf16
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_operations_are_counted_for_both_families(family):
+    from _gpu_cases import MODELS, tiny
+    from _gpu_worker import flops_per_token
+
+    size = next(tiny(size) for size in MODELS.values() if size.family == family)
+    products = {"gpt2": 12, "llama": 16}[family] * size.width**2 * size.layers + size.vocabulary * size.width
+    attention = 12 * size.layers * size.width * size.length
+    assert flops_per_token(size) == pytest.approx(6 * products + attention, rel=0.02)  # norms and biases

@@ -1,0 +1,45 @@
+"""Each program runs to its end at its smallest size; its numbers are nowhere asserted."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+QUICK = {
+    "scaling": [],
+    "fsdp_claims": [],
+    "trainer_overhead": [],
+    "input_pipeline": [],
+    "gpu": ["--device", "cpu", "--models", "Llama 1.2B"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_program_measures_checks_and_hands_over(name, tmp_path):
+    from _machine import checkout_environment
+    from _results import read
+
+    path = tmp_path / f"{name}.json"
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--json", str(path), *QUICK[name]]
+    one_thread = checkout_environment() | {"OMP_NUM_THREADS": "1"}  # threads that share a core wait for each other
+    done = subprocess.run(command, env=one_thread, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = read(path)
+    assert report.name == name
+    assert all(check.verdict == "held" for check in report.checks), report.checks
+    assert all(table.rows for table in report.tables)
+    assert all(len(row) == len(table.header) for table in report.tables for row in table.rows)
+    assert done.stdout.startswith(f"## {report.title}")
+
+
+def test_without_a_gpu_the_gpus_profile_says_so():
+    from _machine import checkout_environment
+
+    hidden = checkout_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py")]
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "gpu.py needs a GPU" in done.stderr.splitlines()[-1]
