@@ -1,10 +1,16 @@
 """`torchacc plan`, on files of a model's options."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from torchacc.cli.main import main
+
+ROOT = Path(__file__).parents[3]
 
 pytest.importorskip("transformers.models.gpt2.modeling_gpt2")  # loads torch_xla, which sets variables
 
@@ -57,6 +63,16 @@ def test_each_strategy_has_a_row(model, capsys):
     ]  # fmt: skip
     assert lines[4].endswith("from 1 device")
     assert lines[5].endswith("from 4 devices")
+
+
+def test_the_terminal_has_the_plan_alone(model):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("USE_TORCH_XLA", "PJRT_SELECT_DEFAULT_DEVICE", "TF_CPP_MIN_LOG_LEVEL", "PJRT_DEVICE"):
+        environment.pop(name, None)  # transformers then imports torch_xla, where there is accelerate
+    command = [sys.executable, "-m", "torchacc", "plan", "--model", model, "--strategy", "NO_SHARD"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("NO_SHARD")
 
 
 def test_bytes_add_up(model, capsys):
