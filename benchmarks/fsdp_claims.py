@@ -83,14 +83,14 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, help="turns of each case (default: 8)")
+    parser.add_argument("--rounds", type=int, help="turns of each case (default: 6)")
     parser.add_argument("--steps-per-round", type=int, help="steps in one turn (default: 3)")
     parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
     parser.add_argument("--quick", action="store_true", help="two cases and one step, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 8)
+    args.rounds = args.rounds or (1 if args.quick else 6)
     args.steps_per_round = args.steps_per_round or (1 if args.quick else 3)
     args.cases = args.cases or (QUICK if args.quick else names)
     if args.rounds < 1 or args.steps_per_round < 1:

@@ -57,14 +57,14 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, help=f"turns of {LOG_EVERY_STEPS} steps of each case (default: 8)")
+    parser.add_argument("--rounds", type=int, help=f"turns of {LOG_EVERY_STEPS} steps of each case (default: 6)")
     parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
     parser.add_argument("--quick", action="store_true", help="two cases and one turn, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 8)
+    args.rounds = args.rounds or (1 if args.quick else 6)
     args.cases = args.cases or (QUICK if args.quick else names)
     if args.rounds < 1:
         parser.error("--rounds is at least 1")
