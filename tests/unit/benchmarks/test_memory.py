@@ -183,5 +183,6 @@ def test_a_plan_that_is_off_is_told():
     (table,) = (report := make_report(Measured({}, {}, {PLANNED[0]: near, PLANNED[1]: Compared(95, 100)}, []))).tables
     assert [(row[0], row[-1]) for row in table.rows] == [("gpt2", "+9.0 %"), ("gpt2", "-5.0 %")]
     assert report.checks[0].text.endswith("9.0% at most")
+    assert "within 9.0%" in report.reading[-1]
     assert report.checks[0].verdict == "held"
     assert make_report(Measured({}, {}, {PLANNED[0]: near, PLANNED[1]: far}, [])).checks[0].verdict == "missed"
