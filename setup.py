@@ -51,7 +51,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "hf": ["accelerate>=1.15"],
-        "examples": ["tokenizers"],
+        "examples": ["tokenizers", "peft"],
         "test": [
             "pytest>=8",
             "pytest-timeout",

@@ -22,12 +22,10 @@ metrics.json under --out.
 """
 
 import argparse
-import importlib.util
 import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -35,6 +33,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import add_device_options, choose_devices, cycle, is_master, make_config
 from corpus import Corpus, blocks_of, load_corpus
 from loss_plot import plot_loss
 from torch.optim.lr_scheduler import LambdaLR
@@ -62,12 +61,9 @@ def main() -> None:
     held_out_blocks = blocks_of(corpus.held_out, args.context, limit=HELD_OUT_BLOCKS)
     held_out_loader = DataLoader(held_out_blocks, batch_size=args.batch_size)
 
-    config = torchacc.Config()
-    config.backend = args.engine
+    config = make_config(args)
     config.compute.bf16 = args.bf16
-    config.dist.fsdp.size = args.devices
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
-    config.dist.fsdp.use_spmd = args.devices > num_processes()
     model, loader = torchacc.accelerate(model, loader, config)
     held_out_loader = torchacc.shard_loader(held_out_loader, model)
 
@@ -93,8 +89,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     """Read the command line; refuse a number of devices that this launch cannot give."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--engine", choices=["auto", "xla", "native"], default="auto")
-    parser.add_argument("--devices", type=int, help="default: one per process, or 4 XLA devices")
+    add_device_options(parser)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; the weights stay in float32")
     parser.add_argument("--model", default="small", help='"small", or the name of a GPT-2 on the hub')
     parser.add_argument("--dataset", choices=["stdlib", "wikitext"], default="stdlib")
@@ -106,24 +101,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gpt2"))
     args = parser.parse_args()
 
-    native = args.engine == "native" or (args.engine == "auto" and importlib.util.find_spec("torch_xla") is None)
-    processes = num_processes()
-    one_each = processes > 1 or native  # else this one process drives as many XLA devices as it is asked to
-    if args.devices is None:
-        args.devices = processes if one_each else 4
-    if one_each and args.devices != processes:
-        parser.error(
-            f"--devices {args.devices} with {processes} process{'es' * (processes > 1)}, and each drives one device. "
-            f"Leave --devices out, or launch with `torchrun --standalone --nproc_per_node={args.devices}`"
-        )
-    if args.devices < 1 or args.steps < 1:
-        parser.error("--devices and --steps start at 1")
+    choose_devices(parser, args)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: it starts at 1")
     return args
-
-
-def num_processes() -> int:
-    """Return how many processes `torchrun` has started; without it there is this one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_model_config(args: argparse.Namespace, corpus: Corpus) -> transformers.PretrainedConfig:
@@ -167,12 +148,6 @@ def train(
                 bar.update(len(pending))
                 pending, last_look = [], now
     return losses, time.perf_counter() - started
-
-
-def cycle(loader: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the loader's batches for ever, epoch after epoch."""
-    while True:
-        yield from loader
 
 
 def lr_factor(step: int, steps: int) -> float:
@@ -223,11 +198,6 @@ def report(metrics: dict[str, Any], text: str, out: Path) -> None:
 def tokens_per_step(args: argparse.Namespace) -> int:
     """Return the tokens in a batch of all devices."""
     return args.devices * args.batch_size * args.context
-
-
-def is_master() -> bool:
-    """Return whether this is the one process that reports and writes."""
-    return torchacc.dist.is_master_ordinal(local=False)
 
 
 if __name__ == "__main__":
