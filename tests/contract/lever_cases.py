@@ -133,6 +133,29 @@ def products_in_bfloat16_are_summed_in_float32() -> None:
         assert parameter.dim() == 1 or not is_bfloat16(plain_value(parameter.grad)), name
 
 
+class Turned(nn.Module):
+    """Attention whose queries and keys are multiplied by positions, which are float32, and whose values are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.layer(x).unflatten(-1, (3, 2, 4)).unbind(-3)
+        turn = torch.ones(4, device=x.device)
+        return nn.functional.scaled_dot_product_attention(query * turn, key * turn, value).flatten(-2)
+
+
+@case()
+def attention_takes_queries_that_positions_made_float32() -> None:
+    model, plain = sharded_and_plain(Turned, compute={"bf16": True})
+    x = X.unflatten(0, (4, 1))
+    loss_of(model(part(x))).backward()
+    loss_of(plain(x)).backward()
+    norms = [nn.utils.clip_grad_norm_(plain.parameters(), 1e6), plain_value(model.clip_grad_norm_(1e6))]
+    assert norms[1].item() == pytest.approx(norms[0].item(), rel=2e-2)
+
+
 @case([NATIVE, MULTIPROCESS])
 def micro_batches_add_up_in_the_dtype_of_sums() -> None:
     """Many small gradients after a large one: each of them would be lost beside it in bfloat16."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+_ATTENTION = F.scaled_dot_product_attention  # which `quirks.patches()` covers
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
@@ -22,7 +23,7 @@ class HeadsStayApart(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS and not kwargs and _are_stacks(*args) and args[0].shape[1] == args[1].shape[1]:
             return _product("bhmk,bhkn->bhmn", *args)
-        if func is F.scaled_dot_product_attention and _are_stacks(*args[:3]):
+        if func is _ATTENTION and _are_stacks(*args[:3]):
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 

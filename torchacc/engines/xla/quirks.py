@@ -7,12 +7,13 @@ import functools
 import importlib.metadata
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
+from torch.nn import functional
 
 from torchacc.logging import get_logger
 
@@ -42,11 +43,35 @@ def patches(model: nn.Module, *, packed: bool) -> Iterator[None]:
         model: The model that runs.
         packed: Whether its caller gives `position_ids`, so that several sequences may lie in a row.
     """
-    if not hasattr(model, "config") or not _has("transformers", _MASKING):
+    with ExitStack() as stack:
+        stack.enter_context(_attention_in_one_dtype())
+        if hasattr(model, "config") and _has("transformers", _MASKING):
+            stack.enter_context(_masks_without_questions(packed=packed))
         yield
-        return
-    with _masks_without_questions(packed=packed):
+
+
+@contextmanager
+def _attention_in_one_dtype() -> Iterator[None]:
+    """Give attention's inputs the dtype of autocast, which XLA's leaves as they are, unlike that of other devices.
+
+    Queries and keys that were turned by their positions are float32, and values are not.
+    """
+    original = functional.scaled_dot_product_attention
+
+    def lowered(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(torch.get_autocast_dtype("xla")) if is_float else value
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.is_autocast_enabled("xla"):
+            args, kwargs = tuple(map(lowered, args)), {name: lowered(value) for name, value in kwargs.items()}
+        return original(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = attention
+    try:
         yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
 @contextmanager
