@@ -23,6 +23,9 @@ from _plots import draw
 from _programs import FOLDER, PROFILES, RESULTS, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
 
+REFUSED = 2
+"""How a program ends that could not begin, such as one for GPUs where there is none."""
+
 
 def main() -> int:
     """Run what the command line says."""
@@ -66,12 +69,16 @@ def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
     for index, name in enumerate(names):
         before = time.perf_counter()
         say(f"[{index + 1}/{len(names)}] {name}")
-        path = results / f"{name}.json"
-        path.unlink(missing_ok=True)  # what an earlier run found is not to stand for one that fails
-        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
+        path, new = results / f"{name}.json", results / f"{name}.json.new"
+        new.unlink(missing_ok=True)
+        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(new)]
         done = subprocess.run([*command, *(["--quick"] if quick else [])], env=checkout_environment(), check=False)
         if done.returncode:
             failed.append(name)
+        if new.exists():
+            new.replace(path)
+        elif done.returncode != REFUSED:
+            path.unlink(missing_ok=True)  # what an earlier run found is not to stand for one that failed
         say(f"[{index + 1}/{len(names)}] {name} ended with {done.returncode} in {time.perf_counter() - before:.0f} s")
     say(f"{len(names)} benchmarks in {(time.perf_counter() - started) / 60:.1f} min" + _list_failed(failed))
     return failed

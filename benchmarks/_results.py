@@ -4,6 +4,7 @@ A program makes a `Report` of what it measured and ends with `emit()`. `python -
 committed ones. Sentences in `reading` are made from the measured numbers, never typed.
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -208,4 +209,4 @@ def own_command(argv: Sequence[str]) -> str:
         del arguments[at : at + 2]
     path = Path(program).resolve()
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    return " ".join(["python", str(name), *arguments])
+    return shlex.join(["python", str(name), *arguments])

@@ -1,5 +1,6 @@
 """Each program runs to its end at its smallest size; its numbers are nowhere asserted."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,18 @@ def test_a_program_measures_checks_and_hands_over(name, tmp_path):
     assert done.stdout.startswith(f"## {report.title}")
 
 
-def test_without_a_gpu_the_gpus_profile_says_so():
+def test_without_a_gpu_the_gpus_profile_says_so_and_keeps_what_was_measured(tmp_path):
     from _machine import checkout_environment
+    from _programs import RESULTS
 
+    kept = tmp_path / "gpu.json"
+    shutil.copy(RESULTS / "compile.json", kept)
     hidden = checkout_environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py")]
-    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert "gpu.py needs a GPU" in done.stderr.splitlines()[-1]
+    command = [sys.executable, "-m", "benchmarks", "--profile", "gpu", "--results", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=BENCHMARKS.parent, env=hidden, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert "gpu.py needs a GPU" in done.stderr
+    assert "gpu ended with 2" in done.stderr
+    assert kept.read_bytes() == (RESULTS / "compile.json").read_bytes()
