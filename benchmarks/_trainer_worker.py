@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 from _trainer_cases import GLOBAL_BATCH, LEARNING_RATE, LENGTH, LOG_EVERY_STEPS, MODEL, TEXT, Case
-from _worker import answer, keep_stdout_for_answers, num_compiles, wait_for_devices
+from _worker import answer, keep_stdout_for_answers, num_compiles, wait_for
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -62,8 +62,7 @@ class Pacer:
         if self._left:
             return
         assert self._losses is not None
-        self._losses[-1].item()
-        wait_for_devices()
+        wait_for(self._losses[-1])
         secs, cpu_secs = time.perf_counter() - self._started, time.process_time() - self._cpu
         timing = {"secs": secs, "cpu_secs": cpu_secs, "idle_cpu_secs": self._idle_cpu_secs}
         losses = [loss.item() for loss in self._losses]

@@ -24,7 +24,7 @@ from typing import Any
 from _input_cases import CASES, GLOBAL_BATCH, LAYERS, LONGEST, QUICK, RIVAL, WIDTH, Case, documents
 from _machine import median_cores
 from _markdown import count
-from _report import Result, differing_losses, paired_ratios
+from _report import LATE_TOLERANCE, Result, differing_losses, paired_ratios
 from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
 from _teams import Team, noting_failure, running, take_turns, warm_up
 
@@ -71,7 +71,8 @@ def main() -> int:
                     if results[team.name].error is None:
                         with noting_failure(team, results[team.name]):
                             facts[team.name] += team.ask(facts=True)
-    wrong = differing_losses({case.name: results[case.name] for case in cases if not case.packed})
+    alike = {case.name: results[case.name] for case in cases if not case.packed}
+    wrong = differing_losses(alike, LATE_TOLERANCE)
     emit(make_report(cases, results, facts, wrong, args.rounds), args.json)
     return 1 if wrong or any(result.error for result in results.values()) else 0
 

@@ -48,7 +48,9 @@ def main() -> int:
         with running(teams):
             warm_up(teams, results)
             take_turns(teams, results, args.rounds, LOG_EVERY_STEPS)
-    wrong = differing_losses(results)
+    # Within an engine: after fifty steps, what two engines round otherwise has grown.
+    alike = [{case.name: results[case.name] for case in cases if case.engine == engine} for engine in ("native", "xla")]
+    wrong = [line for each in alike for line in differing_losses(each)]
     emit(make_report(cases, results, wrong, args.rounds), args.json)
     return 1 if wrong or any(result.error for result in results.values()) else 0
 
@@ -76,7 +78,7 @@ def make_report(cases: Sequence[Case], results: Mapping[str, Result], wrong: Seq
     done = [case for case in cases if results[case.name].error is None]
     compared = [(case, found) for case in done if (found := compared_with_bare(case, results)) is not None]
     failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
-    losses = [Check(line, "missed") for line in wrong] or [Check("the losses of all cases agree", "held")]
+    losses = [Check(line, "missed") for line in wrong] or [Check("the losses of the cases of an engine agree", "held")]
     return Report(
         name="trainer_overhead",
         title="Trainers beside a loop by hand",
