@@ -120,6 +120,12 @@ def differing_losses(results: Mapping[str, Result], tolerance: float = LOSS_TOLE
     return list(wrong.values())
 
 
+def loss_checks(results: Mapping[str, Result], wrong: Sequence[str], agreed: str) -> list[Check]:
+    """Return what failed, and which losses are wrong or else that they are as agreed."""
+    failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
+    return failed + ([Check(line, "missed") for line in wrong] or [Check(agreed, "held")])
+
+
 def compared(pairs: Sequence[Rivalry], results: Mapping[str, Result]) -> Iterator[Comparison]:
     """Yield how the step times of the pairs compare that were measured in the same rounds."""
     for pair in pairs:

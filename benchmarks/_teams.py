@@ -1,5 +1,6 @@
 """Groups of processes that stay alive and take turns: a block of training steps each, while the others sleep."""
 
+import argparse
 import json
 import select
 import socket
@@ -18,6 +19,30 @@ from tqdm import tqdm
 
 SETTLING_STEPS = 2  # after the first one: where the optimizer makes its state late, the second compiles again
 ANSWER_TIMEOUT_SECS = 600.0
+
+
+def parse_turns(doc: str | None, names: Sequence[str], quick: Sequence[str]) -> argparse.Namespace:
+    """Read the command line of a program whose cases take turns.
+
+    Args:
+        doc: The program's docstring.
+        names: Of its cases.
+        quick: Those that `--quick` runs.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, help="turns of each case (default: 6)")
+    parser.add_argument("--steps-per-round", type=int, help="steps in one turn (default: 3)")
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
+    parser.add_argument("--quick", action="store_true", help="two cases and one step, to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.rounds = args.rounds or (1 if args.quick else 6)
+    args.steps_per_round = args.steps_per_round or (1 if args.quick else 3)
+    args.cases = args.cases or (quick if args.quick else names)
+    if args.rounds < 1 or args.steps_per_round < 1:
+        parser.error("--rounds and --steps-per-round are at least 1")
+    return args
 
 
 class CaseError(Exception):

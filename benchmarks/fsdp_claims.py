@@ -10,7 +10,6 @@ computing, and no second memory to move to: `python -m benchmarks --profile gpu`
 Exits with 1 if a case fails or ends with another loss than the others of its model.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,9 @@ from _claims_cases import CASES, CLAIMS, GPU_COMMAND, PAIRS, QUICK, Case, Pair
 from _machine import median_cores
 from _markdown import count
 from _memory_cases import Workload
-from _report import Result, differing_losses, paired_ratios
-from _results import Check, Report, Series, Table, emit, spread
-from _teams import SETTLING_STEPS, Team, noting_failure, running, take_turns, warm_up
+from _report import Result, differing_losses, loss_checks, paired_ratios
+from _results import Report, Series, Table, emit, spread
+from _teams import SETTLING_STEPS, Team, noting_failure, parse_turns, running, take_turns, warm_up
 
 if TYPE_CHECKING:
     from _training import Steps
@@ -46,7 +45,7 @@ class Measured:
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
+    args = parse_turns(__doc__, [case.name for case in CASES], QUICK)
     total_steps = 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
     if args.worker:
         import _worker  # here, as the parent needs no torch
@@ -79,25 +78,6 @@ def main() -> int:
     return 1 if wrong or any(result.error for result in results.values()) else 0
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, help="turns of each case (default: 6)")
-    parser.add_argument("--steps-per-round", type=int, help="steps in one turn (default: 3)")
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--quick", action="store_true", help="two cases and one step, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 6)
-    args.steps_per_round = args.steps_per_round or (1 if args.quick else 3)
-    args.cases = args.cases or (QUICK if args.quick else names)
-    if args.rounds < 1 or args.steps_per_round < 1:
-        parser.error("--rounds and --steps-per-round are at least 1")
-    return args
-
-
 def build(case: Case, total_steps: int) -> "Steps":
     """Shard a case's model, and return what trains it."""
     import torch
@@ -124,8 +104,6 @@ def make_report(
     """Return all that was measured, and what it says of the claims."""
     done = [case for case in cases if case.name in peaks]
     pairs = {pair: found for pair in PAIRS if (found := measured(pair, results, peaks)) is not None}
-    failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
-    losses = [Check(line, "missed") for line in wrong] or [Check("the losses of a model's cases agree", "held")]
     sizes = dict.fromkeys(case.size for case in cases)
     return Report(
         name="fsdp_claims",
@@ -144,7 +122,7 @@ def make_report(
                 note="All that is alive at once counts: parameters, gradients, state, activations, gathered weights.",
             ),
         ],
-        checks=[*failed, *losses],
+        checks=loss_checks(results, wrong, "the losses of a model's cases agree"),
         series=[
             Series(
                 plot="Time and memory of FSDP's options, natively",

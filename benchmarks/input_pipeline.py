@@ -24,8 +24,8 @@ from typing import Any
 from _input_cases import CASES, GLOBAL_BATCH, LAYERS, LONGEST, QUICK, RIVAL, WIDTH, Case, documents
 from _machine import median_cores
 from _markdown import count
-from _report import LATE_TOLERANCE, Result, differing_losses, paired_ratios
-from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
+from _report import LATE_TOLERANCE, Result, differing_losses, loss_checks, paired_ratios
+from _results import Comparison, Report, Series, Table, compare, emit, spread
 from _teams import Team, noting_failure, running, take_turns, warm_up
 
 HEADER = [
@@ -100,9 +100,6 @@ def make_report(
     """Return all that was measured, and what it says."""
     lengths = sorted(map(len, documents()))
     done = [case for case in cases if results[case.name].error is None]
-    failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
-    losses = [Check(line, "missed") for line in wrong]
-    losses = losses or [Check("the losses of all cases that see the same batches agree", "held")]
     return Report(
         name="input_pipeline",
         title="Input pipeline",
@@ -123,7 +120,7 @@ def make_report(
                 note="A packed batch is one of ready blocks: its loader pads nothing.",
             ),
         ],
-        checks=[*failed, *losses],
+        checks=loss_checks(results, wrong, "the losses of all cases that see the same batches agree"),
         comparisons=list(comparisons(done, results, facts)),
         series=list(curves(done, results)),
         reading=list(readings(done, results, facts)),

@@ -25,9 +25,9 @@ from _machine import median_cores
 from _markdown import count
 from _memory_cases import Case as Plan
 from _memory_cases import Workload
-from _report import Result, differing_losses, paired_ratios
-from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
-from _teams import SETTLING_STEPS, Team, noting_failure, running, take_turns, warm_up
+from _report import Result, differing_losses, loss_checks, paired_ratios
+from _results import Comparison, Report, Series, Table, compare, emit, spread
+from _teams import SETTLING_STEPS, Team, noting_failure, parse_turns, running, take_turns, warm_up
 
 LABELS = {"xla-spmd": "xla-spmd", "native": "native", "fsdp2": "raw FSDP2"}
 CASES = (
@@ -56,7 +56,7 @@ class Bytes:
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
+    args = parse_turns(__doc__, [case.name for case in CASES], QUICK)
     total_steps = 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
     if args.worker:
         import _worker  # here, as the parent needs no torch
@@ -78,25 +78,6 @@ def main() -> int:
     wrong = differing_losses(results)
     emit(make_report(cases, results, found, wrong, args.rounds, args.steps_per_round), args.json)
     return 1 if wrong or any(result.error for result in results.values()) else 0
-
-
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, help="turns of each case (default: 6)")
-    parser.add_argument("--steps-per-round", type=int, help="steps in one turn (default: 3)")
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--quick", action="store_true", help="two cases and one step, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 6)
-    args.steps_per_round = args.steps_per_round or (1 if args.quick else 3)
-    args.cases = args.cases or (QUICK if args.quick else names)
-    if args.rounds < 1 or args.steps_per_round < 1:
-        parser.error("--rounds and --steps-per-round are at least 1")
-    return args
 
 
 def make_team(case: Case, args: argparse.Namespace, logs: Path) -> Team:
@@ -127,8 +108,6 @@ def make_report(
     steps: int,
 ) -> Report:
     """Return all that was measured, and what it says."""
-    failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
-    losses = [Check(line, "missed") for line in wrong] or [Check("the losses of all cases agree", "held")]
     done = [case for case in cases if results[case.name].error is None]
     return Report(
         name="scaling",
@@ -150,7 +129,7 @@ def make_report(
                 note="Under SPMD they are those of XLA's plan, otherwise those of a process's tensors.",
             ),
         ],
-        checks=[*failed, *losses],
+        checks=loss_checks(results, wrong, "the losses of all cases agree"),
         comparisons=list(comparisons(done, results, found)),
         series=[*curves(done, results), *memory_curves(done, found)],
         reading=list(readings(done, results, found)),

@@ -19,8 +19,8 @@ from statistics import median
 
 from _machine import median_cores
 from _markdown import count
-from _report import Result, differing_losses, paired_ratios
-from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
+from _report import Result, differing_losses, loss_checks, paired_ratios
+from _results import Comparison, Report, Series, Table, compare, emit, spread
 from _teams import SETTLING_STEPS, Team, running, take_turns, warm_up
 from _trainer_cases import CASES, GLOBAL_BATCH, LENGTH, LOG_EVERY_STEPS, LOOPS, MODEL, QUICK, REASONS, Case, write_text
 
@@ -77,8 +77,6 @@ def make_report(cases: Sequence[Case], results: Mapping[str, Result], wrong: Seq
     """Return all that was measured, and what it says."""
     done = [case for case in cases if results[case.name].error is None]
     compared = [(case, found) for case in done if (found := compared_with_bare(case, results)) is not None]
-    failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
-    losses = [Check(line, "missed") for line in wrong] or [Check("the losses of the cases of an engine agree", "held")]
     return Report(
         name="trainer_overhead",
         title="Trainers beside a loop by hand",
@@ -94,7 +92,7 @@ def make_report(cases: Sequence[Case], results: Mapping[str, Result], wrong: Seq
                 rows=[table_row(case, results) for case in done],
             )
         ],
-        checks=[*failed, *losses],
+        checks=loss_checks(results, wrong, "the losses of the cases of an engine agree"),
         comparisons=[found for _, found in compared],
         series=list(bars(compared)),
         reading=list(readings(compared)),
