@@ -17,7 +17,7 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import native_layers, recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
-from torchacc.engines.memory import Memory
+from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
@@ -96,7 +96,9 @@ class NativeEngine(Engine):
     def setup(self, plan: WrapPlan) -> None:
         """Start the process group, and choose this process's device."""
         self.group.start()
-        if self.device.type != "cpu":
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        else:
             torch.accelerator.set_device_index(self.device.index)
         fraction = self.config.memory.gpu_fraction
         if self.device.type == "cuda" and fraction is not None:

@@ -1,7 +1,26 @@
+import os
+import subprocess
+import sys
+
 import psutil
+import pytest
 import torch
 
 from torchacc.engines.memory import memory_of_process
+
+STEPS_OF_80_MB = """
+import resource, sys
+import torch
+from torchacc.engines.memory import keep_freed_memory
+
+kept = keep_freed_memory() if "keep" in sys.argv else None
+for step in range(10):
+    if step == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(5_000_000) for _ in range(4)]
+    del held
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 def test_the_peak_of_a_process_stays_when_its_memory_is_freed():
@@ -12,3 +31,24 @@ def test_the_peak_of_a_process_stays_when_its_memory_is_freed():
     assert found.of == "process"
     # The kernel adds up what its cores have counted at different moments.
     assert 2**28 < 0.99 * resident < found.peak_bytes < psutil.virtual_memory().total
+
+
+def steps_of_80_mb(*args: str, **variables: str) -> tuple[str, int]:
+    """Return what keep_freed_memory() said, and how many pages eight steps had the system zero."""
+    command = [sys.executable, "-c", STEPS_OF_80_MB, *args]
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    kept, faults = ended.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_what_a_step_frees_is_there_for_the_next_one():
+    kept, faults = steps_of_80_mb("keep")
+    _, faults_as_it_is = steps_of_80_mb()
+    assert kept == "True"
+    assert faults < 0.1 * faults_as_it_is
+
+
+def test_a_c_library_that_the_user_has_tuned_is_left_alone():
+    kept, _ = steps_of_80_mb("keep", MALLOC_TRIM_THRESHOLD_="1000000")
+    assert kept == "False"
