@@ -36,13 +36,14 @@ class Case:
     dp: int = 1
     """Replicas."""
     recompute: bool = False
+    bf16: bool = False
     workload: Workload = field(default=SMALL_BATCH)
 
     @property
     def name(self) -> str:
         """What tells it from the others of its workload."""
         mesh = f"{self.dp} x {self.devices // self.dp}" if self.dp > 1 else str(self.devices)
-        return f"{self.strategy} on {mesh}{', recomputed' if self.recompute else ''}"
+        return f"{self.strategy} on {mesh}{', recomputed' if self.recompute else ''}{', bf16' if self.bf16 else ''}"
 
 
 def with_and_without(case: Case) -> tuple[Case, Case]:

@@ -101,7 +101,7 @@ def plan(case: Case) -> dict[str, int]:
         model = make_model(size)
         tokens = torch.zeros(size.batch // case.devices, size.length, dtype=torch.long)
     config = torchacc.Config()
-    config.memory.gc = case.recompute
+    config.memory.gc, config.compute.bf16 = case.recompute, case.bf16
     step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2)
     needed = step.on(case.devices, case.strategy, replicas=case.dp)
     return {**asdict(needed), "total": needed.total}
@@ -147,7 +147,7 @@ def make(case: Case) -> tuple[Step, int]:
 
 def _torchacc(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     config = torchacc.Config(backend="xla")
-    config.memory.gc = case.recompute
+    config.memory.gc, config.compute.bf16 = case.recompute, case.bf16
     config.dist.dp.size = case.dp
     config.dist.fsdp.size = case.devices // case.dp
     config.dist.fsdp.sharding_strategy = case.strategy

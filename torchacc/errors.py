@@ -19,3 +19,8 @@ class CheckpointError(RuntimeError):
 
 class TrainingError(RuntimeError):
     """A run that cannot go on, as its numbers are not finite any more."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what an error of another library says, its first 300 characters, without line breaks."""
+    return " ".join(str(error).split())[:300]

@@ -13,7 +13,7 @@ from torch import nn
 from torchacc.config import Config, nearest
 from torchacc.config.sections import did_you_mean
 from torchacc.engines.xla import runtime
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import count_states, find_optimizer
 from torchacc.train.file import TrainFile, family_options
 from torchacc.train.hub import check_hub, is_on_hub
@@ -142,7 +142,7 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
     except ConfigError:
         raise
     except Exception as error:  # transformers has several classes for it
-        reason = _one_line(error)
+        reason = in_one_line(error)
         if isinstance(source, Mapping):
             raise ConfigError(f"transformers refuses the model's options: {reason}") from error
         raise ConfigError(
@@ -155,7 +155,7 @@ def _read_options(path: Path) -> dict[str, Any]:
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--model {path}: neither JSON nor YAML: {_one_line(error)}") from error
+        raise ConfigError(f"--model {path}: neither JSON nor YAML: {in_one_line(error)}") from error
     if isinstance(options, dict) and "training_stages" in options:
         raise ConfigError(f"--model {path} is a training file: write --config {path}, and --model-config for its model")
     if not isinstance(options, dict) or "model_type" not in options:
@@ -194,11 +194,7 @@ def _build(config: Any) -> nn.Module:
         with torch.device("meta"):
             model: Any = named[0](config) if named else known[0].from_config(config)
     except Exception as error:  # whatever a model's code comes upon where its options contradict each other
-        raise ConfigError(f"a {config.model_type} cannot be built with these options: {_one_line(error)}") from error
+        raise ConfigError(f"a {config.model_type} cannot be built with these options: {in_one_line(error)}") from error
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("batched_mm")  # the one that runs without values, and under XLA
     return cast(nn.Module, model.train())
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -9,7 +9,7 @@ from typing import Any, cast
 import yaml
 from typing_extensions import Self, override
 
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line
 
 _MAX_DEPTH = 64
 """Of values in values: far more than options have, and far less than Python's stack."""
@@ -78,7 +78,7 @@ class YamlFile:
         except IsADirectoryError:
             raise ConfigError(f"{path}: it is a folder; name the YAML file in it") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{path}: not YAML: {in_one_line(error)}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}:1: expected options such as `{example}`, found {values!r}")
         file = cls(Path(path), values, lines)

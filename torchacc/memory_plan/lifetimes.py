@@ -11,10 +11,11 @@ operations that read it. This is a model of XLA's rules, not a copy of its code:
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchacc.memory_plan.trace import Operation, Trace
+from torchacc.memory_plan.order import in_xla_order
+from torchacc.memory_plan.trace import Operation, Read, Trace
 
 _SHAPING = {
     "alias_copy", "arange", "cat", "clone", "constant_pad_nd", "copy", "copy_", "empty_like", "expand_copy", "fill",
@@ -27,7 +28,7 @@ _SHAPING = {
 }  # fmt: skip
 """Operations beside the pointwise ones that XLA computes where their result is read."""
 _EXPENSIVE = {
-    "exp", "log", "tanh", "sigmoid", "silu", "gelu", "erf", "sin", "cos", "pow", "sqrt", "rsqrt", "tanh_backward",
+    "exp", "log", "tanh", "sigmoid", "gelu", "erf", "sin", "cos", "pow", "sqrt", "rsqrt", "tanh_backward",
     "gelu_backward", "native_dropout",
 }  # fmt: skip
 _OPERANDS_IN_MEMORY = {
@@ -38,6 +39,8 @@ _LOOKUPS = {"embedding_dense_backward"}
 """Operations whose result is rows that are added into something."""
 _MASKED = {"_safe_softmax"}
 """Operations after which XLA makes rows of zeros, which are products' operands; backward reads what was before."""
+_WITH_SIGMOID = {"silu", "silu_backward"}
+"""Operations that are products of what they read and its sigmoid, which has memory."""
 _LOSS_INPUTS = {"_log_softmax"}
 """Operations that the loss is computed from, last of all."""
 _SMALL_BYTES = 1 << 10
@@ -74,7 +77,7 @@ class Lifetimes:
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:
     """Decide which values of a step get memory under XLA, and for how long."""
-    return _Fusion(trace).run()
+    return _Fusion(in_xla_order(trace)).run()
 
 
 def eager_lifetimes(trace: Trace) -> Lifetimes:
@@ -108,6 +111,7 @@ class _Fusion:
         """The buffers that a buffer is computed from."""
         self._cheaper: dict[int, tuple[int, ...]] = {}
         """What others than matrix products read of a value that is in memory for these only."""
+        self._sigmoids: dict[Read, int] = {}
         self._copies: dict[tuple[int, int, int], int] = {}
         self._num_extra = 0
         self._uses: dict[str, list[int]] = {}
@@ -115,6 +119,7 @@ class _Fusion:
         for time, operation in enumerate(trace.operations):
             for read in operation.reads:
                 self._users.setdefault(read.value, []).append(time)
+        self._depths = _depths(trace)
 
     def run(self) -> Lifetimes:
         for time, operation in enumerate(self._trace.operations):
@@ -135,9 +140,11 @@ class _Fusion:
         if name in _MASKED:  # rows without any weight are made zero after it, where it is multiplied
             self._masked(time, operation.makes[0], sources)
             return
+        if name in _WITH_SIGMOID:
+            sources = (*sources, self._sigmoid(time, operation, sources))
         for value in operation.makes:
             nbytes = self._trace.values[value].nbytes
-            if fused and not self._needs_memory(name, value, nbytes, sources):
+            if fused and not self._needs_memory(time, name, value, nbytes, sources):
                 self._sources[value] = sources
             else:
                 self._make(value, nbytes, time, sources)
@@ -166,9 +173,9 @@ class _Fusion:
             self._read(time, sources)
         return (self._copies[key],)
 
-    def _needs_memory(self, name: str, value: int, nbytes: int, sources: tuple[int, ...]) -> bool:
+    def _needs_memory(self, time: int, name: str, value: int, nbytes: int, sources: tuple[int, ...]) -> bool:
         users = self._users.get(value, [])
-        operations = [self._trace.operations[time] for time in users]
+        operations = [self._trace.operations[user] for user in users]
         whole = [
             operation
             for operation in operations
@@ -176,9 +183,14 @@ class _Fusion:
             and any(read.value == value and read.nbytes >= nbytes for read in operation.reads)
         ]
         is_cheap = name not in _EXPENSIVE and sum(self._buffers[source].nbytes for source in sources) <= nbytes
+        is_cheap |= name in _WITH_SIGMOID and self._is_read_at_once(time, users)
         if whole and is_cheap:
             self._cheaper[value] = sources
         return bool(whole) or (len(users) > 1 and not is_cheap)
+
+    def _is_read_at_once(self, time: int, users: Sequence[int]) -> bool:
+        """Return whether nothing in memory lies between a value and any of its readers, so that all can compute it."""
+        return all(self._depths[user] <= self._depths[time] for user in users)
 
     def _masked(self, time: int, value: int, sources: tuple[int, ...]) -> None:
         nbytes, key = self._trace.values[value].nbytes, self._extra()
@@ -187,6 +199,15 @@ class _Fusion:
         self._make(value, nbytes, time, (key,))
         self._read(time, (key,))
         self._cheaper[value] = (key,)
+
+    def _sigmoid(self, time: int, operation: Operation, sources: tuple[int, ...]) -> int:
+        """Return the buffer of the sigmoid that is multiplied, which forward and backward have in common."""
+        value = operation.reads[-1]  # what `silu` is of; in backward it comes after the gradient
+        if value not in self._sigmoids:
+            self._sigmoids[value] = self._extra()
+            self._make(self._sigmoids[value], value.nbytes, time, sources)
+            self._read(time, sources)
+        return self._sigmoids[value]
 
     def _extra(self) -> int:
         self._num_extra += 1
@@ -223,6 +244,18 @@ class _Fusion:
                 buffer.birth = first
                 for source in self._inputs_of[key]:
                     self._reads[source].append(first)
+
+
+def _depths(trace: Trace) -> list[int]:
+    """Return for each operation the most results in memory on a path to it, its own not counted."""
+    depths: list[int] = []
+    behind: dict[int, int] = {}
+    for operation in trace.operations:
+        values = (*(read.value for read in operation.reads), *operation.after)
+        depths.append(max((behind.get(value, 0) for value in values), default=0))
+        has_memory = not operation.is_pointwise and _short(operation) not in _SHAPING
+        behind.update(dict.fromkeys(operation.makes, depths[-1] + has_memory))
+    return depths
 
 
 def _short(operation: Operation) -> str:

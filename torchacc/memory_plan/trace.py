@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line
 
 aten = torch.ops.aten
 _PRODUCTS = {
@@ -59,6 +59,8 @@ class Operation:
     reads: tuple[Read, ...]
     makes: tuple[int, ...]
     """Values that are new."""
+    after: tuple[int, ...] = ()
+    """Values that are waited for and not read: a repetition waits for the gradient of what it repeats."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def record(
     try:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_recomputing(model, recomputed, mode))
+            stack.enter_context(_recomputing(model, recomputed, mode, recorder))
             stack.enter_context(mode())
             stack.enter_context(recorder)
             loss = _loss_of(model(**batch), model)
@@ -113,7 +115,7 @@ def record(
     except Exception as error:  # it is the model's own code that runs
         raise ConfigError(
             f"{type(model).__name__} cannot be planned, as it does not train with {', '.join(batch)} on the meta "
-            f"device, where tensors have a shape and no values: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"device, where tensors have a shape and no values: {type(error).__name__}: {in_one_line(error)}"
         ) from error
     found = {
         name: recorder.find(gradient)
@@ -153,6 +155,7 @@ class _Recorder(WithoutValues):
         self.operations: list[Operation] = []
         self._ids: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
+        self._after: tuple[int, ...] = ()
         for parameter, name in names.items():
             self._add(parameter, parameter=name, is_input=True)
 
@@ -169,8 +172,17 @@ class _Recorder(WithoutValues):
         new = tuple(value for value in makes if value >= known)
         if new or func._schema.is_mutable:
             pointwise = torch.Tag.pointwise in func.tags
-            self.operations.append(Operation(str(func), pointwise, tuple(reads), new))
+            self.operations.append(Operation(str(func), pointwise, tuple(reads), new, self._after))
         return output
+
+    @contextmanager
+    def after(self, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Note of all operations while the context is entered that they wait for gradients."""
+        before, self._after = self._after, tuple(self.find(gradient) for gradient in gradients)
+        try:
+            yield
+        finally:
+            self._after = before
 
     def find(self, tensor: torch.Tensor) -> int:
         """Return the value that a tensor is, or is a view of."""
@@ -231,18 +243,26 @@ class _FusedAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _recomputing(model: nn.Module, names: Sequence[str], mode: Callable[[], TorchFunctionMode]) -> Iterator[None]:
+def _recomputing(
+    model: nn.Module, names: Sequence[str], mode: Callable[[], TorchFunctionMode], recorder: _Recorder
+) -> Iterator[None]:
     """Let modules be computed again in backward, in the mode of forward, while the context is entered."""
     modules = [model.get_submodule(name) for name in names]
     for module in modules:
         forward = module.forward
 
-        def compute(*args: Any, forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
-            with mode():
-                return forward(*args, **kwargs)
+        def run(*args: Any, forward: Callable[..., Any] = forward, **kwargs: Any) -> Any:
+            arrived: list[torch.Tensor] = []
 
-        def run(*args: Any, compute: Callable[..., Any] = compute, **kwargs: Any) -> Any:
-            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                with mode(), recorder.after(arrived):
+                    return forward(*args, **kwargs)
+
+            output = checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(arrived.append)
+            return output
 
         module.__dict__["forward"] = run
     try:

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from torchacc.config import Config, Section, nearest
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line
 from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig
 from torchacc.train.optim import check_options
 
@@ -183,7 +183,7 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
     try:
         AutoConfig.for_model(**values)
     except Exception as error:  # transformers has several classes for it
-        raise ConfigError(source.at(f"{name}: transformers refuses it: {' '.join(str(error).split())}")) from None
+        raise ConfigError(source.at(f"{name}: transformers refuses it: {in_one_line(error)}")) from None
     names = AutoConfig.for_model(family).attribute_map
     for option in ("num_hidden_layers", names.get("num_hidden_layers")):
         if isinstance(values.get(option), int) and values[option] < 1:

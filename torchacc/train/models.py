@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchacc.engines.deferred import deferred_init
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import WithoutValues
 
 _LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -85,7 +85,9 @@ def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
     except ConfigError:
         raise
     except Exception as error:  # whatever a family's code runs into
-        raise ConfigError(f"transformers cannot build this model: {_in_a_line(error)}") from None
+        raise ConfigError(
+            f"transformers cannot build this model: {type(error).__name__}: {in_one_line(error)}"
+        ) from None
     if not hasattr(planned.config, "vocab_size"):
         raise ConfigError(
             f"model_type {config.model_type} consists of several models: use a family of text alone, such as gpt2, "
@@ -110,13 +112,11 @@ def _check_forward(model: Any) -> None:
         return  # what it does depends on values
     except Exception as error:  # whatever a family's code runs into
         if "meta" not in str(error):
-            raise ConfigError(f"transformers can build this model, and not run it: {_in_a_line(error)}") from None
+            raise ConfigError(
+                f"transformers can build this model, and not run it: {type(error).__name__}: {in_one_line(error)}"
+            ) from None
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:

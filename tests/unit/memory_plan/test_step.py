@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import count_states, find_optimizer, study
+from torchacc.memory_plan.order import in_xla_order
+from torchacc.memory_plan.trace import record
 
 WIDTH = 64
 ROWS = 32
@@ -37,6 +39,37 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return {"loss": F.mse_loss(x, labels)}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Gated(nn.Module):
+    def __init__(self, scale_last: bool) -> None:
+        super().__init__()
+        if not scale_last:
+            self.scale = Scale()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        if scale_last:
+            self.scale = Scale()
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.scale(x))))
+
+
+class GatedNet(Net):
+    _no_split_modules = ("Gated",)
+
+    def __init__(self, layers: int = 3, scale_last: bool = False) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Gated(scale_last) for _ in range(layers))
 
 
 class Asking(Net):
@@ -99,6 +132,26 @@ def test_activations_are_what_backward_needs_of_each_layer():
     """A layer keeps what `up` reads, and what `tanh` makes, which `down` reads as well."""
     three, four = (plan(layers=layers, rows=MANY).on(1, "NO_SHARD").activations for layers in (3, 4))
     assert four - three == (1 + 4) * HIDDEN_BYTES
+
+
+def test_of_silu_the_sigmoid_is_kept_too():
+    """A layer keeps what goes into it and into `up`; what `up` makes, its sigmoid and their product."""
+    three, four = (plan(GatedNet, layers=layers, rows=MANY).on(1, "NO_SHARD").activations for layers in (3, 4))
+    assert four - three == (2 + 3 * 4) * HIDDEN_BYTES
+
+
+@pytest.mark.parametrize("recomputed", [(), ("layers.0", "layers.1")])
+def test_gradients_come_from_the_last_parameter_to_the_first(recomputed):
+    """So those of products wait for that of a scale that is used before them, where it stands behind them."""
+    for scale_last, expected in ((True, ["scale", "down", "up"]), (False, ["down", "up", "scale"])):
+        with torch.device("meta"):
+            model = GatedNet(layers=2, scale_last=scale_last).train()
+            batch = {"x": torch.zeros(ROWS, WIDTH), "labels": torch.zeros(ROWS, WIDTH)}
+        trace = in_xla_order(record(model, batch, recomputed=recomputed))
+        names = {value: name for name, value in trace.gradients.items()}
+        made = [names[value] for operation in trace.operations for value in operation.makes if value in names]
+        parts = [name.removesuffix(".weight").split(".")[1:] for name in made]
+        assert parts == [[layer, name] for layer in "10" for name in expected]
 
 
 def test_run_eagerly_a_layer_keeps_as_much():
