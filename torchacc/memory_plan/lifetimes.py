@@ -81,18 +81,27 @@ def fused_lifetimes(trace: Trace) -> Lifetimes:
 
 
 def eager_lifetimes(trace: Trace) -> Lifetimes:
-    """Return how long values live where each operation is a kernel of its own: until the last one that reads them."""
+    """Return how long values live where each operation is a kernel of its own: until the last one that reads them.
+
+    Gradients of parameters are left out, as it is not an operation that ends their lives.
+    """
     last: dict[int, int] = {}
     uses: dict[str, list[int]] = {}
     born: dict[int, int] = {}
+    ends = {operation.step: time for time, operation in enumerate(trace.operations)}
     for time, operation in enumerate(trace.operations):
         born.update(dict.fromkeys(operation.makes, time))
         for read in operation.reads:
-            last[read.value] = time
+            last[read.value] = ends[operation.step]
             parameter = trace.values[read.value].parameter
             if parameter is not None:
                 uses.setdefault(parameter, []).append(time)
-    buffers = tuple(Buffer(trace.values[value].nbytes, birth, last.get(value, birth)) for value, birth in born.items())
+    given = set(trace.gradients.values())
+    buffers = tuple(
+        Buffer(trace.values[value].nbytes, birth, last.get(value, birth))
+        for value, birth in born.items()
+        if value not in given
+    )
     gradients = {name: born.get(value, len(trace.operations) - 1) for name, value in trace.gradients.items()}
     return Lifetimes(
         len(trace.operations), trace.num_forward, buffers, {k: tuple(v) for k, v in uses.items()}, gradients

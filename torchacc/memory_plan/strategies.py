@@ -75,29 +75,59 @@ def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_by
 
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
     """
-    master, compute = _DTYPE_BYTES[plan.master_dtype], _DTYPE_BYTES[plan.compute_dtype]
+    master = _DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(_even_shard(plan, parameter) for parameter in plan.parameters)
     trained = sum(_even_shard(plan, parameter) for parameter in plan.parameters if parameter.trainable)
-    # The model's own weights are whole from forward to backward, and of the units the one that runs and the next.
-    units = sorted((unit.numel for unit in plan.units[:-1]), reverse=True)
-    largest = max((unit.numel for unit in plan.units), default=0)
-    whole = sum(units[:2]) if plan.gathers_again else sum(units)
-    is_split = plan.topology.size("fsdp") > 1
-    gathered = (whole + plan.units[-1].numel) * compute if is_split or compute != master else 0
-    reduced = 2 * largest * _DTYPE_BYTES[plan.reduce_dtype] if plan.topology.num_data_shards > 1 else 0
-    activations = _peak(_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers)["activations"]
-    step = trained * master if num_states else 0
-    if step > gathered + reduced + activations:  # the optimizer's step is when the most is held
-        gathered = reduced = activations = 0
-    else:
-        step = 0
+    end = lifetimes.num_operations
+    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
+    intervals += _unit_weights(plan, lifetimes)
+    intervals += _unit_gradients(plan, lifetimes)
+    intervals.append(_Interval("optimizer", trained * master if num_states else 0, end, end))
+    peak = _peak(intervals)
     return DeviceBytes(
         parameters=at_rest * master,
-        optimizer=trained * master * num_states + step,
-        gathered=gathered,
-        gradients=trained * master + reduced,
-        activations=activations + batch_bytes,
+        optimizer=trained * master * num_states + peak["optimizer"],
+        gathered=peak["gathered"],
+        gradients=peak["gradients"],
+        activations=peak["activations"] + batch_bytes,
     )
+
+
+def _unit_weights(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
+    """Yield when the weights of a unit are whole, which `fully_shard` has beside the shards on one process, too."""
+    turn = lifetimes.num_forward
+    uses = {
+        unit: sorted(use for parameter in unit.parameters for use in lifetimes.uses.get(parameter.name, ()))
+        for unit in plan.units
+    }
+    begins = {unit: min((use for use in uses[unit] if use >= turn and unit.name), default=turn) for unit in plan.units}
+    for unit, times in uses.items():
+        if not times:
+            continue
+        nbytes = unit.numel * _DTYPE_BYTES[plan.compute_dtype]
+        ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
+        if not plan.gathers_again_in(unit):
+            yield _Interval("gathered", nbytes, times[0], ends)
+            continue
+        # In backward a unit is gathered when the one that comes before it begins.
+        ahead = max((time for time in begins.values() if time < begins[unit]), default=begins[unit])
+        yield _Interval("gathered", nbytes, times[0], max((time for time in times if time < turn), default=times[0]))
+        yield _Interval("gathered", nbytes, ahead if plan.prefetches_backward else begins[unit], ends)
+
+
+def _unit_gradients(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
+    """Yield when gradients are whole, in the buffer in which those of a unit are summed, and split."""
+    compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
+    trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
+    complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
+    for unit, done in zip(trained, complete, strict=True):
+        for parameter in unit:
+            yield _Interval("gradients", parameter.numel * compute, lifetimes.gradients[parameter.name], done)
+        following = min((time for time in complete if time > done), default=done)
+        if plan.topology.num_data_shards > 1:
+            yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
+        shards = sum(_even_shard(plan, parameter) for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
+        yield _Interval("gradients", shards, done, lifetimes.num_operations)
 
 
 def _even_shard(plan: WrapPlan, parameter: PlannedParameter) -> int:

@@ -61,6 +61,8 @@ class Operation:
     """Values that are new."""
     after: tuple[int, ...] = ()
     """Values that are waited for and not read: a repetition waits for the gradient of what it repeats."""
+    step: int = 0
+    """Which step of backward it is a part of: one of autograd's nodes, which lets go of all that it read at its end."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class _Recorder(WithoutValues):
         self._ids: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
         self._after: tuple[int, ...] = ()
+        self._node: object = None
+        self._step = 0
         for parameter, name in names.items():
             self._add(parameter, parameter=name, is_input=True)
 
@@ -172,8 +176,14 @@ class _Recorder(WithoutValues):
         new = tuple(value for value in makes if value >= known)
         if new or func._schema.is_mutable:
             pointwise = torch.Tag.pointwise in func.tags
-            self.operations.append(Operation(str(func), pointwise, tuple(reads), new, self._after))
+            self.operations.append(Operation(str(func), pointwise, tuple(reads), new, self._after, self._find_step()))
         return output
+
+    def _find_step(self) -> int:
+        node = None if self._after else torch._C._current_autograd_node()
+        if node is None or node is not self._node:
+            self._node, self._step = node, self._step + 1
+        return self._step
 
     @contextmanager
     def after(self, gradients: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -183,6 +183,15 @@ def test_the_native_engine_holds_gradients_until_the_step():
     assert step.on(1, "NO_SHARD").total >= 4 * PARAMETER_BYTES
 
 
+def test_natively_weights_are_whole_a_unit_at_a_time():
+    """Where activations are the most, in the last layer's backward: that one and the one before, or all of them."""
+    layer = PARAMETER_BYTES / 3
+    step = plan(engine="native", rows=MANY)
+    assert step.on(2, "FULL_SHARD").gathered == 2 * layer
+    assert step.on(2, "SHARD_GRAD_OP").gathered == step.on(1, "NO_SHARD").gathered == PARAMETER_BYTES
+    assert step.on(2, "FULL_SHARD").gradients == layer / 2  # that of `down`, whole
+
+
 def test_the_gradient_of_a_lookup_joins_that_of_the_head():
     with torch.device("meta"):
         tokens = torch.zeros(8, dtype=torch.long)
