@@ -72,9 +72,7 @@ LIVE_EXPECTATIONS = (
     Share("save", "plain write", 1 / 0.8, "it also computes checksums, and commits by a rename"),
     Share("load", "plain read", 1 / 0.8, "every byte goes through the memory a second time, for its checksum"),
     Share("cold load", "cold plain read", 1 / 0.8, "a rank reads many runs of bytes where its plain file is one"),
-    Share(
-        "async save", "save", 0.1, "copying the bytes in memory is most of it, and a save is nearly as fast as the disk"
-    ),
+    Share("async save", "save", 0.1, "planning what goes where, and agreeing on it, is most of it"),
 )
 AGAINST_DCP = {
     "save": "both write the same bytes; torchacc also computes their checksums and commits by a rename",

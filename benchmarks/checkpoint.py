@@ -11,7 +11,7 @@ does not, and nothing of one run is left to be written in the next.
 The second part saves and loads a model of that size with its AdamW, native on 4 ranks, in turns with plain file I/O of
 the same bytes (each rank its own file, synced) and with torch.distributed.checkpoint (dcp). Each time is that of the
 slowest rank. `load` finds its files in the page cache, `cold load` on the disk; `async save` is what the step waits
-for.
+for: until the save has returned, and in the step that follows until its optimizer may begin.
 
 Exits with 1 if a case fails or the results differ; what is slow or large is reported, not an error.
 """
@@ -157,8 +157,8 @@ def make_report(runs: Runs, live: Live, agree: bool) -> Report:
                 "bytes and `torch.distributed.checkpoint` (dcp)",
                 header=LIVE_HEADER,
                 rows=[live_row(case, reference, live) for case, reference in LIVE_REFERENCES.items()],
-                note="`load` finds its files in the page cache, `cold load` on the disk; `async save` is what the step "
-                "waits for.",
+                note="`load` finds its files in the page cache, `cold load` on the disk; `async save` is what training "
+                "waits for: until the save returns, and before the next step of the optimizer until all is copied.",
             ),
         ],
         checks=[
@@ -285,7 +285,11 @@ def readings(runs: Runs, secs: dict[str, list[float]]) -> Iterator[str]:
         f"included; loading takes {parts[1]:.2f} times as long from the page cache and {cold:.2f} times from the disk, "
         "with every byte checked."
     )
-    yield f"An asynchronous save holds a step up for {share(secs, 'async save', 'save').middle:.2f} of a save."
+    yield (
+        f"An asynchronous save holds training up for {share(secs, 'async save', 'save').middle:.2f} of a save. The "
+        "step beside which it copies its tensors takes, what it waits for included, "
+        f"{share(secs, 'step beside', 'step').middle:.2f} times as long as others."
+    )
 
 
 if __name__ == "__main__":

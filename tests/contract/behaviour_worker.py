@@ -790,6 +790,7 @@ def shard_output_callable_is_called() -> None:
 
 
 # These register their cases, after those about random numbers.
+import background_cases  # noqa: E402, F401
 import compile_cases  # noqa: E402, F401
 import deferred_cases  # noqa: E402, F401
 import lever_cases  # noqa: E402, F401

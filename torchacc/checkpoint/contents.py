@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint import hub, optimizer_state, plain, state
+from torchacc.checkpoint.staging import Run
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
@@ -33,26 +34,6 @@ _MAX_WRITERS = 16
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape, by name."""
-Run = tuple[Slot, int, torch.Tensor]
-"""Where elements go, which of the tensor's is the first, and the elements."""
-
-
-class Staging:
-    """Host memory that holds copies of tensors while they are written, and is used again for the next ones."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = {}
-
-    def copies(self, runs: Iterable[Run]) -> Iterator[Run]:
-        """Copy all runs now, and return an iterator over the copies."""
-        spare, self._kept = self._kept, {}
-        copied: list[Run] = []
-        for slot, start, data in runs:
-            alike = (data.dtype, data.shape)
-            copy = spare[alike].pop() if spare.get(alike) else torch.empty_like(data)
-            self._kept.setdefault(alike, []).append(copy)
-            copied.append((slot, start, copy.copy_(data)))
-        return iter(copied)
 
 
 class Contents:
@@ -127,6 +108,11 @@ class Contents:
         if self._sharded.engine.job.rank == 0:
             for name, value in self._whole.items():
                 yield slots[name], 0, value
+
+    def sharded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are written as they lie in the model and in the optimizer, with the first name."""
+        for source, holding, suffix in self._sources:
+            yield holding.names[0] + suffix, source
 
     @staticmethod
     def _batches(

@@ -19,14 +19,13 @@ from torchacc.checkpoint import hub, optimizer_state, plain, state
 from torchacc.checkpoint.contents import (
     Contents,
     Other,
-    Run,
-    Staging,
     indices,
     other_state,
     pretrained_files,
     random_state,
 )
 from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.staging import BackgroundCopy, Run, Staging
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.engines.base import ShardedModel, sharded_model
@@ -103,6 +102,9 @@ def snapshot(
 ) -> "Pending":
     """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
 
+    Where the tensors lie on the host, as natively on a CPU, they are copied in a thread, and the next step of an
+    optimizer of the model waits until that is done. Until then nothing else may change them.
+
     Args:
         path: As all others: see `save()`.
         model: ″
@@ -112,7 +114,7 @@ def snapshot(
         extra: ″
         tokenizer: ″
         max_shard_size: ″
-        copied: Whether the tensors are copied now, and may change before `write()` is called.
+        copied: Whether the tensors are copied, so that steps and loads may change them before `write()` is called.
 
     Raises:
         CheckpointError: It cannot be written there; on every process.
@@ -144,16 +146,29 @@ def snapshot(
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
     others = {name: slot for layout in other.lay_out().values() for name, slot in layout.slots.items()}
     runs = _chain(contents.runs(slots), ((others[name], 0, tensor) for name, tensor in other.tensors.items()))
-    staging = _spare.pop(sharded, None) or Staging()
-    pending = Pending(
-        writer,
-        staging.copies(runs) if copied else runs,
-        other.files,
-        nbytes=sum(layout.nbytes for layout in layouts.values()),
-        done=lambda: _spare.__setitem__(sharded, staging),
-    )
+    tensors, done = _copied(sharded, contents, runs, slots | others) if copied else (runs, lambda: None)
+    nbytes = sum(layout.nbytes for layout in layouts.values())
     sharded.engine.set_random_state(drawn)
-    return pending
+    return Pending(writer, tensors, other.files, nbytes, done)
+
+
+def _copied(
+    sharded: ShardedModel, contents: Contents, runs: Iterator[Run], slots: Mapping[str, Slot]
+) -> tuple[Iterator[Run], Callable[[], None]]:
+    """Return copies of runs, made now or, where training leaves the tensors alone for long enough, beside it."""
+    staging = _spare.pop(sharded, None) or Staging()
+
+    def done() -> None:
+        staging.release()
+        _spare[sharded] = staging
+
+    if not sharded.fetches_own_memory:
+        return staging.copies(runs), done
+    copying = BackgroundCopy(runs, staging, slots, contents.sharded_tensors())
+    sharded.before_change()
+    sharded.before_change = copying.join
+    copying.start()
+    return copying.copies(), done
 
 
 _spare: WeakKeyDictionary[ShardedModel, Staging] = WeakKeyDictionary()
@@ -169,7 +184,7 @@ class Pending:
     _files: dict[str, bytes]
     nbytes: int
     """Bytes of the whole checkpoint's tensors."""
-    done: Callable[[], None] = lambda: None
+    _done: Callable[[], None] = lambda: None
     """Called when the tensors are no longer needed."""
 
     def write(self) -> None:
@@ -178,7 +193,8 @@ class Pending:
         Every process calls it, from any thread, and once: they meet through the file system.
 
         Raises:
-            CheckpointError: Any process has failed to write its part.
+            CheckpointError: Any process has failed to write its part, or its tensors were changed before they were
+                copied.
         """
         try:
             for slot, start, data in self._tensors:
@@ -194,7 +210,7 @@ class Pending:
             raise
         finally:
             self._tensors = iter(())
-            self.done()
+            self._done()
 
 
 def load(
@@ -226,6 +242,7 @@ def load(
     """
     sharded = sharded_model(model)
     group = sharded.engine.group
+    sharded.before_change()
     sharded.engine.sync()
     with group.agreed(lambda: _open(sharded, path, optimizer, scheduler, loader)) as reader:
         sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"

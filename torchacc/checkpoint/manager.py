@@ -94,8 +94,10 @@ class CheckpointManager:
             tokenizer: A tokenizer or processor to lie in each checkpoint, so that it can be opened by itself.
             every_steps: `save_if_due()` saves at the multiples of this many steps; None for SIGTERM only.
             keep: How many of the newest checkpoints to keep; None for all of them.
-            async_save: Whether to write in the background. The step then waits only for a copy to host memory, which
-                this process must have room for.
+            async_save: Whether to write in the background, from a copy in host memory, which this process must have
+                room for. Natively on the CPU the copy, too, is made beside the next forward and backward; the next step
+                of an optimizer, and a load, wait for it. What else changes weights or the optimizer's state does so
+                between `optimizer.step()` and the save, or after `wait()`; where it does not, the save fails.
 
         Raises:
             CheckpointError: The folder cannot be written.
@@ -197,7 +199,7 @@ class CheckpointManager:
         """Save now, whether it is due or not. Collective: every process.
 
         A checkpoint of the same step is replaced. With `async_save` this waits for the last one to be complete, and
-        returns when its own is copied.
+        returns when its own is copied, or natively on the CPU begins to be.
 
         Args:
             step: How many steps the run has made.

@@ -199,6 +199,7 @@ def load_state_dict(
             )
     all_local = are_local([(holding, found) for _, holding, found in loads])
     locals_ = [(parameter, cut(sharded, holding, found, all_local)) for parameter, holding, found in loads]
+    sharded.before_change()
     with torch.no_grad():
         for parameter, local in locals_:
             sharded.assign(parameter, local.to(parameter.dtype))

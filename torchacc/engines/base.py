@@ -158,6 +158,8 @@ class ShardedModel(ABC):
         """Optimizers whose state has not been loaded as a whole."""
         self.has_scaler = False
         """Whether a `GradScaler` was made for the model."""
+        self.before_change: Callable[[], object] = lambda: None
+        """Waits for who still reads parameters and optimizers' states; called before they are changed."""
         self._accumulating = False
         self._window_is_open = False
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -177,6 +179,11 @@ class ShardedModel(ABC):
         Returns:
             For each a tensor of one dimension, padding included or left out; it may share memory with the model.
         """
+
+    @property
+    def fetches_own_memory(self) -> bool:
+        """Whether what `fetch()` returns is the memory of the tensors, or a copy, and never runs anything."""
+        return False
 
     @abstractmethod
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
@@ -348,6 +355,7 @@ class ShardedModel(ABC):
             EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
                 state were not loaded as a whole.
         """
+        self.before_change()
         self.check_usable()
         self.check_optimizer(optimizer)
         if self._window_is_open:

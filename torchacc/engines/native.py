@@ -375,6 +375,11 @@ class NativeModel(ShardedModel):
         """Return the local tensors of DTensors, flat, on the host."""
         return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
 
+    @property
+    def fetches_own_memory(self) -> bool:
+        """On the CPU, unless a tensor is not contiguous, and copied."""
+        return self.engine.device.type == "cpu"
+
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor that lies like a parameter."""
         from torch.distributed.tensor import DTensor

@@ -1,0 +1,52 @@
+"""What is saved in the background while training goes on, on two devices of each engine."""
+
+import pytest
+from casekit import NATIVE, RANK, X, case, part, step
+from state_cases import shared_folder, trained
+
+import torchacc
+from torchacc.checkpoint import snapshot as begin
+from torchacc.checkpoint import staging
+
+
+def contents(folder):
+    """Return the bytes of a checkpoint's tensors."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@case()
+def saved_in_the_background_is_what_was_there_at_its_moment() -> None:
+    model, optimizer, _, _ = trained()
+    parts = {"model": model, "optimizer": optimizer}
+    with shared_folder() as folder:
+        for name in ("first", "again"):  # into the memory of the first
+            torchacc.checkpoint.save(folder / "now", **parts)
+            pending = begin(folder / name, **parts)
+            for _ in range(2):
+                step(model, part(X), optimizer)
+            pending.write()
+            torchacc.checkpoint.verify(folder / name)
+            assert {"model.safetensors", "optimizer.safetensors"} <= contents(folder / name).keys()
+            assert contents(folder / name) == contents(folder / "now")
+            torchacc.dist.rendezvous("compared")
+
+
+@case([NATIVE])
+def change_on_one_rank_while_it_is_copied_fails_the_save_of_all() -> None:
+    model, optimizer, _, _ = trained()
+    weight = model.one.weight
+    parts = {"model": model, "optimizer": optimizer}
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        torchacc.checkpoint.save(folder / "saved", **parts, extra="old")
+        # In place of the thread, whose copy would come too soon: nothing is copied before write() joins it.
+        patch.setattr(staging.BackgroundCopy, "start", lambda self: None)
+        patch.setattr(staging.BackgroundCopy, "join", lambda self: self.run() if self._runs else None)
+        pending = begin(folder / "saved", **parts)
+        if RANK == 0:
+            weight.data.mul_(2)
+        reason = "" if RANK == 0 else "was not saved: rank-0: "
+        with pytest.raises(torchacc.CheckpointError, match=f"{reason}'one.weight' was changed"):
+            pending.write()
+        assert torchacc.checkpoint.load(folder / "saved", **parts) == "old"
+        assert [path.name for path in folder.iterdir()] == ["saved"]
+        step(model, part(X), optimizer)  # and it goes on
