@@ -42,6 +42,7 @@ def test_the_report_has_every_case_and_names_what_loses_with_its_reason():
     from checkpoint import make_report
 
     secs = dict.fromkeys(LIVE_REFERENCES, [1.0]) | {"load": [2.0], "async save": [0.05]}
+    secs |= {"step": [1.0], "step beside": [1.5]}
     live = {"bytes": 3 * 10**8, "secs": secs, "other_cores": 0.0}
     report = make_report(make_runs([1.0], [3.0], extra_bytes=10**6), live, agree=False)
     consolidated, of_live = report.tables
