@@ -55,6 +55,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist>=3.7",
             "psutil",
             "tokenizers",
             "tensorboard",
