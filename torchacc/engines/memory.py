@@ -9,16 +9,11 @@ from torchacc import env
 
 _STATUS = Path("/proc/self/status")
 
-# From glibc's malloc.h: one heap for all threads, nothing outside of it, and nothing of it given back.
-_M_ARENA_MAX, _M_MMAP_MAX, _M_TRIM_THRESHOLD = -8, -4, -1
-_KEEPING = {_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
-_TUNED_BY = (
-    "GLIBC_TUNABLES",
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-)
+# From glibc's malloc.h, and the largest threshold that it knows.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+_TUNED_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,10 @@ def memory_of_process() -> Memory | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, for the next step to take.
+    """Let this process keep what it frees, for the next step to take, in blocks of up to 32 MB.
 
-    As it is, glibc gives large blocks back to the system as a step ends, which then zeroes each of their pages for the
-    next one. What is large to PyTorch lies outside of glibc's heap, as does what is large to a thread of XLA's. To be
-    called before XLA's runtime starts: a thread stays with the heap that it has.
+    As it is, glibc gives memory back to the system at the end of a step, which then zeroes each page of it for the next
+    one, and more or less of it as the blocks happen to lie. For the process as a whole, as there is one heap.
 
     Returns:
         Whether it does so from now on: False where the user has tuned glibc, or the C library is another.
@@ -54,4 +48,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(map(env.get, _TUNED_BY)):
         return False
-    return all(mallopt(number, value) for number, value in _KEEPING.items())
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -17,7 +17,6 @@ from packaging.version import Version
 
 from torchacc import env
 from torchacc.config.sections import MemoryConfig
-from torchacc.engines.memory import keep_freed_memory
 from torchacc.engines.xla import cuda
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -167,7 +166,6 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
         _tell_of_idle_gpu()
         env.set_default("PJRT_DEVICE", "CPU")
         _ask_for_cpu_devices(num_devices)
-        keep_freed_memory()
     _hush()
     import torch_xla
     import torch_xla.runtime as xr
