@@ -43,6 +43,11 @@ class Training:
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens choose among experts, which only run without values where each has a copy of its weights."""
+        return bool(getattr(self.model, "_can_set_experts_implementation", bool)())
+
     def make_batch(self) -> dict[str, torch.Tensor]:
         """Return a batch without values, with labels."""
         tokens = torch.zeros(self.batch, self.length, dtype=torch.long, device="meta")

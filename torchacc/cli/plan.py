@@ -92,6 +92,11 @@ def _as_text(
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
+    if training.has_experts and ENGINES[args.engine].runs_eagerly:
+        lines += [
+            "",
+            "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",
+        ]
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_words(args.memory)} each"]
     return "\n".join(lines)

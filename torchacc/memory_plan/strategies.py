@@ -45,11 +45,13 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
     at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
     trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
+    in_shards = {buffer.lookup_of for buffer in lifetimes.buffers if not buffer.joins_another}
     for unit in plan.units:
         again = plan.gathers_again_in(unit)
         for parameter in unit.parameters:
             intervals += _weight(plan, parameter, lifetimes, compute, again=again)
-            intervals += _gradient(plan, parameter, lifetimes, num_states)
+            added = plan.topology.size("fsdp") > 1 and parameter.name in in_shards
+            intervals += _gradient(plan, parameter, lifetimes, num_states, added=added)
     intervals += _copies(plan, lifetimes, master)
     peak = _peak(intervals)
     return DeviceBytes(
@@ -164,14 +166,13 @@ def _weight(
 
 
 def _gradient(
-    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, num_states: int
+    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, num_states: int, *, added: bool
 ) -> Iterator[_Interval]:
-    """Yield what a gradient takes: itself is among the buffers, as an operation makes it."""
+    """Yield what a gradient takes: itself is among the buffers, as an operation makes it, or added into the shard."""
     if parameter.name not in lifetimes.gradients:
         return
     time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
-    in_shards = {buffer.lookup_of for buffer in lifetimes.buffers if not buffer.joins_another}
-    if plan.topology.num_data_shards > 1 and not (plan.topology.size("fsdp") > 1 and parameter.name in in_shards):
+    if plan.topology.num_data_shards > 1 and not added:
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
     late = max(0, num_states - 1) * _shard_numel(plan, parameter) * master

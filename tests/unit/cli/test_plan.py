@@ -113,6 +113,18 @@ def test_a_checkpoint_is_planned_by_its_folder(tmp_path, capsys):
     assert found["strategies"]["NO_SHARD"]["parameters"] == 4 * found["num_parameters"]
 
 
+def test_experts_natively_are_said_to_take_less(tmp_path, capsys):
+    options = {
+        "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 2,
+        "max_position_embeddings": 16,
+    }  # fmt: skip
+    path = str(write(tmp_path, "config.json", json.dumps(options)))
+    for engine in ("xla", "native"):
+        assert main(["plan", "--model", path, "--strategy", "NO_SHARD", "--engine", engine]) == 0
+        assert ("natively they take less" in capsys.readouterr().out) == (engine == "native")
+
+
 def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
     assert "there is no such model" in refused(capsys, "--model", str(tmp_path / "nothing"))
     assert "has no model_type" in refused(capsys, "--model", str(write(tmp_path, "a.yaml", "n_layer: 2")))
