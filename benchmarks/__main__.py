@@ -5,6 +5,8 @@
     python -m benchmarks report              # the report alone, from what is in benchmarks/results
     python -m benchmarks --quick             # the smallest sizes, to see that all works; changes nothing here
 
+Needs `pip install -e '.[test]' -r benchmarks/requirements.txt`; a rival that is not installed is left out.
+
 The report is docs/benchmarks.md with its plots, and the figures in the README. Each benchmark is also a program of its
 own: `python benchmarks/NAME.py --help`.
 """
@@ -14,17 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the programs, too, find what they share
 
 from _machine import ROOT, checkout_environment
 from _plots import draw
-from _programs import FOLDER, PROFILES, RESULTS, read_reports
+from _programs import FOLDER, PROFILES, RESULTS, ResultsError, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
 
 REFUSED = 2
 """How a program ends that could not begin, such as one for GPUs where there is none."""
+INTERRUPTED = 130
+PATIENCE_SECS = 30.0
 
 
 def main() -> int:
@@ -32,11 +37,19 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)
-        failed = [] if args.report else run_programs(args.cases, results, quick=args.quick)
-        page = write_report(results)
+        try:
+            check_results(results, args.cases)
+            failed = run_programs(args.cases, results, quick=args.quick)
+            page = write_report(results)
+        except ResultsError as error:
+            say(f"python -m benchmarks: error: {error}")
+            return REFUSED
+        except KeyboardInterrupt:
+            say(f"stopped; the results of what has ended are in {results}, and `report` renders them")
+            return INTERRUPTED
         if page is not None and results != Path(scratch):
             say(f"the report is {page}")
-    return 1 if failed else 0
+    return 1 if failed or page is None else 0
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,37 +64,68 @@ def parse_args() -> argparse.Namespace:
         "--results", type=Path, metavar="DIR", help="for the JSON and a report of its own (default: those committed)"
     )
     args = parser.parse_args()
-    args.report = args.cases == ["report"]
-    if args.report:
+    if args.cases == ["report"] and not args.quick:
+        args.cases = []
         return args
+    if "report" in args.cases:
+        parser.error("`report` runs nothing, and stands alone: with --results DIR, or for what is committed")
     known = PROFILES[args.profile]
-    unknown = [name for name in args.cases if name not in known]
-    if unknown:
-        parser.error(f"no benchmark is called {unknown[0]!r}; there are {', '.join(known)}")
+    for name in args.cases:
+        if name not in known:
+            other = next((profile for profile, names in PROFILES.items() if name in names), None)
+            where = f"; that is of --profile {other}" if other else ""
+            parser.error(f"no benchmark is called {name!r}{where}; there are {', '.join(known)}")
     args.cases = [name for name in known if name in args.cases or not args.cases]
     return args
+
+
+def check_results(results: Path, names: list[str]) -> None:
+    """Make a folder for results, and see that the report can be written of what is in it, before anything runs.
+
+    Raises:
+        ResultsError: It cannot.
+    """
+    try:
+        if names:
+            results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        raise ResultsError(f"--results {results}: cannot write there: {error.strerror}") from None
+    read_reports(results, leave_out=names)
 
 
 def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
     """Run programs in processes of their own, and return those that failed."""
     started, failed = time.perf_counter(), []
-    results.mkdir(parents=True, exist_ok=True)
     for index, name in enumerate(names):
         before = time.perf_counter()
         say(f"[{index + 1}/{len(names)}] {name}")
         path, new = results / f"{name}.json", results / f"{name}.json.new"
         new.unlink(missing_ok=True)
-        command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(new)]
-        done = subprocess.run([*command, *(["--quick"] if quick else [])], env=checkout_environment(), check=False)
-        if done.returncode:
+        code = run_program([sys.executable, str(FOLDER / f"{name}.py"), "--json", str(new)], quick=quick)
+        if code:
             failed.append(name)
         if new.exists():
             new.replace(path)
-        elif done.returncode != REFUSED:
+        elif code != REFUSED:
             path.unlink(missing_ok=True)  # what an earlier run found is not to stand for one that failed
-        say(f"[{index + 1}/{len(names)}] {name} ended with {done.returncode} in {time.perf_counter() - before:.0f} s")
-    say(f"{len(names)} benchmarks in {(time.perf_counter() - started) / 60:.1f} min" + _list_failed(failed))
+        say(f"[{index + 1}/{len(names)}] {name} ended with {code} in {time.perf_counter() - before:.0f} s")
+    if names:
+        say(f"{len(names)} benchmarks in {(time.perf_counter() - started) / 60:.1f} min" + _list_failed(failed))
     return failed
+
+
+def run_program(command: list[str], *, quick: bool) -> int:
+    """Run a program and return how it ended; where Ctrl-C ends both, wait until it has ended its own processes."""
+    with subprocess.Popen([*command, *(["--quick"] if quick else [])], env=checkout_environment()) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_SECS)
+            process.kill()
+            raise
 
 
 def write_report(results: Path) -> Path | None:

@@ -80,6 +80,10 @@ class Rivalry:
 
 ALONE = "it shards and gathers with nobody to share with"
 ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
+REPLICATED = (
+    "FSDP2 carries it out, on a mesh with one shard: each weight and each gradient is copied once more, and backward "
+    "waits for each unit's reduction, where DDP reduces into its gradients and goes on meanwhile"
+)
 RIVALRIES = (
     Rivalry("native-1", "eager", "plain PyTorch", ALONE),
     Rivalry("native-1", "compile", "torch.compile", f"{ALONE}, and nothing of it is compiled"),
@@ -94,8 +98,8 @@ RIVALRIES = (
     Rivalry("native-2", "fsdp2-2", "raw FSDP2", ALL_ROUND),
     Rivalry("native-2", "fabric-2", "Lightning Fabric's FSDP2"),
     Rivalry("native-2", "accelerate-2", "Hugging Face Accelerate's FSDP2"),
-    Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", ALL_ROUND),
-    Rivalry("native-no-shard-2", "accelerate-ddp-2", "Hugging Face Accelerate's DDP"),
+    Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", REPLICATED),
+    Rivalry("native-no-shard-2", "accelerate-ddp-2", "Hugging Face Accelerate's DDP", REPLICATED),
 )
 
 

@@ -1,8 +1,10 @@
 """The benchmarks that there are, and where their committed results lie."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from _results import Report, read
+from pydantic import ValidationError
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
@@ -22,8 +24,31 @@ PROFILES = {
 """The programs for a kind of machine, in the order in which they run and are reported."""
 
 
-def read_reports(results: Path = RESULTS) -> list[Report]:
-    """Return what lies in a folder, in the order of the profiles."""
-    names = [name for programs in PROFILES.values() for name in programs]
-    paths = [results / f"{name}.json" for name in names]
-    return [read(path) for path in paths if path.exists()]
+class ResultsError(Exception):
+    """A folder of results cannot be read or written."""
+
+
+def read_reports(results: Path = RESULTS, *, leave_out: Sequence[str] = ()) -> list[Report]:
+    """Return what lies in a folder, in the order of the profiles.
+
+    Args:
+        results: The folder.
+        leave_out: Benchmarks whose results are not read.
+
+    Raises:
+        ResultsError: A file is not what a benchmark of this version writes.
+    """
+    names = [name for programs in PROFILES.values() for name in programs if name not in leave_out]
+    return [_read(name, results / f"{name}.json") for name in names if (results / f"{name}.json").exists()]
+
+
+def _read(name: str, path: Path) -> Report:
+    try:
+        return read(path)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ResultsError(
+            f"{path} is not what this version writes ({where + ': ' if where else ''}{first['msg']}): measure it anew "
+            f"with `python -m benchmarks {name}`, or remove it"
+        ) from None

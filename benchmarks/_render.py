@@ -20,9 +20,9 @@ def render_page(reports: Sequence[Report]) -> str:
         "# Benchmarks",
         "Written by `python -m benchmarks`; each figure is from one run of it, ratios from neighbours in time.",
         "## Where torchacc is slower or larger than a rival",
-        f"In {len(losses)} of {count(total, 'comparison')}, beyond the noise"
-        f"{', the largest first' if len(losses) > 1 else ''}:",
-        "\n".join(f"- {describe_loss(each)}" for each in sorted(losses, key=lambda each: -each.ratio)),
+        f"In {len(losses)} of {count(total, 'comparison')}, beyond the noise; in each benchmark the largest first:",
+        "\n".join(line for report in reports for line in losses_of(report)),
+        "\n".join(compiling(losses)),
         "\n".join(f"- {line}" for line in missed_checks(reports)),
         "## How it was measured",
         "\n".join(f"- {line}" for line in measured_on(reports)),
@@ -31,11 +31,37 @@ def render_page(reports: Sequence[Report]) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
+def losses_of(report: Report) -> Iterator[str]:
+    """Yield the comparisons of a benchmark that torchacc loses, compiling apart, as one item of a list.
+
+    Those that share a rival and a reason share a line.
+    """
+    alike: dict[tuple[str, str], list[Comparison]] = {}
+    for each in sorted(report.comparisons, key=lambda each: -each.ratio):
+        if each.loses and not each.compiles:
+            alike.setdefault((each.rival, each.reason or each.what), []).append(each)
+    if alike:
+        yield f"- {report.title}:"
+    for worst, *others in alike.values():
+        likewise = " · ".join(f"{each.what}, {each.ratio:.3g}" for each in others)
+        yield f"  - {describe_loss(worst)}" + (f" Likewise: {likewise}." if others else "")
+
+
 def describe_loss(found: Comparison) -> str:
     """Return a sentence on a comparison that torchacc loses."""
     numbers = f"{_number(found.ours)} {found.unit} against {_number(found.theirs)}"
     why = found.reason or "the reason is not known"
     return f"**{found.what}** against {found.rival}: **{found.ratio:.3g}** times ({numbers}); {why}."
+
+
+def compiling(losses: Sequence[Comparison]) -> Iterator[str]:
+    """Yield, in one sentence, the losses that are times in which torchacc compiles and the rival does not."""
+    found = sorted((each for each in losses if each.compiles), key=lambda each: each.ratio)
+    if found:
+        yield (
+            f"Compile time is apart: {len(found)} of the {len(losses)} are times in which XLA compiles and the rival "
+            f"has nothing to compile, from {found[0].ratio:.3g} times on. The largest: {describe_loss(found[-1])}"
+        )
 
 
 def missed_checks(reports: Sequence[Report]) -> Iterator[str]:

@@ -76,11 +76,13 @@ class Comparison:
     """The quartiles of the ratio; None for numbers that are exact."""
     reason: str | None = None
     """Why ours is the larger one, as far as known; None where it is not."""
+    compiles: bool = False
+    """Whether ours is a time in which programs are compiled, and theirs is not."""
 
     @property
     def loses(self) -> bool:
-        """Whether ours is larger beyond the noise."""
-        return self.ratio > 1 and (self.spread is None or self.spread[0] > 1)
+        """Whether ours is larger beyond the noise, and by enough to be seen in a ratio of two decimals."""
+        return round(self.ratio, 2) > 1 and (self.spread is None or self.spread[0] > 1)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +135,14 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def compare(
-    what: str, rival: str, ours: Sequence[float], theirs: Sequence[float], unit: str, *, reason: str | None = None
+    what: str,
+    rival: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    unit: str,
+    *,
+    reason: str | None = None,
+    compiles: bool = False,
 ) -> Comparison:
     """Compare what was measured in the same rounds; a single exact number each has no spread.
 
@@ -144,6 +153,7 @@ def compare(
         theirs: The rival's, for the same rounds.
         unit: Of both.
         reason: Why ours is larger, as far as known; it is kept only where ours is.
+        compiles: Whether ours is a time in which programs are compiled, and theirs is not.
     """
     ratios = spread([own / other for own, other in zip(ours, theirs, strict=True)])
     found = Comparison(
@@ -154,6 +164,7 @@ def compare(
         unit=unit,
         ratio=ratios.middle,
         spread=(ratios.low, ratios.high) if len(ours) > 1 else None,
+        compiles=compiles,
     )
     found.reason = reason if found.loses else None
     return found

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 GLOBAL_BATCH, LENGTH = 4, 128
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
+"""Small, so that losses can be compared: with 1e-3 training multiplies the last bit of one weight by 1e5."""
 TEXT = "text.jsonl"
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wise", "owls")
 LOG_EVERY_STEPS = 10

@@ -40,7 +40,7 @@ HEADER = [
     "data wait",
 ]
 LOADER_HEADER = ["case", "batches/s", "ms per batch", "ratio", "quartiles"]
-COMPILES = "its first epoch compiles {} programs, one for each length"
+COMPILES = "it compiles {}, one for each length"
 PADS = "{:.0%} of the positions are padding, and {:.0%} where batches are padded to the longest"
 PUTS = (
     "it finds each device's part of the order and pads to a bucket, in the loop's own thread; XLA copies to its device"
@@ -172,8 +172,9 @@ def comparisons(cases: Sequence[Case], results: Mapping[str, Result], facts: Fac
             continue
         result = results[case.name]
         firsts = ([result.first_step_secs], [rival.first_step_secs])
-        reason = COMPILES.format(result.compiles) if result.compiles else None
-        yield compare(f"first epoch of {case.name}", RIVAL, *firsts, "s", reason=reason)
+        compiles = result.compiles > 0
+        reason = COMPILES.format(count(result.compiles, "program")) if compiles else None
+        yield compare(f"first epoch of {case.name}", RIVAL, *firsts, "s", reason=reason, compiles=compiles)
         rounds = sorted(result.blocks.keys() & rival.blocks.keys())
         times = [[each.blocks[index].step_secs for index in rounds] for each in (result, rival)]
         shares = [padding_of(each, facts) for each in (case, next(each for each in cases if each.name == RIVAL))]

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _cases import GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, WORKLOAD, Case
+from _cases import ALL_ROUND, GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, WORKLOAD, Case
 from _machine import median_cores
 from _markdown import count
 from _memory_cases import Case as Plan
@@ -39,7 +39,6 @@ QUICK = ("native-1", "native-2")
 SIZE = Workload(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GLOBAL_BATCH)
 TIME_HEADER = ["case", "processes x devices", "step s", "CPU s per step", "ratio", "quartiles", "to"]
 BYTES_HEADER = ["case", "parameters and state MB", "most MB", "gathers", "reductions", "other"]
-SLOWER = "processes that outnumber the cores wait for one another"
 
 
 @dataclass
@@ -177,7 +176,8 @@ def comparisons(
         rounds = sorted(results[case.name].blocks.keys() & results[rival].blocks.keys())
         times = [[results[name].blocks[index].step_secs for index in rounds] for name in (case.name, rival)]
         who = f"raw FSDP2 on {case.total_devices} processes"
-        yield compare(f"step time of {case.name}", who, *times, "s", reason=SLOWER if case.kind == "native" else None)
+        reason = ALL_ROUND if case.kind == "native" else None
+        yield compare(f"step time of {case.name}", who, *times, "s", reason=reason)
         if case.kind == "native":
             peaks = [[found[name].peak / 1e6] for name in (case.name, rival)]
             yield compare(f"most bytes of a process of {case.name}", who, *peaks, "MB")

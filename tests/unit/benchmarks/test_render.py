@@ -1,7 +1,11 @@
 """The report: what it says first, and that what is committed is what the committed results say."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def make_comparison(ours, theirs=1.0, *, reason=None, what="step", rival="them"):
+def make_comparison(ours, theirs=1.0, *, reason=None, what="step", rival="them", compiles=False):
     from _results import compare
 
-    return compare(what, rival, [ours, ours], [theirs, theirs], "s", reason=reason)
+    return compare(what, rival, [ours, ours], [theirs, theirs], "s", reason=reason, compiles=compiles)
 
 
 def make_report(name="step_time", **values):
@@ -23,18 +27,56 @@ def make_report(name="step_time", **values):
     return Report(**given, command=f"python benchmarks/{name}.py")
 
 
-def test_what_loses_comes_first_the_largest_first_each_with_its_reason():
+def first_lines(page):
+    return [line for line in page.partition("## How it was measured")[0].splitlines() if line]
+
+
+def test_what_loses_comes_first_by_benchmark_the_largest_first_each_with_its_reason():
     from _render import render_page
 
     lost = [make_comparison(1.2, reason="two programs", what="a"), make_comparison(1.5, what="b")]
-    page = render_page([make_report(comparisons=[make_comparison(0.5, what="won"), *lost])])
-    before = page.partition("## How it was measured")[0]
-    assert "In 2 of 3 comparisons" in before
-    first, second = [line for line in before.splitlines() if line.startswith("- ")]
-    assert first == "- **b** against them: **1.5** times (1.5 s against 1); the reason is not known."
-    assert second == "- **a** against them: **1.2** times (1.2 s against 1); two programs."
-    assert "won" not in before
+    time = make_report(comparisons=[make_comparison(0.5, what="won"), *lost])
+    memory = make_report("memory", comparisons=[make_comparison(3.0, what="c")])
+    page = render_page([time, memory, make_report("scaling", comparisons=[make_comparison(1.004, what="even")])])
+    lines = first_lines(page)
+    assert "In 3 of 5 comparisons" in lines[3]
+    assert lines[4:] == [
+        "- Step_Time:",
+        "  - **b** against them: **1.5** times (1.5 s against 1); the reason is not known.",
+        "  - **a** against them: **1.2** times (1.2 s against 1); two programs.",
+        "- Memory:",
+        "  - **c** against them: **3** times (3 s against 1); the reason is not known.",
+    ]
     assert "| won " in page
+    assert "| even " in page
+
+
+def test_losses_with_one_rival_and_one_reason_share_a_line():
+    from _render import render_page
+
+    lost = [make_comparison(ratio, reason="it is old", what=what) for what, ratio in (("a", 1.2), ("b", 1.5))]
+    other = make_comparison(1.3, reason="it is old", rival="others", what="c")
+    assert first_lines(render_page([make_report(comparisons=[*lost, other])]))[5:] == [
+        "  - **b** against them: **1.5** times (1.5 s against 1); it is old. Likewise: a, 1.2.",
+        "  - **c** against others: **1.3** times (1.3 s against 1); it is old.",
+    ]
+
+
+def test_what_is_lost_to_compiling_is_one_sentence_after_the_others():
+    from _render import render_page
+
+    epochs = [
+        make_comparison(ratio, what=what, compiles=True, reason="it compiles 9 programs")
+        for what, ratio in (("first of a", 4.0), ("first of b", 70.0), ("first of c", 0.5))
+    ]
+    lines = first_lines(render_page([make_report(comparisons=[*epochs, make_comparison(1.5, what="later")])]))
+    assert lines[4:6] == [
+        "- Step_Time:",
+        "  - **later** against them: **1.5** times (1.5 s against 1); the reason is not known.",
+    ]
+    assert lines[6].startswith("Compile time is apart: 2 of the 3 ")
+    assert "from 4 times on. The largest: **first of b** against them: **70** times" in lines[6]
+    assert not any("first of a" in line or "first of c" in line for line in lines)
 
 
 def test_what_was_expected_and_is_not_so_comes_before_what_was_measured():
@@ -126,12 +168,84 @@ def test_the_committed_report_is_what_the_committed_results_say():
                 assert image.text[DATA] == digest(series), f"{name} was drawn from other results"
 
 
-def test_a_benchmark_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "steptime", "--results", str(tmp_path / "results")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(["steptime"], "no benchmark is called 'steptime'; there are step_time, memory", id="wrong name"),
+        pytest.param(["gpu"], "no benchmark is called 'gpu'; that is of --profile gpu; there are", id="other profile"),
+        pytest.param(["report", "memory"], "`report` runs nothing, and stands alone", id="report and more"),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_refused_before_anything_runs(arguments, said, tmp_path):
+    done = run(*arguments, "--results", tmp_path / "results")
     assert done.returncode == 2
-    assert "no benchmark is called 'steptime'; there are step_time, memory" in done.stderr
+    assert said in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_hold_results_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("step_time", "--results", tmp_path / "file")
+    assert done.returncode == 2
+    assert f"error: --results {tmp_path / 'file'}: cannot write there: File exists" in done.stderr
+    assert "[1/1]" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["{", '{"name": "memory"}'])
+def test_results_that_are_damaged_are_named_before_anything_runs(content, tmp_path):
+    from _programs import ResultsError, read_reports
+
+    (tmp_path / "memory.json").write_text(content)
+    with pytest.raises(ResultsError, match=r"memory.json is not what this version writes .* `python -m benchmarks mem"):
+        read_reports(tmp_path)
+    assert read_reports(tmp_path, leave_out=["memory"]) == []
+    done = run("step_time", "--results", tmp_path)
+    assert done.returncode == 2
+    assert "memory.json is not what this version writes" in done.stderr
+    assert "[1/1]" not in done.stderr
+
+
+def test_a_report_of_nothing_fails(tmp_path):
+    done = run("report", "--results", tmp_path)
+    assert (done.returncode, done.stderr) == (1, f"no results in {tmp_path}\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes_and_keeps_what_has_ended(tmp_path):
+    (tmp_path / "compile.json").write_bytes((ROOT / "benchmarks/results/compile.json").read_bytes())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "step_time", "--quick", "--results", str(tmp_path)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+    )
+    while not any("--worker" in command for command in processes_of(process.pid)):
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=200)[1]
+    assert process.returncode == 130, said
+    assert f"stopped; the results of what has ended are in {tmp_path}" in said
+    assert not processes_of(process.pid)
+    assert [path.name for path in tmp_path.iterdir()] == ["compile.json"]
+
+
+def processes_of(session):
+    """Return the command lines of a session's processes that are alive."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, own = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                found.append((folder / "cmdline").read_text())
+    return found
 
 
 @pytest.mark.slow
