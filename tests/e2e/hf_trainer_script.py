@@ -2,7 +2,7 @@
 
     hf_trainer_script.py MODE FOLDER CASE …
 
-MODE is `plain`, `native` (two processes), or `spmd` (four devices). The global batch is the same in each.
+MODE is `plain`, `native` or `xla` (two processes), or `spmd` (four devices). The global batch is the same in each.
 """
 
 import json
@@ -22,11 +22,13 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainerCallback,
 )
 
 MODE, FOLDER, CASES = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-DEVICES = {"plain": 1, "native": 2, "spmd": 4}[MODE]
+DEVICES = {"plain": 1, "native": 2, "xla": 2, "spmd": 4}[MODE]
 LENGTH, GLOBAL_BATCH, STEPS = 32, 8, 7
 TEXT = Path(os.__file__).read_bytes()
 
@@ -205,12 +207,73 @@ def classification():
     facts = {"history": history(trainer), "even": trainer.evaluate()["eval_loss"]}
     if MODE == "plain":
         return facts
-    facts["uneven"] = refusal(lambda: trainer.evaluate(labelled(13)))
-    trainer = make("classes", bert(), labelled(40), held_out=labelled(13), max_steps=3)
-    facts["uneven_later"] = refusal(trainer.train), trainer.state.global_step
-    trainer = make("masked", bert(BertForMaskedLM), held_out=None, max_steps=3)
+    unknown = {"options": {"compute_loss_func": mean_of_row_means}, "max_steps": 3}
+    trainer = make("unknown", gpt2(), **unknown)
+    facts["uneven"] = refusal(trainer.train), trainer.state.global_step
+    trainer = make("unknown", gpt2(), held_out=None, **unknown)
     facts["labels_differ"] = refusal(trainer.train), trainer.state.global_step
     return facts
+
+
+def mean_of_row_means(outputs, labels, num_items_in_batch):
+    logits, targets = outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return (losses.sum(1) / (targets != -100).sum(1)).mean()
+
+
+def mask_at_random(rows):
+    """Ask for some places of each row: which, depends on the row, and how many, too."""
+    batch = torch.tensor([row["input_ids"] for row in rows])
+    draws = [torch.rand(LENGTH, generator=torch.Generator().manual_seed(sum(row["input_ids"]))) for row in rows]
+    is_asked = torch.stack(draws) < 0.1
+    return {"input_ids": batch.masked_fill(is_asked, 0), "labels": batch.masked_fill(~is_asked, -100)}
+
+
+def t5():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+
+
+def uneven(name, model, data, num_rows=19, **changed):
+    """Train on rows, and evaluate on rows, that do not divide by those of a step."""
+    trainer = make(
+        name, model, data[:num_rows], held_out=data[19:32],
+        num_train_epochs=2, max_steps=-1, optim="sgd", learning_rate=0.3, **changed,
+    )  # fmt: skip
+    trainer.train()
+    before, after = trainer.evaluate()["eval_loss"], trainer.predict(data[19:32])
+    trainer.save_model()
+    rows = np.asarray(after.predictions[0] if isinstance(after.predictions, tuple) else after.predictions)
+    return {"history": history(trainer), "eval_loss": before, "rows": rows.sum(tuple(range(1, rows.ndim))).tolist()}
+
+
+def masked_lm():
+    return uneven(f"{MODE}-masked_lm", bert(BertForMaskedLM), TRAIN, options={"data_collator": mask_at_random})
+
+
+def classes():
+    return uneven(f"{MODE}-classes", bert(), labelled(32))
+
+
+def numbers():
+    data = [{**row, "labels": [0.1 * (i % 7), 0.5, 1.0]} for i, row in enumerate(labelled(32))]
+    return uneven(f"{MODE}-numbers", bert(), data, num_rows=16)
+
+
+def padded():
+    return uneven(f"{MODE}-padded", gpt2(), TRAIN)
+
+
+def sequences():
+    return uneven(f"{MODE}-sequences", t5(), TRAIN)
+
+
+def smoothed():
+    data = [{**row, "decoder_input_ids": [0, *row["input_ids"][:-1]]} for row in TRAIN]
+    asked = {"label_smoothing_factor": 0.1}
+    tokens = uneven(f"{MODE}-smoothed-tokens", gpt2(), TRAIN, **asked)
+    return {"tokens": tokens, "sequences": uneven(f"{MODE}-smoothed-sequences", t5(), data, **asked)}
 
 
 def refusal(act):

@@ -12,7 +12,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("hf_trainer_script.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-LAUNCHERS = {"plain": [], "native": TORCHRUN, "spmd": []}
+LAUNCHERS = {"plain": [], "native": TORCHRUN, "xla": TORCHRUN, "spmd": []}
+UNEVEN = ("masked_lm", "classes", "padded", "sequences", "smoothed")
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    found = run("plain", folder, "whole", "adapters", "classification", "streamed", "loss_function")
+    found = run("plain", folder, "whole", "adapters", "classification", "streamed", "loss_function", *UNEVEN, "numbers")
     shutil.rmtree(folder / "whole")
     return found
 
@@ -52,7 +53,12 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def native(folder):
     same = ("whole", "adapters", "classification", "streamed", "loss_function")
-    return run("native", folder, *same, "dropout", "by_length", "best")
+    return run("native", folder, *same, "dropout", "by_length", "best", *UNEVEN, "numbers")
+
+
+@pytest.fixture(scope="module")
+def xla(folder):
+    return run("xla", folder, *UNEVEN, "numbers")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,7 @@ def native_resumed(killed):
 
 @pytest.fixture(scope="module")
 def spmd(killed):
-    return run("spmd", killed, "whole", "resumed=run4", "adapters", "dropout")
+    return run("spmd", killed, "whole", "resumed=run4", "adapters", "dropout", *UNEVEN)
 
 
 def check_whole(found, expected):
@@ -155,17 +161,48 @@ def test_under_spmd_adapters_train_sharded_and_open_with_peft(plain, spmd, folde
     check_histories({"history": spmd["adapters"]["resumed"]}, plain["adapters"])  # from native's checkpoint
 
 
-def test_a_loss_that_is_a_mean_over_rows_is_right_or_refused(plain, native):
+def check_uneven(found, expected, folder, mode, names=UNEVEN):
+    """Compare runs of which neither the rows nor the labels of a step divide by the devices."""
+    from safetensors.torch import load_file
+
+    for name in names:
+        runs = [(name, found[name], expected[name])]
+        if name == "smoothed":
+            runs = [(f"smoothed-{of}", found[name][of], expected[name][of]) for of in ("tokens", "sequences")]
+        for saved, run, other in runs:
+            check_histories(run, other)
+            assert run["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
+            assert run["rows"] == pytest.approx(other["rows"], rel=1e-3, abs=1e-3)
+            assert len(run["rows"]) == 13
+            weights = load_file(folder / f"plain-{saved}" / "model.safetensors")
+            for key, tensor in load_file(folder / f"{mode}-{saved}" / "model.safetensors").items():
+                assert (tensor - weights[key]).abs().max() < 1e-5, (saved, key)
+
+
+def test_natively_each_device_counts_by_its_own_labels(plain, native, folder):
+    check_uneven(native, plain, folder, "native", (*UNEVEN, "numbers"))
+
+
+@pytest.mark.xla
+def test_with_an_xla_process_for_each_device_each_counts_by_its_own_labels(plain, xla, folder):
+    check_uneven(xla, plain, folder, "xla", (*UNEVEN, "numbers"))
+
+
+@pytest.mark.xla
+def test_under_spmd_rows_and_labels_need_not_divide(plain, spmd, folder):
+    check_uneven(spmd, plain, folder, "spmd")
+
+
+def test_a_loss_that_is_a_mean_over_rows_is_that_of_one_device(plain, native):
     check_histories(native["classification"], plain["classification"])
     assert native["classification"]["even"] == pytest.approx(plain["classification"]["even"], rel=2e-5)
-    assert "evaluate on a number of rows that divides" in native["classification"]["uneven"]
 
 
-def test_what_means_over_each_device_would_get_wrong_is_refused_before_the_first_step(native):
-    error, step = native["classification"]["uneven_later"]
+def test_a_loss_that_cannot_be_weighed_is_refused_before_the_first_step(native):
+    error, step = native["classification"]["uneven"]
     assert ("evaluate on a number of rows that divides" in error, step) == (True, 0)
     error, step = native["classification"]["labels_differ"]
-    assert ("is a mean over each device's own labels" in error, step) == (True, 0)
+    assert ("cannot be weighed" in error, step) == (True, 0)
 
 
 def test_a_loss_function_that_divides_by_the_number_of_labels_gives_the_same_losses(plain, native):

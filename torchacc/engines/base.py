@@ -160,6 +160,8 @@ class ShardedModel(ABC):
         """Whether a `GradScaler` was made for the model."""
         self.before_change: Callable[[], object] = lambda: None
         """Waits for who still reads parameters and optimizers' states; called before they are changed."""
+        self.averages_scalars = True
+        """Whether scalars that the model returns are means over all devices, and not this device's own."""
         self._accumulating = False
         self._window_is_open = False
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()

@@ -285,7 +285,8 @@ class NativeModel(ShardedModel):
                 stack.enter_context(SaveActivationsOnHost(device))
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
-        return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
+        averages = self.averages_scalars and self.engine.job.launched
+        return average_scalars(output, self.engine.group.mean) if averages else output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""

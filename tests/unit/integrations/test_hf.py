@@ -16,7 +16,7 @@ import torchacc.integrations.hf
 from torchacc import Config, ConfigError, DataError
 from torchacc.integrations.hf import Trainer, TrainingArguments
 from torchacc.integrations.hf.arguments import adopt
-from torchacc.integrations.hf.data import EvalLoader, _filled_up
+from torchacc.integrations.hf.data import EvalLoader, masked, num_own
 from torchacc.integrations.hf.rebind import rebound
 
 
@@ -31,7 +31,6 @@ def arguments(tmp_path, **changed):
         ("fp16", True, "use bf16=True"),
         ("bf16_full_eval", True, "use bf16=True"),
         ("torch_compile", True, "leave it out"),
-        ("label_smoothing_factor", 0.1, "compute the loss in the model's forward"),
         ("auto_find_batch_size", True, "set per_device_train_batch_size"),
         ("save_on_each_node", True, "leave it out"),
         ("train_sampling_strategy", "batch_rebalance", "'group_by_length'"),
@@ -104,20 +103,29 @@ def test_without_accelerate_the_error_says_what_to_install(monkeypatch):
         importlib.reload(torchacc.integrations.hf)
 
 
-def test_rows_that_fill_up_have_labels_that_no_loss_counts():
-    rows = [{"labels": torch.tensor([i, i])} for i in range(3)]
-    batches = list(_filled_up(DataLoader(rows, batch_size=2), 3))
-    assert [batch["labels"].tolist() for batch in batches] == [
-        [[0, 0], [1, 1]],
-        [[2, 2], [-100, -100]],
-        [[-100] * 2] * 2,
-    ]
-    assert rows[0]["labels"].tolist() == [0, 0]
+@pytest.mark.parametrize(("num_filling", "shards", "expected"), [(0, 1, 2), (1, 1, 1), (3, 1, 0), (3, 0, 1)])
+def test_rows_that_complete_a_batch_have_labels_that_no_loss_counts(num_filling, shards, expected):
+    engine = engine_of(range(shards, shards + 1))
+    batch = {"labels": torch.tensor([[5, 6], [7, 8]]), "input_ids": torch.ones(2, 2)}
+    found = masked(batch, engine, num_filling)
+    assert num_own(engine, 2, num_filling) == expected
+    assert found["labels"].tolist() == [[5, 6], [7, 8]][:expected] + [[-100, -100]] * (2 - expected)
+    assert batch["labels"].tolist() == [[5, 6], [7, 8]]
 
 
-def test_rows_whose_labels_are_numbers_cannot_fill_up():
-    with pytest.raises(DataError, match="evaluate on a number of rows that divides"):
-        list(_filled_up(DataLoader([{"labels": 0.5}], batch_size=2), 1))
+def test_rows_of_all_devices_in_one_process_are_masked_at_the_end():
+    found = masked({"labels": torch.arange(4)}, engine_of(range(2)), 3)
+    assert found["labels"].tolist() == [0, -100, -100, -100]
+
+
+def test_labels_that_are_numbers_stay_as_they_are():
+    assert masked({"labels": torch.tensor([0.5, 0.5])}, engine_of(range(2)), 1)["labels"].tolist() == [0.5, 0.5]
+
+
+def engine_of(data_shards):
+    return SimpleNamespace(
+        topology=SimpleNamespace(num_data_shards=2), data_shards=data_shards, put=lambda batch: batch
+    )
 
 
 def test_an_evaluation_without_a_length_is_refused():

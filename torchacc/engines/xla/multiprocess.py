@@ -175,7 +175,8 @@ class MultiprocessModel(XlaModel):
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
         self._exchange.forget_failed_backward()
-        return average_scalars(super().run(inner, args, kwargs), self._exchange.average)
+        output = super().run(inner, args, kwargs)
+        return average_scalars(output, self._exchange.average) if self.averages_scalars else output
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:

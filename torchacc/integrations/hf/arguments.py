@@ -144,11 +144,6 @@ _REFUSED = (
     _Refused(("use_liger_kernel",), "its kernels replace forwards that torchacc shards: leave it out"),
     _Refused(("auto_find_batch_size",), "a sharded step cannot be tried again: set per_device_train_batch_size"),
     _Refused(("neftune_noise_alpha",), "its noise is drawn outside of the sharded forward: leave it out"),
-    _Refused(
-        ("label_smoothing_factor",),
-        "transformers computes it outside of the model, by the name of a class that sharding changes: leave it out, or "
-        "compute the loss in the model's forward",
-    ),
     _Refused(("enable_jit_checkpoint",), "the processes would save at different steps: use save_steps"),
     _Refused(("save_on_each_node",), "checkpoints lie on a file system that all machines share: leave it out"),
     _Refused(("eval_use_gather_object",), "what is gathered are tensors: leave it out"),

@@ -31,7 +31,7 @@ class Bridge:
 
     distributed_type = DistributedType.NO
     num_processes = 1
-    """The number by which the loop multiplies a loss: torchacc's losses are means over all devices already."""
+    """The number by which the loop multiplies a loss: torchacc divides the number of its items instead."""
     parallelism_config = None
     scaler = None
     optimizer_step_was_skipped = False

@@ -1,27 +1,26 @@
-"""Every row of an evaluation exactly once, though every batch has all of its rows."""
+"""Rows that complete the last batch of all devices, and how they are kept from counting."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchacc import api
+from torchacc.engines.base import Engine
 from torchacc.errors import DataError
 from torchacc.integrations.hf.bridge import Bridge
-
-_IGNORED = -100
-"""A label that no loss counts."""
+from torchacc.integrations.hf.losses import IGNORED, are_classes
 
 
 class EvalLoader:
-    """The sharded batches of a loader; those of the last that fill it up have labels that no loss counts.
+    """The sharded batches of a loader; the rows that complete the last have labels that no loss counts.
 
     While a batch is worked on, the bridge knows how many of its rows are the dataset's own.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", bridge: Bridge, model: torch.nn.Module) -> None:
+    def __init__(self, loader: "DataLoader[Any]", bridge: Bridge, model: nn.Module) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
             raise DataError(
                 f"a {type(loader.dataset).__name__} does not say how many rows it has, so that those that fill up the "
@@ -31,9 +30,9 @@ class EvalLoader:
         self.num_rows = loader.batch_size * bridge.engine.topology.num_data_shards
         """Rows of a batch of all devices."""
         self.num_filling = 0 if loader.drop_last else -len(loader.dataset) % self.num_rows  # type: ignore[arg-type]
-        """Rows that fill up the last batch."""
+        """Rows that complete the last batch."""
         self._bridge = bridge
-        self._sharded = api.shard_loader(_filled_up(loader, self.num_filling) if self.num_filling else loader, model)
+        self._sharded = api.shard_loader(loader, model)
 
     def __len__(self) -> int:
         return len(self._sharded)
@@ -45,79 +44,36 @@ class EvalLoader:
             for index, batch in enumerate(self._sharded, start=1):
                 self._bridge.num_rows = min(left, self.num_rows)
                 state.end_of_dataloader = index == len(self._sharded)
+                yield masked(batch, self._bridge.engine, self.num_rows - self._bridge.num_rows)
                 left -= self.num_rows
-                yield batch
         finally:
             self._bridge.num_rows, state.end_of_dataloader = None, False
 
 
-def _filled_up(loader: "DataLoader[Any]", num_filling: int) -> "DataLoader[Any]":
-    return DataLoader(
-        _FilledUp(loader.dataset),
-        batch_size=loader.batch_size,
-        sampler=_Then(loader.sampler, len(loader.dataset), num_filling),  # type: ignore[arg-type]
-        collate_fn=_MaskFilling(loader.collate_fn),
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-    )
+def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
+    """Return how many of this process's rows of a batch count.
+
+    Args:
+        engine: What the model runs on.
+        num_rows: This process's.
+        num_filling: Those of all devices, at the end of the last ones' rows, that do not count.
+    """
+    after = engine.topology.num_data_shards - engine.data_shards.stop
+    num_after = after * num_rows // len(engine.data_shards)
+    return num_rows - min(max(num_filling - num_after, 0), num_rows)
 
 
-@dataclass(frozen=True)
-class _Filling:
-    row: Any
-
-
-class _FilledUp(Dataset[Any]):
-    """A dataset that begins anew after its end."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        num_rows = len(self._dataset)
-        return self._dataset[index] if index < num_rows else _Filling(self._dataset[index % num_rows])
-
-
-class _Then(Sampler[int]):
-    """The indices of a sampler, then those of the rows that fill up the last batch."""
-
-    def __init__(self, sampler: Any, num_rows: int, num_filling: int) -> None:
-        self._sampler = sampler
-        self._filling = range(num_rows, num_rows + num_filling)
-
-    def __len__(self) -> int:
-        return len(self._sampler) + len(self._filling)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._sampler
-        yield from self._filling
-
-
-@dataclass(frozen=True)
-class _MaskFilling:
-    """Collates rows, and masks the labels of those that fill up."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, rows: Sequence[Any]) -> Any:
-        is_filling = [isinstance(row, _Filling) for row in rows]
-        batch = self.collate([row.row if isinstance(row, _Filling) else row for row in rows])
-        if any(is_filling):
-            for name in ("labels", "shift_labels"):
-                if name in batch:
-                    batch[name] = _masked(batch[name], torch.tensor(is_filling))
+def masked(batch: Any, engine: Engine, num_filling: int) -> Any:
+    """Return a batch whose rows that do not count have labels that no loss counts, where those are classes."""
+    names = [name for name in ("labels", "shift_labels") if num_filling and name in batch and are_classes(batch[name])]
+    if not names:
         return batch
-
-
-def _masked(labels: torch.Tensor, is_filling: torch.Tensor) -> torch.Tensor:
-    if labels.is_floating_point():
-        raise uneven("its labels are numbers, of which none means that a row does not count")
-    return labels.masked_fill(is_filling.view(-1, *[1] * (labels.dim() - 1)), _IGNORED)
+    batch = copy.copy(batch)
+    for name in names:
+        labels = batch[name].cpu().clone()  # moved as batches are, lest the step's program be another one
+        labels[num_own(engine, len(labels), num_filling) :] = IGNORED
+        batch[name] = engine.put(labels)
+    return batch
 
 
 def uneven(reason: str) -> DataError:

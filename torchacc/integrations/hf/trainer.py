@@ -1,7 +1,7 @@
 """transformers' `Trainer` with what touches devices, data and checkpoints replaced by torchacc's."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +11,26 @@ import torch
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from torchacc import api
 from torchacc.checkpoint.contents import random_state
 from torchacc.config import Config
-from torchacc.data import AsyncLoader
+from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.arguments import Devices, TrainingArguments, adopt
 from torchacc.integrations.hf.bridge import Bridge
-from torchacc.integrations.hf.data import EvalLoader, uneven
+from torchacc.integrations.hf.data import EvalLoader, masked, num_own, uneven
+from torchacc.integrations.hf.losses import MeanOf, Smoother, are_classes, class_name, find_mean, rows_of
 from torchacc.integrations.hf.rebind import rebound
 
 _Theirs: Any = transformers.Trainer
 
-_MEANS = "each device's loss is a mean over its own rows"
+_UNKNOWN = "it was found to be neither a mean over the labels that are not -100 nor one over rows"
 
 
 def _uses_xla() -> bool:
@@ -56,6 +57,9 @@ class Trainer(_Theirs):  # type: ignore[misc]
         ConfigError: An argument cannot be carried out, or contradicts the config, the model or the job.
     """
 
+    label_smoother: Any
+    _tr_loss: torch.Tensor
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -74,8 +78,11 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self._num_parameters = 0
         self._draws: dict[str, Any] = {}
         self._saves_run = False
-        self._mean_losses: bool | None = None
+        self._mean_of: MeanOf | None = None
+        self._class_name = ""
         super().__init__(model, args, *positional, optimizers=optimizers, **kwargs)
+        if self.label_smoother is not None:
+            self.label_smoother = Smoother(self.label_smoother.epsilon, self._class_name)
 
     # ---- Devices
 
@@ -91,8 +98,10 @@ class Trainer(_Theirs):  # type: ignore[misc]
         _refuse_placed(model)
         count = getattr(model, "num_parameters", None)
         self._num_parameters = count(exclude_embeddings=True) if count is not None else 0
+        self._class_name = class_name(model)
         api.accelerate(model, config=self._config, optimizer=self._given_optimizer)
         self.accelerator.sharded = sharded_model(model)
+        self.accelerator.sharded.averages_scalars = False  # compute_loss() weighs each device's own
         self.args._devices = Devices(self._engine.device, self._engine.topology.num_data_shards)
 
     @property
@@ -132,6 +141,21 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
     # ---- Loss
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the micro-batches of a step, and their number of labels."""
+        return super().get_batch_samples(map(self._without_repeated, epoch_iterator), num_batches, device)
+
+    def _without_repeated(self, batch: Any) -> Any:
+        """Mask the rows of an epoch's start that complete its last batch, where masked rows do not count."""
+        loader = self._train_loader
+        is_counted = loader is not None and not isinstance(loader.dataset, IterableDataset) and loader.batch_size
+        if not is_counted or not are_classes(batch.get("labels")):
+            return batch
+        assert loader is not None
+        num_repeated = loader.state_dict()["batches"] * loader.batch_size - len(loader.sampler)
+        is_masked = num_repeated > 0 and self._find_mean(self.model, batch).ignores_masked
+        return masked(batch, self._engine, num_repeated) if is_masked else batch
+
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
         """Return the number of labels in all devices' batches of this step, divided by the losses that are averaged."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)
@@ -144,11 +168,13 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """Return the loss over all devices, once for each that this process feeds, and this process's outputs."""
-        self._check_filled_up(model, inputs)
+        num_filling = self._check_filled_up(model, inputs)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if loss is not None:
-            loss = self.accelerator.mean(loss).repeat(len(self._engine.data_shards))
-        return loss, logits, labels
+        if loss is None:
+            return loss, logits, labels
+        if num_filling and self._mean_of is MeanOf.ROWS:
+            loss = self._loss_of_rows(model, inputs, num_filling)
+        return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
 
     def compute_loss(
         self,
@@ -157,45 +183,74 @@ class Trainer(_Theirs):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the loss as transformers does. Collective: every process.
+        """Return this process's loss, such that the mean over all of them is that of the batch of all. Collective.
 
         Raises:
-            ConfigError: Each device's loss is a mean over its own labels, of which they have different numbers.
+            ConfigError: Of what it is the mean is not known, and devices have different numbers of labels.
         """
-        if self._num_losses > 1 and self._takes_means(model, inputs):
+        compute_loss = super().compute_loss
+        if self._num_losses == 1:
+            return compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        kind = self._find_mean(model, inputs)
+        if kind is MeanOf.UNKNOWN:
             if model.training:
                 self._check_evaluations()
             self._check_same_counts(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not kind.is_of_labels:
+            return compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs, weight = self._weighed(inputs, kind)
+        loss, outputs = compute_loss(model, inputs, True, num_items_in_batch)
+        return (loss * weight, outputs) if return_outputs else loss * weight
 
-    def _takes_means(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Find out whether each device's loss is a mean, whatever the number of labels that it is told. Collective."""
-        if "labels" not in inputs:
-            return True  # nothing is counted
-        if self._mean_losses is None:
+    def _weighed(self, inputs: dict[str, Any], kind: MeanOf) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the inputs, and what their loss counts in the mean of all devices'. Collective."""
+        labels = inputs["labels"].cpu() if _uses_xla() else inputs["labels"]
+        count = kind.count(labels)
+        weight = count * self._num_losses / self.accelerator.gather(count)
+        if not count:  # the mean of none is not a number, also times nothing: let it be of any one label
+            labels = labels.clone()
+            labels[(-1,) * labels.dim()] = 0
+            inputs = {**inputs, "labels": self._engine.put(labels)}
+        return inputs, self._engine.put(weight)
+
+    def _loss_of_rows(self, model: nn.Module, inputs: dict[str, Any], num_filling: int) -> torch.Tensor:
+        """Return the loss of the rows that count, times what it counts in the mean of all devices'."""
+        inputs = self._prepare_inputs(inputs)
+        num_rows = tree.num_rows(inputs)
+        assert num_rows is not None
+        own = num_own(self._engine, num_rows, num_filling)
+        with torch.no_grad():
+            loss = self.compute_loss(model, rows_of(inputs, slice(max(own, 1))))
+        return loss * (own * self._num_losses / (num_rows * self._num_losses - num_filling))  # type: ignore[no-any-return]
+
+    def _find_mean(self, model: nn.Module, inputs: dict[str, Any]) -> MeanOf:
+        """Find out what a loss is the mean of, with the first batch. Collective: every process."""
+        if self._mean_of is None:
+            inputs = tree.map_tensors(torch.Tensor.cpu, dict(inputs))
+            prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+            if prepare is not None and torch.is_tensor(inputs.get("labels")):
+                inputs.setdefault("decoder_input_ids", prepare(labels=inputs["labels"]))
+
+            def loss_of(tried: dict[str, Any], num_items: float) -> float:
+                items, tried = self._engine.put(torch.tensor(num_items)), self._engine.put({**tried})
+                return float(super(Trainer, self).compute_loss(model, tried, num_items_in_batch=items))
+
             training = model.training
             model.eval()  # draws no random numbers
             with torch.no_grad():
-                one, half = (
-                    super(Trainer, self).compute_loss(
-                        model, dict(inputs), num_items_in_batch=torch.tensor(count, device=self.args.device)
-                    )
-                    for count in (1.0, 2.0)
-                )
+                self._mean_of = find_mean(loss_of, inputs, self.label_names, self._engine.group.all_gather_objects)
             model.train(training)
-            is_mean = not torch.allclose(one, 2 * half)
-            self._mean_losses = any(self._engine.group.all_gather_objects(is_mean))
-        return self._mean_losses
+        return self._mean_of
 
     def _check_same_counts(self, inputs: dict[str, Any]) -> None:
         labels = {name: inputs[name] for name in self.label_names if name in inputs}
         counts = self._engine.group.all_gather_objects({name: _num_labels(value) for name, value in labels.items()})
         if any(count != counts[0] for count in counts):
             raise ConfigError(
-                f"the loss of {type(self.model).__name__} is a mean over each device's own labels, of which the "
-                f"processes have different numbers in this batch ({counts}), so that the mean of their losses is not "
-                "that of all labels: run all devices from one process (dist.fsdp.use_spmd=True), give each batch the "
-                "same number of labels, or divide the sum of the losses by num_items_in_batch, in the model or in "
+                f"the processes have different numbers of labels in this batch ({counts}), so that the mean of their "
+                f"losses is not that of all labels, and the loss of {self._class_name} cannot be weighed: "
+                f"{_UNKNOWN}. Run all devices from one process (dist.fsdp.use_spmd=True), give each batch the same "
+                "number of labels, or divide the sum of the losses by num_items_in_batch, in the model or in "
                 "compute_loss_func"
             )
 
@@ -205,18 +260,20 @@ class Trainer(_Theirs):  # type: ignore[misc]
         num_rows = self.args.eval_batch_size * self.args.world_size
         uneven_rows = any(hasattr(dataset, "__len__") and len(dataset) % num_rows for dataset in datasets)
         if uneven_rows and not self.args.dataloader_drop_last:
-            raise uneven(_MEANS)
+            raise uneven(_UNKNOWN)
 
-    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Refuse to fill up batches with rows that would count."""
+    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> int:
+        """Return how many rows complete this batch; refuse those that would count."""
         loader = self.callback_handler.eval_dataloader
-        if not getattr(loader, "num_filling", 0):
-            return
-        unmasked = [name for name in self.label_names if name in inputs and name != "labels"]
-        if unmasked:
+        names = [name for name in self.label_names if name in inputs]
+        if not getattr(loader, "num_filling", 0) or not names:
+            return 0
+        if self._num_losses > 1:
+            if self._find_mean(model, inputs) is MeanOf.UNKNOWN:
+                raise uneven(_UNKNOWN)
+        elif unmasked := [name for name in names if name != "labels" or not are_classes(inputs[name])]:
             raise uneven(f"{', '.join(unmasked)} have no value which means that a row does not count")
-        if self._num_losses > 1 and "labels" in inputs and self._takes_means(model, inputs):
-            raise uneven(_MEANS)
+        return loader.num_rows - self.accelerator.num_rows  # type: ignore[no-any-return]
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         is_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
@@ -226,6 +283,10 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self._log_save_evaluate(tr_loss, *args, **kwargs)
         if is_logged:
             self._empty_loss()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._tr_loss = self.accelerator.mean(self._tr_loss)
+        return super()._finalize_training(*args, **kwargs)
 
     def _empty_loss(self) -> None:
         """Let the sum of losses lie as a step leaves it: otherwise the next step's program would be another one."""
