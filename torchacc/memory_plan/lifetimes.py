@@ -260,8 +260,7 @@ def _depths(trace: Trace) -> list[int]:
     depths: list[int] = []
     behind: dict[int, int] = {}
     for operation in trace.operations:
-        values = (*(read.value for read in operation.reads), *operation.after)
-        depths.append(max((behind.get(value, 0) for value in values), default=0))
+        depths.append(max((behind.get(value, 0) for value in operation.needs), default=0))
         has_memory = not operation.is_pointwise and _short(operation) not in _SHAPING
         behind.update(dict.fromkeys(operation.makes, depths[-1] + has_memory))
     return depths

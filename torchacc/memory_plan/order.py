@@ -29,8 +29,7 @@ def _needs(trace: Trace) -> tuple[list[list[int]], dict[int, int]]:
     writers: dict[int, int] = {}
     needs = []
     for time, operation in enumerate(trace.operations):
-        values = (*(read.value for read in operation.reads), *operation.after)
-        needs.append(list(dict.fromkeys(writers[value] for value in values if value in writers)))
+        needs.append(list(dict.fromkeys(writers[value] for value in operation.needs if value in writers)))
         changed = operation.makes or tuple(read.value for read in operation.reads[:1])  # in place: the first
         writers.update(dict.fromkeys(changed, time))
     return needs, writers

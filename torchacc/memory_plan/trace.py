@@ -64,6 +64,11 @@ class Operation:
     step: int = 0
     """Which step of backward it is a part of: one of autograd's nodes, which lets go of all that it read at its end."""
 
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Values that must be there before it runs."""
+        return (*(read.value for read in self.reads), *self.after)
+
 
 @dataclass(frozen=True)
 class Trace:
