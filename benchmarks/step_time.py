@@ -22,8 +22,8 @@ from pathlib import Path
 from _cases import CASES, EXPECTATIONS, NEEDS, QUICK, RIVALRIES, WORKLOAD, Case
 from _machine import median_cores
 from _markdown import count
-from _report import HEADER, Result, compared, differing_losses, judge, parity, table_row
-from _results import Check, Comparison, Report, Series, Table, emit
+from _report import HEADER, Result, compared, differing_losses, judge, loss_checks, parity, table_row
+from _results import Comparison, Report, Series, Table, emit
 from _teams import SETTLING_STEPS, Team, running, take_turns, warm_up
 
 Results = Mapping[str, Result]
@@ -113,18 +113,14 @@ def make_report(cases: Sequence[Case], results: Results, rounds: int, steps: int
                 or None,
             )
         ],
-        checks=[*loss_checks(results), *(judge(each, results) for each in EXPECTATIONS if each.case in results)],
+        checks=[
+            *loss_checks(results, differing_losses(results), "the losses of all cases agree at every step"),
+            *(judge(each, results) for each in EXPECTATIONS if each.case in results),
+        ],
         comparisons=against,
         series=[*bars(against), *parity(results, "eager")],
         reading=list(readings(results, against)),
     )
-
-
-def loss_checks(results: Results) -> list[Check]:
-    """Return what failed, and whether the losses agree."""
-    failed = [Check(f"{name} runs: {result.error}", "missed") for name, result in results.items() if result.error]
-    wrong = [Check(f"the same losses: {line}", "missed") for line in differing_losses(results)]
-    return failed + (wrong or [Check("the losses of all cases agree at every step", "held")])
 
 
 def bars(against: Sequence[Comparison]) -> Iterator[Series]:
