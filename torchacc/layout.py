@@ -64,7 +64,7 @@ class Holding:
         """Elements of the whole tensors."""
         return sum(prod(shape) for _, shape in self.members)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Original names of the whole tensors."""
         return tuple(name for name, _ in self.members)

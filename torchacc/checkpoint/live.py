@@ -284,25 +284,27 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
     if absent:
         raise CheckpointError(f"{folder.path} holds no state of the {' and the '.join(absent)}: load the model alone")
-    described = folder.read_json("state.json") if folder.has("state.json") else {}
-    unsaved = [name for name in ("scheduler", "loader") if needed[name] is not None and described.get(name) is None]
+    described = {name: folder.read_json(name) for name in ("optimizer.json", "state.json") if folder.has(name)}
+    state_of = described.get("state.json", {})
+    unsaved = [name for name in ("scheduler", "loader") if needed[name] is not None and state_of.get(name) is None]
     if unsaved:
         raise CheckpointError(f"{folder.path} was saved without a {' and a '.join(unsaved)}: load it without")
-    saved_class = folder.read_json("optimizer.json").get("class") if optimizer is not None else None
+    saved_class = described["optimizer.json"].get("class") if optimizer is not None else None
     if saved_class not in (None, type(optimizer).__name__):  # None: imported, where it is not known
         raise CheckpointError(
             f"{folder.path} was saved with {saved_class}, and this optimizer is {type(optimizer).__name__}: load the "
             "model alone, or make the optimizer that it was saved with"
         )
-    return _Reader(sharded, folder)
+    return _Reader(sharded, folder, described)
 
 
 class _Reader:
     """Loads from one folder what one process holds."""
 
-    def __init__(self, sharded: ShardedModel, folder: Folder) -> None:
+    def __init__(self, sharded: ShardedModel, folder: Folder, described: Mapping[str, Any]) -> None:
         self.folder = folder
         self._sharded = sharded
+        self._described = described
         self._tensors = hub.find(sharded, folder)
         self._random_states: list[dict[str, Any]] = []
 
@@ -328,7 +330,7 @@ class _Reader:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load an optimizer's groups and state."""
-        described = plain.decode(self.folder.read_json("optimizer.json"), self._state_tensors)
+        described = plain.decode(self._described["optimizer.json"], self._state_tensors)
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
         )
@@ -353,9 +355,9 @@ class _Reader:
 
     def load_other(self, scheduler: Any, loader: Any) -> Any:
         """Load the scheduler and the loader's position; return `extra`."""
-        if not self.folder.has("state.json"):
+        if "state.json" not in self._described:
             return None
-        described = plain.decode(self.folder.read_json("state.json"), self._state_tensors)
+        described = plain.decode(self._described["state.json"], self._state_tensors)
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
                 part.load_state_dict(described[name])

@@ -77,7 +77,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return Counter(decode(inner, tensors))
     if kind in ("tensor", "array"):
         return tensors[inner].clone() if kind == "tensor" else tensors[inner].numpy().copy()
-    items = [decode(item, tensors) for item in inner]
+    items = decode(inner, tensors)
     if kind == "dict":
         return dict(items)
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
