@@ -1,6 +1,7 @@
 """What is saved in the background while training goes on, on two devices of each engine."""
 
 import pytest
+import torch
 from casekit import NATIVE, RANK, X, case, part, step
 from state_cases import shared_folder, trained
 
@@ -29,6 +30,26 @@ def saved_in_the_background_is_what_was_there_at_its_moment() -> None:
             assert {"model.safetensors", "optimizer.safetensors"} <= contents(folder / name).keys()
             assert contents(folder / name) == contents(folder / "now")
             torchacc.dist.rendezvous("compared")
+
+
+@case()
+def too_little_memory_for_a_copy_on_one_rank_fails_the_save_of_all() -> None:
+    model, optimizer, _, _ = trained()
+    parts = {"model": model, "optimizer": optimizer}
+
+    def no_room(self: staging.Staging, data: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "saved", **parts, extra="old")
+        with pytest.MonkeyPatch.context() as patch:
+            if RANK == 0:
+                patch.setattr(staging.Staging, "room", no_room)
+            with pytest.raises((MemoryError, torchacc.CheckpointError), match="no room"):
+                begin(folder / "saved", **parts).write()
+        torchacc.dist.rendezvous("failed")
+        assert [path.name for path in folder.iterdir()] == ["saved"]
+        assert torchacc.checkpoint.load(folder / "saved", **parts) == "old"
 
 
 @case([NATIVE])

@@ -146,7 +146,11 @@ def snapshot(
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
     others = {name: slot for layout in other.lay_out().values() for name, slot in layout.slots.items()}
     runs = _chain(contents.runs(slots), ((others[name], 0, tensor) for name, tensor in other.tensors.items()))
-    tensors, done = _copied(sharded, contents, runs, slots | others) if copied else (runs, lambda: None)
+    try:
+        tensors, done = _copied(sharded, contents, runs, slots | others) if copied else (runs, lambda: None)
+    except BaseException as error:  # such as too little memory here, of which the others know nothing
+        writer.fail(error)
+        raise
     nbytes = sum(layout.nbytes for layout in layouts.values())
     sharded.engine.set_random_state(drawn)
     return Pending(writer, tensors, other.files, nbytes, done)

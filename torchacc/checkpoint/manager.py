@@ -186,10 +186,10 @@ class CheckpointManager:
         """
         has_failed = self._writer is not None and self._writer.has_failed
         is_ending, has_failed = self._meeting.hear(self._group, self._signal.came, has_failed)
-        if has_failed:
-            self.wait()
         if is_ending:
             self._end(step, extra)
+        if has_failed:
+            self.wait()
         is_due = self.every_steps is not None and step % self.every_steps == 0
         if is_due:
             self.save(step, extra)
@@ -251,6 +251,10 @@ class CheckpointManager:
     def _end(self, step: int, extra: Any) -> NoReturn:
         # Still listening: a scheduler and the launcher may each send the signal, and the second would end the save.
         self._signal.came = False
+        try:
+            self.wait()
+        except CheckpointError as error:  # that is no reason to lose this one, too
+            self._warn("the last checkpoint was not saved: %s", error)
         if self._saved_step != step:
             self._save(step, extra, in_background=False)
         self.close()

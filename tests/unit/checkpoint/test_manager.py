@@ -352,6 +352,23 @@ def test_sigterm_does_not_save_a_step_twice(tmp_path, caplog):
     assert caplog.text.count("saved /") == 1
 
 
+def test_sigterm_saves_although_the_last_save_has_failed(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, every_steps=2, async_save=True)
+
+    def fail(pending):
+        raise CheckpointError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.Pending, "write", fail)
+        run.train(until=2)
+        run.manager._writer.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit), run.manager:
+        run.train(until=9)
+    assert run.manager.steps() == [3]
+    assert "the last checkpoint was not saved: the disk is full" in caplog.text
+
+
 def test_a_handler_of_the_users_own_hears_of_it_and_comes_back(tmp_path):
     heard = []
 
