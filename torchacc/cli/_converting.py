@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.copying import Plan, carry_out
 from torchacc.checkpoint.rank_files import Part
-from torchacc.cli._options import positive, size
+from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -49,7 +48,7 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     """Add the option of what lies beside a model's tensors."""
     parser.add_argument(
         "--config-from",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="where config.json and the tokenizer are copied from (default: where the rank files are)",
     )

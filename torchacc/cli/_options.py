@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -18,6 +19,20 @@ def size(text: str) -> int:
 
 def positive(text: str) -> int:
     """Return a number from 1 on."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def named(text: str) -> str:
+    """Return a name, which is not empty: nothing is another thing than what is there without the option."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name: leave the option out, or write one")
+    return text
+
+
+def path(text: str) -> Path:
+    """Return a path, which is not empty: that would be this folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path: leave the option out, or write one")
+    return Path(text)

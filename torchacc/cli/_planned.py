@@ -10,12 +10,14 @@ import torch
 import yaml
 from torch import nn
 
-from torchacc.config import Config, nearest
+from torchacc.config import Config
 from torchacc.config.sections import did_you_mean
+from torchacc.config.yaml_file import refuse_odd_keys
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import count_states, find_optimizer
-from torchacc.train.file import TrainFile, family_options
+from torchacc.train.families import unknown_options
+from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
 
 _DEFAULT_LENGTH = 1024
@@ -165,6 +167,10 @@ def _read_options(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--model {path} is a training file: write --config {path}, and --model-config for its model")
     if not isinstance(options, dict) or "model_type" not in options:
         raise ConfigError(f"--model {path} has no model_type, such as `model_type: gpt2`, beside the model's options")
+    try:
+        refuse_odd_keys(options)
+    except ConfigError as error:
+        raise ConfigError(f"--model {path}: {error}") from None
     return options
 
 
@@ -178,10 +184,8 @@ def _check_names(path: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--model {path}: model_type = {family!r} is not a family of models in transformers; {hint}")
     if _OF_A_CHECKPOINT & options.keys():
         return
-    valid = family_options(family)
-    for name in options:
-        if name not in valid:
-            raise ConfigError(f"--model {path}: {family} has no option {name!r}; {nearest(str(name), valid)}")
+    for name, hint in unknown_options(options):
+        raise ConfigError(f"--model {path}: {family} has no option {name!r}; {hint}")
 
 
 def _build(config: Any) -> nn.Module:

@@ -1,11 +1,11 @@
 """Put a model that is saved in parts together: `torchacc consolidate ckpt --output model.pth`."""
 
 import argparse
-from pathlib import Path
 
 from torchacc.checkpoint.convert import plan_consolidation
 from torchacc.checkpoint.forms import form_of
 from torchacc.cli import _converting
+from torchacc.cli._options import named, path
 from torchacc.errors import CheckpointError
 
 EXAMPLES = (
@@ -17,9 +17,9 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder with the rank files")
+    parser.add_argument("folder", type=path, metavar="DIR", help="the folder with the rank files")
     parser.add_argument(
-        "--output", default="", metavar="PATH",
+        "--output", type=named, metavar="PATH",
         help="the file to write, or the folder with --format safetensors (default: consolidated.pth, or consolidated, "
         "in DIR)",
     )  # fmt: skip
@@ -39,4 +39,5 @@ def run(args: argparse.Namespace) -> int:
             f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it, and "
             f"`torchacc convert {args.folder} NEW --to dcp` writes it in another form"
         )
-    return _converting.run(args, plan_consolidation(str(args.folder), "*.pth", args.output, _converting.output(args)))
+    plan = plan_consolidation(str(args.folder), "*.pth", args.output or "", _converting.output(args))
+    return _converting.run(args, plan)

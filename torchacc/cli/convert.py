@@ -4,14 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.convert import plan_consolidation, plan_conversion
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.forms import form_of
 from torchacc.cli import _converting
-from torchacc.cli._options import positive
+from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError
 
 EXAMPLES = (
@@ -24,8 +23,8 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint's folder; its form is recognised")
-    parser.add_argument("target", type=Path, metavar="DST", help="what to write, which must not be there yet")
+    parser.add_argument("source", type=path, metavar="SRC", help="the checkpoint's folder; its form is recognised")
+    parser.add_argument("target", type=path, metavar="DST", help="what to write, which must not be there yet")
     parser.add_argument(
         "--to", required=True, choices=dict.fromkeys(to for _, to in _CONVERSIONS), metavar="FORM",
         help="; ".join(f"{form} -> {', '.join(to)}" for form, to in _possible().items()),

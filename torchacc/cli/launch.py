@@ -2,6 +2,7 @@
 
 import argparse
 
+from torchacc.cli._options import named
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 
@@ -23,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=int, default=1, metavar="N", help="machines, each with a launcher")
     parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of the machines this is, from 0")
-    parser.add_argument("--master-addr", metavar="HOST", help="host name or address of node 0")
+    parser.add_argument("--master-addr", type=named, metavar="HOST", help="host name or address of node 0")
     parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of node 0")
     parser.add_argument(
         "--max-restarts",
@@ -40,7 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--heartbeat-secs", type=float, metavar="SECS",
         help="end a job that makes no progress for so long, and name the rank that hangs (default: never)",
     )  # fmt: skip
-    parser.add_argument("--log-dir", metavar="FOLDER", help="keep what each process prints (default: on failure only)")
+    parser.add_argument(
+        "--log-dir", type=named, metavar="FOLDER", help="keep what each process prints (default: on failure only)"
+    )
     parser.add_argument("--all-ranks", action="store_true", help="show all processes, each line with its rank")
     parser.add_argument(
         "--grace-secs", type=float, default=_DEFAULTS.grace_secs, metavar="SECS",

@@ -5,10 +5,11 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchacc.cli._errors import told
 from torchacc.config import nearest
+from torchacc.config.sections import did_you_mean
 
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",
@@ -41,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
         if name == asked:
-            module = _load(name, command)
-    args = parser.parse_args(arguments)
+            module, chosen = _load(name, command), command
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(chosen, unknown[0])
     return told(lambda: int(module.run(args)), traceback=args.traceback)
 
 
@@ -53,6 +56,13 @@ def _load(name: str, command: argparse.ArgumentParser) -> Any:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = "\n  ".join(["examples:", *module.EXAMPLES])
     return module
+
+
+def _refuse(command: argparse.ArgumentParser, unknown: str) -> NoReturn:
+    """End with what a command does not know, and the nearest of its options."""
+    option = unknown.partition("=")[0]
+    hint = did_you_mean(option, command._option_string_actions) or f"`{command.prog} --help` lists what there is"
+    command.error(f"there is no {'option' if option.startswith('-') else 'argument'} {option!r}; {hint}")
 
 
 def _version() -> str:

@@ -5,10 +5,9 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 from torchacc.cli import _planned
-from torchacc.cli._options import positive, size
+from torchacc.cli._options import named, path, positive, size
 from torchacc.memory_plan import ENGINES, DeviceBytes, Step, study
 from torchacc.topology import STRATEGIES
 
@@ -23,14 +22,14 @@ _PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument_group("the training").add_argument
-    add("--model", metavar="MODEL", help="a checkpoint's folder, a config.json or .yaml, or a hub name")
-    add("--config", type=Path, metavar="FILE", help="a training file, which says the rest as well")
-    add("--stage", metavar="NAME", help="of the training file (default: its first)")
-    add("--model-config", metavar="NAME", help="of the training file (default: the stage's)")
+    add("--model", type=named, metavar="MODEL", help="a checkpoint's folder, a config.json or .yaml, or a hub name")
+    add("--config", type=path, metavar="FILE", help="a training file, which says the rest as well")
+    add("--stage", type=named, metavar="NAME", help="of the training file (default: its first)")
+    add("--model-config", type=named, metavar="NAME", help="of the training file (default: the stage's)")
     add("--batch", type=positive, metavar="N", help="samples on each device (default: 1)")
     add("--seq", type=positive, metavar="N", help="tokens of a sample (default: 1024, or what the model can)")
     add("--vocab", type=positive, metavar="N", help="tokens of the vocabulary (default: the model's)")
-    add("--optimizer", metavar="NAME", help="a class of torch.optim (default: adamw)")
+    add("--optimizer", type=named, metavar="NAME", help="a class of torch.optim (default: adamw)")
     add("--bf16", action="store_true", help="compute in bfloat16; parameters stay in float32")
     add("--gc", action="store_true", help="compute activations again in backward")
     add = parser.add_argument_group("the devices").add_argument

@@ -1,12 +1,11 @@
 """Make rank files for another number of ranks: `torchacc reshard ckpt --ranks 8 --output ckpt-8`."""
 
 import argparse
-from pathlib import Path
 
 from torchacc.checkpoint.convert import plan_conversion
 from torchacc.checkpoint.forms import form_of
 from torchacc.cli import _converting
-from torchacc.cli._options import positive
+from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError
 
 EXAMPLES = (
@@ -17,9 +16,9 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder with the rank files")
+    parser.add_argument("folder", type=path, metavar="DIR", help="the folder with the rank files")
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks to write for, 2 or more")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the folder to write into (default: the same)")
+    parser.add_argument("--output", type=path, metavar="DIR", help="the folder to write into (default: the same)")
     parser.add_argument("--part", choices=_converting.PARTS, default="all", help="what to write (default: all)")
     _converting.add_work_options(parser)
 

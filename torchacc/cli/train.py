@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from torchacc.cli._options import named, path
 from torchacc.train.command import Start, as_arguments, train
 from torchacc.train.stage import Wishes
 
@@ -20,19 +21,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mode", choices=["production"], default="production", help="train the stage as the file says (the only mode)"
     )
     parser.add_argument(
-        "--config", type=Path, default=Path("config.yaml"), metavar="FILE", help="the file of stages (config.yaml)"
+        "--config", type=path, default=Path("config.yaml"), metavar="FILE", help="the file of stages (config.yaml)"
     )
-    parser.add_argument("--stage", metavar="NAME", help="stage of training_stages (the file's first)")
-    parser.add_argument("--model-config", metavar="NAME", help="model_config_… section of the file (the stage's own)")
+    parser.add_argument("--stage", type=named, metavar="NAME", help="stage of training_stages (the file's first)")
+    parser.add_argument(
+        "--model-config", type=named, metavar="NAME", help="model_config_… section of the file (the stage's own)"
+    )
     parser.add_argument(
         "--fsdp-config",
+        type=named,
         metavar="NAME",
         help="preset of distributed_examples, in place of the stage's section distributed",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="devices of each machine; wins over the file")
     parser.add_argument("--num-nodes", type=int, metavar="N", help="machines; wins over the file")
     parser.add_argument(
-        "--precision", metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; wins over the file"
+        "--precision", type=named, metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; wins over the file"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and end")
     parser.add_argument(
@@ -50,7 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     several = parser.add_argument_group("on several machines, where the command is run on each")
     several.add_argument("--node-rank", type=int, metavar="N", help="which machine this is, from 0 (variable RANK)")
-    several.add_argument("--master-addr", metavar="HOST", help="address of machine 0 (variable MASTER_ADDR)")
+    several.add_argument(
+        "--master-addr", type=named, metavar="HOST", help="address of machine 0 (variable MASTER_ADDR)"
+    )
     several.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (variable MASTER_PORT)")
 
 

@@ -200,7 +200,7 @@ class DistributedConfig(Section):
 class StageConfig(Section):
     """One stage: `training_stages.<name>`."""
 
-    model: StrictStr | None = Field(default=None, alias="model_config")
+    model: Name | None = Field(default=None, alias="model_config")
     """Name of the top-level section `model_config_…` that describes the model; the command's `--model-config` wins."""
     init_from: StrictStr | None = None
     """Where the weights come from: an earlier stage's name, or a checkpoint's folder or hub name; None for new ones."""

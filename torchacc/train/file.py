@@ -12,6 +12,7 @@ from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
 from torchacc.errors import ConfigError, in_one_line
 from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig
+from torchacc.train.families import unknown_options
 from torchacc.train.optim import check_options
 
 _MODEL = "model_config_"
@@ -99,8 +100,9 @@ class TrainFile:
 
 def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfig]:
     for name in values:
-        if "/" in name or name.startswith("."):
-            raise ConfigError(source.at(f"training_stages.{name}: a stage's name is that of its folder: no '/' or '.'"))
+        if "/" in name or name.startswith(".") or not name.strip() or not name.isprintable():
+            problem = "a stage's name is that of its folder: letters, without '/', and no '.' at its beginning"
+            raise ConfigError(source.at(f"training_stages.{name}: {problem}"))
     stages = _sections(source, StageConfig, values, "training_stages")
     for name, stage in stages.items():
         _check_torchacc(source, stage.torchacc, f"training_stages.{name}.torchacc")
@@ -108,7 +110,22 @@ def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfi
             check_options(stage.optimizer.name, stage.optimizer.options)
         except ConfigError as error:
             raise source.located(error, f"training_stages.{name}") from None
+        _check_order(source, stages, name)
     return stages
+
+
+def _check_order(source: YamlFile, stages: Mapping[str, StageConfig], name: str) -> None:
+    """Check that a stage starts from none that starts from it, by way of others or at once."""
+    before, passed = stages[name].init_from, [name]
+    at = f"training_stages.{name}.init_from = {before!r}"
+    if before == name:
+        raise ConfigError(source.at(f"{at}: a stage cannot start from itself; training.resume lets it go on"))
+    while before is not None and before in stages and before not in passed:
+        passed.append(before)
+        before = stages[before].init_from
+    if before == name:
+        circle = " from ".join([*passed, name])
+        raise ConfigError(source.at(f"{at}: {circle}: none of them could be trained first"))
 
 
 def _sections(source: YamlFile, cls: type[S], values: Mapping[str, Any], parents: str) -> dict[str, S]:
@@ -153,14 +170,6 @@ def _check_model(source: YamlFile, name: str, values: Any) -> None:
     _check_family(source, name, values)
 
 
-def family_options(family: str) -> set[str]:
-    """Return the names of the options of a family of models in transformers, `model_type` included."""
-    from transformers import AutoConfig
-
-    defaults = AutoConfig.for_model(family)
-    return {name for name in vars(defaults) if not name.startswith("_")} | {*defaults.attribute_map, "model_type"}
-
-
 def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -174,12 +183,8 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
         raise ConfigError(
             source.at(f"{name}.model_type: model_type = {family!r} is not a family of {kind} in transformers; {hint}")
         )
-    valid = family_options(family)
-    for option, value in values.items():
-        if option not in valid:
-            raise ConfigError(
-                source.at(f"{name}.{option} = {value!r}: {family} has no such option; {nearest(option, valid)}")
-            )
+    for option, hint in unknown_options(values):
+        raise ConfigError(source.at(f"{name}.{option} = {values[option]!r}: {family} has no such option; {hint}"))
     try:
         AutoConfig.for_model(**values)
     except Exception as error:  # transformers has several classes for it

@@ -245,7 +245,7 @@ def _place(option: str, stage: str, wishes: Wishes) -> str | None:
 
 
 def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tuple[str, Mapping[str, Any]]:
-    chosen = wishes.model or stage.model
+    chosen = stage.model if wishes.model is None else wishes.model
     if chosen is None and len(file.models) == 1:
         chosen = next(iter(file.models))
     if chosen is None:
@@ -287,8 +287,6 @@ def _init_from(
         raise ConfigError(
             file.source.at(f"{at}: and {model_name} is pretrained, so that there are two sets of weights; keep one")
         )
-    if given == name:
-        raise ConfigError(file.source.at(f"{at}: a stage cannot start from itself; training.resume lets it go on"))
     if given in file.stages:
         checks.check_finished(file.source, at, given, file.output_dir / given)
         return file.output_dir / given / FINAL

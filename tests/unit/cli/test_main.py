@@ -55,6 +55,27 @@ def test_a_wrong_name_is_told_the_nearest(capsys):
     assert "there is no command 'plna'; did you mean 'plan'?" in said.err
 
 
+def test_a_wrong_option_is_told_the_nearest(capsys):
+    wrong = {
+        "--modle-config=a": "no option '--modle-config'; did you mean '--model-config'?",
+        "x": "no argument 'x'; `to",
+    }
+    for argument, message in wrong.items():
+        status, said = ended(capsys, "train", argument)
+        assert status == 2
+        assert f"torchacc train: error: there is {message}" in said.err
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_no_option_takes_nothing_for_a_value(name):
+    parser = main.argparse.ArgumentParser()
+    importlib.import_module(f"torchacc.cli.{name}").add_options(parser)
+    for action in parser._actions:
+        if action.nargs not in (0, main.argparse.REMAINDER) and action.choices is None:
+            with pytest.raises((ValueError, main.argparse.ArgumentTypeError)):
+                action.type("")
+
+
 @pytest.mark.usefixtures("failing")
 def test_an_error_is_a_line(capsys, monkeypatch):
     for value in ("", "0"):

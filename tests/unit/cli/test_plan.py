@@ -139,6 +139,7 @@ def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
 def test_options_that_no_model_has_or_can_be_built_with(tmp_path, capsys):
     wrong = {
         "model_type: gpt2\nn_layr: 2": "gpt2 has no option 'n_layr'; did you mean 'n_layer'?",
+        "model_type: gpt2\n2: 3": "2: the name of an option is a string, not 2",
         "model_type: gtp2": "is not a family of models in transformers; did you mean 'gpt2'?",
         "model_type: llama\nhidden_size: big": "transformers refuses the model's options",
         "model_type: llama\nhidden_size: -32": "error: ",

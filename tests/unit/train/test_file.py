@@ -66,6 +66,9 @@ WRONG = {
     "9223372036854775808: expected less than 9223372036854775808",
     STAGE.format("modle_config: x"): "FILE:3: training_stages.a.modle_config = 'x': there is no such option; did you "
     "mean 'model_config'?",
+    STAGE.format(
+        "model_config: ''"
+    ): "FILE:3: training_stages.a.model_config = '': expected a string that is not empty",
     STAGE.format("distributed:\n      fsdp:\n        sharding_strategy: FULL"): "FILE:5: training_stages.a.distributed."
     "fsdp.sharding_strategy = 'FULL': expected 'FULL_SHARD'",
     STAGE.format("distributed: {strategy: dpp}"): "FILE:3: training_stages.a.distributed.strategy = 'dpp': expected "
@@ -84,6 +87,12 @@ WRONG = {
     "cpu_offload = True: in a training file this is distributed.fsdp.cpu_offload",
     "training_stages: {a: 3}": "FILE:1: training_stages.a = 3: expected options by name",
     "training_stages: {a/b: }": "FILE:1: training_stages.a/b: a stage's name is that of its folder",
+    "training_stages: {'': }": "FILE:1: training_stages.: a stage's name is that of its folder",
+    'training_stages: {"a\\0": }': "FILE:1: training_stages.a\0: a stage's name is that of its folder",
+    "training_stages:\n  a: {init_from: a}": "FILE:2: training_stages.a.init_from = 'a': a stage cannot "
+    "start from itself",
+    "training_stages:\n  d: {init_from: a}\n  a: {init_from: c}\n  b: {init_from: a}\n  c: {init_from: b}": "FILE:3: "
+    "training_stages.a.init_from = 'c': a from c from b from a: none of them could be trained first",
     "training_stagse: {a: }": "FILE:1: training_stagse = {'a': None}: there is no such option; did you mean "
     "'training_stages'?",
     STAGE.format(
