@@ -2,10 +2,11 @@
 
 import copy
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,27 @@ def saved_as_the_seed_does(options: dict[str, Any]) -> None:
         model.load_state_dict(torchacc.load(folder / "model")["model"])
         optimizer.load_state_dict(torchacc.load(folder / "shards")["optimizer"])
         check_same(snapshot(model, optimizer), before)
+
+
+@case([NATIVE, MULTIPROCESS])
+def rank_that_cannot_write_leaves_the_files_of_the_last_save() -> None:
+    model, _, _, _ = trained()
+    with shared_folder() as folder:
+        for value in (1.0, 2.0):
+            state = {name: torch.full_like(held, value) for name, held in model.state_dict().items()}
+            checkpoint = {"model": state, "shard_metadata": model.get_shard_metadata()}
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if value == 2.0 and RANK == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # as a disk that is full
+            refused = pytest.raises(torchacc.CheckpointError, match="was not written")
+            try:
+                with refused if value == 2.0 else nullcontext():
+                    torchacc.save(checkpoint, folder, master_only=False)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        torchacc.dist.rendezvous("failed")
+        assert sorted(path.name for path in folder.iterdir()) == [f"rank-{rank}-of-2-model.pth" for rank in range(2)]
+        assert all((held == 1).all() for held in torchacc.load(folder)["model"].values())
 
 
 @case(each=LAYOUTS)

@@ -37,7 +37,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     * With `master_only=False`, or where `path` is a folder, each rank writes its own part,
       `path/rank-<r>-of-<n>[-model|-optimizer].pth`, or `path` itself where every rank names another one.
 
-    A file appears under its name when it is complete.
+    A file appears under its name when it is complete, and those of all ranks are.
 
     Args:
         obj: What to save.
@@ -68,7 +68,14 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
         _refuse_other_copies(obj, group)
         content = _whole(obj) if sharded else _on_host(obj)
     writes = by_rank or job.rank == 0
-    group.agreed(lambda: _write(content, target) if writes else None)
+    partial = target.parent / f".{target.name}.{save_id}-{job.rank}.incomplete"
+    try:
+        group.agreed(lambda: _write(content, target, partial) if writes else None)
+        # Only now, lest a rank that could not write leave the others' files without its own, and none of the last save.
+        group.agreed(lambda: partial.replace(target) if writes else None)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     if by_rank and job.rank == 0 and _RANK_FILE.fullmatch(target.name):
         _remove_older_sets(target, job)
 
@@ -245,26 +252,21 @@ def _whole_optimizer(own: Mapping[str, Any]) -> Any:
     return {key: value for key, value in own.items() if key != _METADATA}
 
 
-def _write(content: Any, target: Path) -> None:
-    """Write a file that appears when it is complete, and can be loaded."""
+def _write(content: Any, target: Path, partial: Path) -> None:
+    """Write a file by another name, and see that it can be loaded."""
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder: name a file for what rank 0 alone writes")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.incomplete")
     try:
         with partial.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         _read(partial, target, mmap=True)
-        partial.replace(target)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from None
     except RuntimeError as error:  # how torch.save reports a full disk
         raise CheckpointError(f"{target} was not written: {str(error).splitlines()[0]}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _read(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any:

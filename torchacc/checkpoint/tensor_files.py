@@ -214,33 +214,57 @@ def _read_file(path: Path) -> dict[str, Slot]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in _json(header).items() if name != "__metadata__"}
         slots = {name: _slot(path, entry, 8 + header_size) for name, entry in entries.items()}
         stops = [8 + header_size + entry["data_offsets"][1] for entry in entries.values()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged, or not a safetensors file: its header makes no sense") from None
     for (name, slot), stop in zip(slots.items(), stops, strict=True):
         if slot.offset < 8 + header_size or slot.offset + slot.nbytes != stop:
             raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
         if stop > file_size:
             raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
+    _check_cover(path, slots, 8 + header_size, file_size)
     return slots
 
 
+def _check_cover(path: Path, slots: Mapping[str, Slot], start: int, file_size: int) -> None:
+    """Refuse what the format does not allow: bytes of two tensors, or of none."""
+    for name, slot in sorted(slots.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if slot.offset != start:
+            how = "overlaps another" if slot.offset < start else "has a gap before it"
+            raise CheckpointError(f"{path} is damaged: the tensor {name} {how}")
+        start += slot.nbytes
+    if start != file_size:
+        raise CheckpointError(f"{path} is damaged: {file_size - start} bytes follow the last tensor")
+
+
+def _json(text: str | bytes) -> Any:
+    """Return what JSON says; of names that are there twice, one would be passed over."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name is there twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def _slot(path: Path, entry: Mapping[str, Any], start: int) -> Slot:
-    shape = tuple(map(int, entry["shape"]))
-    if any(length < 0 for length in shape):
-        raise ValueError(shape)
-    return Slot(path, _DTYPES[entry["dtype"]], shape, start + int(entry["data_offsets"][0]))
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
+        raise ValueError(entry)
+    return Slot(path, _DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _json(path.read_text(encoding="utf-8"))["weight_map"]
         named = dict(weight_map.items())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged, or not an index of safetensors files") from None
     for name, file_name in named.items():
         if not isinstance(file_name, str) or file_name != Path(file_name).name or file_name in ("", ".", ".."):

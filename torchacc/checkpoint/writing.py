@@ -85,6 +85,7 @@ class FolderWriter:
                     f"{self.final} holds files that are no torchacc checkpoint, and saving would replace them: name "
                     "another folder, or empty it"
                 )
+            _refuse_folders(self.final)
             settle(self.final)
             needed, free = sum(size for _, size in files.values()), shutil.disk_usage(self.final.parent).free
             if needed > free:
@@ -233,6 +234,16 @@ class FolderWriter:
                 return
             else:
                 raise CheckpointError(f"{self.final} was not saved: rank 0 gave up")
+
+
+def _refuse_folders(path: Path) -> None:
+    """Refuse to replace a checkpoint that has a folder in it, such as another checkpoint: it would be removed, too."""
+    folders = [other.name for other in sorted(path.iterdir()) if other.is_dir()] if path.is_dir() else []
+    if folders:
+        raise CheckpointError(
+            f"{path} holds the folder {folders[0]}, which is not of the checkpoint there, and saving would remove it: "
+            "move it, or name another folder"
+        )
 
 
 def _check_cover(path: Path, segments: Sequence[Segment], size: int) -> None:

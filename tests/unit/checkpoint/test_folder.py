@@ -234,3 +234,13 @@ def test_a_foreign_folder_is_not_replaced(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
         FolderWriter(tmp_path / "file", "t", 0, 1).prepare({})
+
+
+def test_a_folder_in_a_checkpoint_is_not_removed(tmp_path):
+    write(tmp_path / "c")
+    write(tmp_path / "c" / "step-00000100")
+    with pytest.raises(CheckpointError, match="c holds the folder step-00000100, which is not of the checkpoint"):
+        write(tmp_path / "c", token="t2")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    check(tmp_path / "c")
+    check(tmp_path / "c" / "step-00000100")

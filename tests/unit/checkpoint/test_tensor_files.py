@@ -90,6 +90,9 @@ def test_a_truncated_file_is_refused(tmp_path, size):
         {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]},
         {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
         {"dtype": "X", "shape": [4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]},
+        {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 16]},
         {"dtype": "F32"},
         None,
     ],
@@ -100,6 +103,38 @@ def test_a_header_that_makes_no_sense_is_refused(tmp_path, entry):
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CheckpointError, match="file.safetensors is damaged"):
         read_slots(path)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "size", "reason"),
+    [
+        ([(0, 16), (0, 16)], 16, "the tensor b overlaps another"),
+        ([(0, 16), (8, 24)], 24, "the tensor b overlaps another"),
+        ([(0, 16), (24, 40)], 40, "the tensor b has a gap before it"),
+        ([(8, 24), (24, 40)], 40, "the tensor a has a gap before it"),
+        ([(16, 32), (0, 16)], 33, "1 bytes follow the last tensor"),
+    ],
+)
+def test_every_byte_is_of_one_tensor(tmp_path, offsets, size, reason):
+    entries = [{"dtype": "F32", "shape": [4], "data_offsets": list(own)} for own in offsets]
+    header = json.dumps(dict(zip("ab", entries, strict=True))).encode()
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(CheckpointError, match=f"file.safetensors is damaged: {reason}"):
+        read_slots(path)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+    entry = json.dumps({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]})
+    header = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="file.safetensors is damaged, .*: its header makes no sense"):
+        read_slots(path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "file.safetensors", "a": "other.safetensors"}}')
+    with pytest.raises(CheckpointError, match="is damaged, or not an index"):
+        read_slots(index)
 
 
 @pytest.mark.parametrize("elsewhere", ["../a.safetensors", "/a.safetensors", "b/a.safetensors", "..", "", 3])
