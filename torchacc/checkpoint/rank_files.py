@@ -320,6 +320,7 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
         newest = _listed([str(file.path) for file in chosen])
         others = "; ".join([*passed_over, *reasons])
         _log.warning("%s: the %s is of the newest complete save, %s; passed over: %s", where, part, newest, others)
+    _check_moment(chosen)
     return RankFiles(part, chosen)
 
 
@@ -402,6 +403,34 @@ def _choose(files: Sequence[RankFile], part: Part) -> tuple[tuple[RankFile, ...]
         if save != newest[0]
     ]
     return complete[newest[0]], passed_over
+
+
+def _check_moment(files: Sequence[RankFile]) -> None:
+    """Refuse files that no `save_id` tells apart, and whose optimizers have other settings or have made other steps."""
+    if any("save_id" in file.metadata or file.part("optimizer") is None for file in files):
+        return
+    alike = _alike(files[0])
+    for other in files[1:]:
+        if _alike(other) != alike:
+            raise CheckpointError(
+                f"the optimizers in {files[0].path} and {other.path} have made other numbers of steps, or have other "
+                "settings: they are not of one save"
+            )
+
+
+def _alike(file: RankFile) -> Any:
+    """Return what every rank's optimizer has alike: all but the tensors with dimensions."""
+    with file.path.open("rb") as opened:
+
+        def read(value: Any) -> Any:
+            if isinstance(value, Slot):
+                opened.seek(value.offset)
+                return None if value.shape else opened.read(value.nbytes)
+            if isinstance(value, Mapping):
+                return {key: read(item) for key, item in value.items()}
+            return [read(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        return read([(file.part("optimizer") or {}).get(name) for name in ("state", "param_groups")])
 
 
 def _mixed(files: Sequence[RankFile]) -> CheckpointError:

@@ -531,6 +531,20 @@ class TestRefused:
         self.change(paths[3], lambda content: content["shard_metadata"].update(save_id="2"))
         self.refuse(tmp_path, "rank-0-of-4-model.pth and .*rank-3-of-4-model.pth are of different saves")
 
+    @pytest.mark.parametrize("style", ["xla-flat", "xla-dim0"])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda optimizer: next(iter(optimizer["state"].values())).update(step=torch.tensor(12.0)),
+            lambda optimizer: optimizer["param_groups"][0].update(lr=0.5),
+        ],
+        ids=["step", "lr"],
+    )
+    def test_two_saves_of_torch_xla_whose_optimizers_differ(self, tmp_path, style, change):
+        paths = make(style).save(tmp_path, 2, separate=False)
+        self.change(paths[1], lambda content: change(content["optimizer"]))
+        self.refuse(tmp_path, "the optimizers in .*rank-0-of-2.pth and .*rank-1-of-2.pth have made other numbers")
+
     def test_two_world_sizes(self, tmp_path, paths):
         make("rows").save(tmp_path, 2)
         self.refuse(tmp_path, r"rank-0-of-2-model.pth is of 2 ranks and .*rank-0-of-4-model.pth of 4")
