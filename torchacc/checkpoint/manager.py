@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,7 +27,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
-_INTERRUPTED = re.compile(r"\.(step-\d{8,})\.[^.]+\.(incomplete|replaced)")
+_INTERRUPTED = re.compile(r"\.(step-\d{8,})\.[^.]+\.(incomplete|replaced|removed)")
 _PRUNED = re.compile(r"\.step-\d{8,}\.pruned")
 _AGREE_SECS = 1.0
 """How long, about, a signal may wait for the processes to speak of it: in time for any grace period, and so seldom that
@@ -207,6 +208,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: This or the last checkpoint could not be written; on every process.
+            ConfigError: `step` is not a whole number of 0 or more.
         """
         with progress.during(progress.Phase.SAVING):
             self._save(step, extra, in_background=self.async_save)
@@ -237,6 +239,8 @@ class CheckpointManager:
         return self.folder / f"step-{step:08d}"
 
     def _save(self, step: int, extra: Any, *, in_background: bool) -> None:
+        if not hasattr(step, "__index__") or (step := index(step)) < 0:
+            raise ConfigError(f"step={step!r}: write a whole number of 0 or more; no other would be found again")
         self.wait()
         path, contents = self._path(step), {**self._contents, "extra": extra, "tokenizer": self._tokenizer}
         if in_background:

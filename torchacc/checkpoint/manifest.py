@@ -60,7 +60,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         intact = text == _seal(text[_SEAL_BYTES:-2])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{file} is not as it was written: the checkpoint is altered or torn")
@@ -91,7 +91,7 @@ def locate(path: Path) -> Path:
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name the folder that it is in")
-    for other in _leftovers(path):
+    for other in _leftovers(path, "incomplete", "replaced"):
         if (other / MANIFEST).exists():
             return other
     raise CheckpointError(f"there is no checkpoint {path}")
@@ -102,7 +102,11 @@ def settle(path: Path) -> None:
     if not path.exists():
         with suppress(CheckpointError):
             locate(path).rename(path)
-    for other in _leftovers(path):
+    for other in _leftovers(path, "incomplete", "replaced"):
+        # By another name first, lest a run that is still saving complete what is half removed.
+        with suppress(OSError):
+            other.rename(other.with_suffix(".removed"))
+    for other in _leftovers(path, "removed"):
         shutil.rmtree(other, ignore_errors=True)
 
 
@@ -136,10 +140,10 @@ def aside(path: Path, token: str) -> Path:
     return path.parent / f".{path.name}.{token}.replaced"
 
 
-def _leftovers(path: Path) -> list[Path]:
-    """Return the folders of interrupted saves of a path, those first that would be the newest."""
+def _leftovers(path: Path, *kinds: str) -> list[Path]:
+    """Return the folders of interrupted saves of a path, those of the first kind first."""
     name = glob.escape(path.name)
-    found = [other for kind in ("incomplete", "replaced") for other in path.parent.glob(f".{name}.*.{kind}")]
+    found = [other for kind in kinds for other in path.parent.glob(f".{name}.*.{kind}")]
     return [other for other in found if other.name.count(".") == path.name.count(".") + 3]
 
 

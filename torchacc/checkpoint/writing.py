@@ -98,6 +98,7 @@ class FolderWriter:
                 preallocate(self.folder / name, header, size)
                 self._note(name, 0, header)
         except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise CheckpointError(f"{self.final}: a checkpoint cannot be written here: {error.strerror}") from None
 
     def join(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from torchacc.checkpoint import writing
 from torchacc.checkpoint.folder import Folder
 from torchacc.checkpoint.manifest import locate, read_manifest, render_manifest, settle
 from torchacc.checkpoint.tensor_files import plan_safetensors, read_slots, safetensors_index
@@ -223,6 +224,16 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path):
     writer = FolderWriter(tmp_path / "c", "t", 0, 1)
     with pytest.raises(CheckpointError, match="nothing was written"):
         writer.prepare({"model.safetensors": (b"", 1 << 60)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_whole_is_removed(tmp_path, monkeypatch):
+    def refuse(path, header, nbytes):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(writing, "preallocate", refuse)
+    with pytest.raises(CheckpointError, match="c: a checkpoint cannot be written here: File too large"):
+        FolderWriter(tmp_path / "c", "t", 0, 1).prepare({"model.safetensors": (b"", 8)})
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchacc
-from torchacc.checkpoint import CheckpointManager, live
+from torchacc.checkpoint import CheckpointManager, live, manifest
 from torchacc.checkpoint import manager as manager_module
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError
@@ -199,6 +199,15 @@ def test_skips_what_is_altered_and_says_why(tmp_path, caplog, name):
     with Run(tmp_path).manager as manager:
         assert manager.restore().extra == "old"
     assert f"step-00000002 is not restored: {tmp_path / 'step-00000002' / name} is " in caplog.text
+
+
+def test_skips_a_manifest_that_is_nested_beyond_reading(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.manager.save(1)
+    run.manager.save(2)
+    (tmp_path / "step-00000002" / "manifest.json").write_text("[" * 100_000)
+    assert run.restore().step == 1
+    assert "step-00000002 is not restored" in caplog.text
 
 
 def test_skips_what_is_not_complete(tmp_path, caplog):
@@ -453,3 +462,28 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
         Run(tmp_path / "file")
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", None])
+def test_a_step_that_would_not_be_found_again_is_refused(tmp_path, step):
+    run = Run(tmp_path)
+    with run.manager, pytest.raises(ConfigError, match=f"step={step!r}: write a whole number of 0 or more"):
+        run.manager.save(step)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_still_saving_completes_nothing_that_is_being_removed(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.train(until=1)
+    pending = live.snapshot(tmp_path / "step-00000001", model=run.model)
+    seen = []
+    monkeypatch.setattr(manifest.shutil, "rmtree", lambda path, **_: seen.append(path.name))  # it takes its time
+    Run(tmp_path)  # as one that is started while the last one is still at it
+    with pytest.raises(CheckpointError, match="step-00000001 was not saved"):
+        pending.write()
+    assert run.manager.steps() == []
+    assert [path.name for path in tmp_path.iterdir()] == [seen[0]]
+    assert seen[0].endswith(".removed")
+    monkeypatch.undo()
+    Run(tmp_path)
+    assert not list(tmp_path.iterdir())
