@@ -8,6 +8,8 @@ from dataclasses import asdict
 
 from torchacc.cli import _planned
 from torchacc.cli._options import named, path, positive, size
+from torchacc.engines.xla import runtime
+from torchacc.errors import ConfigError
 from torchacc.memory_plan import ENGINES, DeviceBytes, Step, study
 from torchacc.topology import STRATEGIES
 
@@ -16,6 +18,7 @@ EXAMPLES = (
     "torchacc plan --model config.json --devices 8 --batch 4 --seq 2048 --bf16 --gc --memory 80GiB",
     "torchacc plan --config examples/config.yaml --model-config model_config_1.7B --devices 8",
 )
+PLATFORMS = ("cpu", "cuda", "tpu")
 _PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
 
 
@@ -39,14 +42,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
     add("--engine", choices=ENGINES, default="xla", help="whose memory is planned (default: xla)")
+    add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
+    platform = _platform(args)
     training = _planned.read(args)
     step = study(
-        training.model, training.make_batch(), training.config, num_states=training.num_states, engine=args.engine
+        training.model,
+        training.make_batch(),
+        training.config,
+        num_states=training.num_states,
+        engine=args.engine,
+        widens=platform == "cpu",
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args)}
     fewest = {}
@@ -55,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
     describe = _as_json if args.json else _as_text
     sys.stdout.write(describe(args, training, step, found, fewest) + "\n")
     return 0
+
+
+def _platform(args: argparse.Namespace) -> str | None:
+    """Return what XLA's devices are; None where XLA does not run the step."""
+    if not ENGINES[args.engine].runs_eagerly:
+        return args.platform or runtime.platform().lower()
+    if args.platform is not None:
+        raise ConfigError(f"--platform {args.platform} is of XLA's devices: leave it out with --engine {args.engine}")
+    return None
 
 
 def _strategies(args: argparse.Namespace) -> list[str]:
@@ -96,6 +115,11 @@ def _as_text(
             "",
             "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",
         ]
+    if _platform(args) == "cpu" and plan.compute_dtype == "bfloat16":
+        lines += [
+            "",
+            "XLA's CPU client holds bfloat16 in float32; --platform tpu plans for devices that have it, and need less",
+        ]
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_words(args.memory)} each"]
     return "\n".join(lines)
@@ -125,6 +149,7 @@ def _as_json(
         "batch": training.batch,
         "seq": training.length,
         "engine": args.engine,
+        "platform": _platform(args),
         "strategies": strategies,
     }
     return json.dumps(described, indent=2)

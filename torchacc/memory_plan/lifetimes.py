@@ -12,7 +12,7 @@ operations that read it. This is a model of XLA's rules, not a copy of its code:
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchacc.memory_plan.order import in_xla_order
 from torchacc.memory_plan.trace import Operation, Read, Trace
@@ -43,6 +43,8 @@ _WITH_SIGMOID = {"silu", "silu_backward"}
 """Operations that are products of what they read and its sigmoid, which has memory."""
 _LOSS_INPUTS = {"_log_softmax"}
 """Operations that the loss is computed from, last of all."""
+_ROW = 32
+"""What takes this many times less than a value has a number for each of its rows, and is no reason to keep that."""
 _SMALL_BYTES = 1 << 10
 """Below this a buffer is not worth a thought."""
 
@@ -73,6 +75,8 @@ class Lifetimes:
     """When each parameter is read."""
     gradients: Mapping[str, int]
     """When the gradient of each trained parameter is complete."""
+    casts: Mapping[str, int] = field(default_factory=dict)
+    """Of parameters that are only read in the dtype of products: the bytes that a whole one takes there."""
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:
@@ -125,6 +129,8 @@ class _Fusion:
         self._num_extra = 0
         self._uses: dict[str, list[int]] = {}
         self._users: dict[int, list[int]] = {}
+        self._casts: dict[int, str] = {}
+        """The parameters that values are in the dtype of products."""
         for time, operation in enumerate(trace.operations):
             for read in operation.reads:
                 self._users.setdefault(read.value, []).append(time)
@@ -139,10 +145,15 @@ class _Fusion:
             buffer.death = max([buffer.birth, *self._reads.get(key, ())])
         uses = {name: tuple(sorted(set(found))) for name, found in self._uses.items()}
         kept = tuple(buffer for buffer in self._buffers.values() if buffer.nbytes >= _SMALL_BYTES)
-        return Lifetimes(len(self._trace.operations), self._trace.num_forward, kept, uses, times)
+        casts = {name: self._trace.values[value].nbytes for value, name in self._casts.items()}
+        return Lifetimes(len(self._trace.operations), self._trace.num_forward, kept, uses, times, casts)
 
     def _place(self, time: int, operation: Operation) -> None:
         name = _short(operation)
+        cast = self._cast_of(operation)
+        if cast is not None:
+            self._casts[operation.makes[0]] = cast
+            return
         fused = (operation.is_pointwise or name in _SHAPING) and bool(operation.makes)
         operands = [self._operand(time, name, read.value, read.nbytes, read.offset) for read in operation.reads]
         sources = tuple(dict.fromkeys(source for found in operands for source in found))
@@ -162,11 +173,20 @@ class _Fusion:
         if name in _LOSS_INPUTS:  # the loss itself is computed when all else is done
             self._read(len(self._trace.operations) - 1, sources)
 
+    def _cast_of(self, operation: Operation) -> str | None:
+        """Return the parameter that an operation casts, where all that reads that parameter does the same."""
+        if _short(operation) != "_to_copy":
+            return None
+        (read,) = operation.reads
+        readers = (self._trace.operations[user] for user in self._users[read.value])
+        return self._trace.values[read.value].parameter if all(_short(each) == "_to_copy" for each in readers) else None
+
     def _operand(self, time: int, name: str, value: int, nbytes: int, offset: int) -> tuple[int, ...]:
         """Return the buffers that are read for one operand."""
         known = self._trace.values[value]
-        if known.parameter is not None:
-            self._uses.setdefault(known.parameter, []).append(time)
+        parameter = self._casts.get(value, known.parameter)
+        if parameter is not None:
+            self._uses.setdefault(parameter, []).append(time)
             return ()
         if known.is_input:
             return ()
@@ -191,7 +211,9 @@ class _Fusion:
             if _short(operation) in _OPERANDS_IN_MEMORY
             and any(read.value == value and read.nbytes >= nbytes for read in operation.reads)
         ]
-        is_cheap = name not in _EXPENSIVE and sum(self._buffers[source].nbytes for source in sources) <= nbytes
+        kept = [self._buffers[source].nbytes for source in sources]
+        kept_bytes = sum(size for size in kept if size * _ROW > nbytes)
+        is_cheap = name not in _EXPENSIVE and kept_bytes <= nbytes
         is_cheap |= name in _WITH_SIGMOID and self._is_read_at_once(time, users)
         if whole and is_cheap:
             self._cheaper[value] = sources

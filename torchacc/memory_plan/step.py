@@ -102,6 +102,7 @@ def study(
     *,
     num_states: int,
     engine: str = "xla",
+    widens: bool = False,
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
 
@@ -113,6 +114,7 @@ def study(
         config: Precision, units and recompute. How it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
         engine: One of `ENGINES`.
+        widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
 
     Raises:
         ConfigError: The model cannot run there, or the config asks for what is not planned.
@@ -129,7 +131,7 @@ def study(
     plan = make_plan(model, config, from_config(config))
     chosen = ENGINES[engine]
     dtype = getattr(torch, plan.compute_dtype)
-    trace = record(model, batch, dtype=dtype, recomputed=plan.recomputed, eager=chosen.runs_eagerly)
+    trace = record(model, batch, dtype=dtype, recomputed=plan.recomputed, eager=chosen.runs_eagerly, widens=widens)
     batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
     return Step(plan, chosen.lifetimes(trace), num_states, batch_bytes, chosen)
 

@@ -41,7 +41,7 @@ class _Interval:
 
 def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what XLA plans for a device: one program holds the whole step."""
-    master, compute = _DTYPE_BYTES[plan.master_dtype], _DTYPE_BYTES[plan.compute_dtype]
+    master = _DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
     trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
@@ -49,7 +49,7 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
     for unit in plan.units:
         again = plan.gathers_again_in(unit)
         for parameter in unit.parameters:
-            intervals += _weight(plan, parameter, lifetimes, compute, again=again)
+            intervals += _weight(plan, parameter, lifetimes, master, again=again)
             added = plan.topology.size("fsdp") > 1 and parameter.name in in_shards
             intervals += _gradient(plan, parameter, lifetimes, num_states, added=added)
     intervals += _copies(plan, lifetimes, master)
@@ -151,12 +151,18 @@ def _split_dim(plan: WrapPlan, parameter: PlannedParameter) -> int | None:
 def _weight(
     plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
 ) -> Iterator[_Interval]:
-    """Yield when a weight is whole on the device, beside its shard."""
+    """Yield when a weight is whole on the device, beside its shard, and when that is there in the dtype of products."""
     dim, uses = _split_dim(plan, parameter), lifetimes.uses.get(parameter.name, ())
-    if dim is None or not uses:
+    if not uses:
         return
-    nbytes = parameter.numel * itemsize
-    copies = 1 if dim == 0 else 2  # gathered along another dimension, it is laid out anew
+    cast = lifetimes.casts.get(parameter.name)
+    if cast is not None:  # the shard's cast is the same in forward and in backward, which makes it one
+        yield _Interval("gathered", cast * _shard_numel(plan, parameter) // parameter.numel, uses[0], uses[-1])
+    if dim is None:
+        return
+    nbytes = parameter.numel * itemsize if cast is None else cast
+    # Gathered along another dimension it is laid out anew, and where no dtype is lower it is rounded anew.
+    copies = 2 if dim > 0 or cast == parameter.numel * itemsize else 1
     if not again:
         backward = [use for use in uses if use >= lifetimes.num_forward]
         yield _Interval("gathered", nbytes, uses[0], backward[0] + 1 if backward else uses[-1])

@@ -89,6 +89,7 @@ def record(
     dtype: torch.dtype = torch.float32,
     recomputed: Sequence[str] = (),
     eager: bool = False,
+    widens: bool = False,
 ) -> Trace:
     """Run forward and backward on the meta device, and note each operation.
 
@@ -98,6 +99,7 @@ def record(
         dtype: Of matrix products; run eagerly, of everything.
         recomputed: Names of the modules that are computed again in backward.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
+        widens: Whether the device holds bfloat16 in float32, as XLA's CPU client does.
 
     Raises:
         ConfigError: The model cannot run without values, or returns no loss.
@@ -107,7 +109,7 @@ def record(
         batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     mode = _FusedAttention if eager else partial(_ProductsIn, dtype)
-    recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()})
+    recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()}, widens=widens)
     try:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -156,8 +158,9 @@ class WithoutValues(TorchDispatchMode):
 class _Recorder(WithoutValues):
     """Notes what operations read and make."""
 
-    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, names: Mapping[torch.Tensor, str], *, widens: bool) -> None:
         super().__init__()
+        self._widens = widens
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self._ids: dict[int, int] = {}
@@ -207,22 +210,30 @@ class _Recorder(WithoutValues):
     def _read(self, tensor: torch.Tensor) -> Read:
         address = tensor.untyped_storage()._cdata
         value = self._add(tensor, is_input=True) if address not in self._ids else self._ids[address]
-        return Read(value, min(tensor.nbytes, self.values[value].nbytes), int(tensor.storage_offset()))
+        nbytes = tensor.nbytes * self._times(tensor)
+        return Read(value, min(nbytes, self.values[value].nbytes), int(tensor.storage_offset()))
+
+    def _times(self, tensor: torch.Tensor) -> int:
+        return 2 if self._widens and tensor.dtype == torch.bfloat16 else 1
 
     def _add(self, tensor: torch.Tensor, *, parameter: str | None = None, is_input: bool = False) -> int:
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         self._ids[storage._cdata] = len(self.values)
-        self.values.append(Value(storage.nbytes(), parameter, is_input))
+        self.values.append(Value(storage.nbytes() * self._times(tensor), parameter, is_input))
         return len(self.values) - 1
 
 
 class _ProductsIn(TorchFunctionMode):
-    """While entered, matrix products are in a lower dtype, as autocast has them, which the meta device has not."""
+    """While entered, matrix products are in a lower dtype, as autocast has them, which the meta device has not.
+
+    A tensor is cast once for all products that read it, as equal operations are one under XLA.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._cast_before: dict[torch.Tensor, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,7 +244,11 @@ class _ProductsIn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
+        if tensor.dtype != torch.float32:
+            return tensor
+        if tensor not in self._cast_before:
+            self._cast_before[tensor] = tensor.to(self._dtype)
+        return self._cast_before[tensor]
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -160,18 +160,32 @@ def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
     from _memory_cases import PLAN_TOLERANCE, Case, Workload
     from memory import Worker
 
-    gpt2 = Workload(layers=2, width=64, heads=2, vocabulary=512, length=128, batch=1)
-    llama = replace(gpt2, family="llama")
+    gpt2 = Case("NO_SHARD", 1, workload=Workload(layers=2, width=64, heads=2, vocabulary=512, length=128, batch=1))
+    llama = replace(gpt2, workload=replace(gpt2.workload, family="llama"))
+    deep = replace(llama, recompute=True, workload=replace(llama.workload, layers=4, batch=4))
+    sharded = {"strategy": "FULL_SHARD", "devices": 2}
+    cases = (
+        gpt2,
+        llama,
+        deep,
+        replace(llama, bf16=True),
+        replace(gpt2, **sharded),
+        replace(llama, devices=2),
+        replace(gpt2, **sharded, bf16=True),
+        replace(deep, **sharded, bf16=True),
+        replace(gpt2, strategy="FULL_SHARD", devices=4),
+        replace(llama, strategy="FULL_SHARD", devices=4),
+    )
     off_by = {}
-    for devices, strategies in ((1, ["NO_SHARD"] * 2), (2, ["FULL_SHARD", "NO_SHARD"]), (4, ["FULL_SHARD"] * 2)):
+    for devices in (1, 2, 4):
         with Worker() as worker:
-            for model, strategy in zip((gpt2, llama), strategies, strict=True):
-                case = Case(strategy, devices, workload=replace(model, batch=devices))
+            for alone in (case for case in cases if case.devices == devices):
+                case = replace(alone, workload=replace(alone.workload, batch=alone.workload.batch * devices))
                 buffers = worker.ask(case=asdict(case), steps=1)["buffers"]
                 planned = worker.ask(plan=asdict(case))
                 assert planned["parameters"] + planned["optimizer"] == pytest.approx(buffers["updated"], rel=1e-3)
                 off_by[case.workload.family, case.name] = planned["total"] / buffers["total"] - 1
-    assert len(off_by) == 6
+    assert len(off_by) == len(cases)
     assert {key: part for key, part in off_by.items() if abs(part) > PLAN_TOLERANCE} == {}
 
 

@@ -163,6 +163,22 @@ def test_an_optimizer_that_needs_sparse_gradients(model, capsys):
     assert "the optimizer SparseAdam cannot be planned" in said
 
 
+def test_on_a_cpu_bfloat16_takes_what_float32_does(model, capsys):
+    def needed(*arguments):
+        found = plan(capsys, "--model", model, "--strategy", "NO_SHARD", "--batch", "64", *arguments)
+        return found["platform"], found["strategies"]["NO_SHARD"]["total"]
+
+    (_, cpu), (_, tpu), (_, whole) = (
+        needed("--platform", *each) for each in (["cpu", "--bf16"], ["tpu", "--bf16"], ["cpu"])
+    )
+    assert tpu < whole < cpu  # which has the cast weights beside what float32 has
+    assert needed("--bf16", "--engine", "native")[0] is None
+    assert main(["plan", "--model", model, "--bf16", "--platform", "cpu"]) == 0
+    assert "holds bfloat16 in float32; --platform tpu" in capsys.readouterr().out
+    said = refused(capsys, "--model", model, "--engine", "native", "--platform", "tpu")
+    assert "--platform tpu is of XLA's devices: leave it out with --engine native" in said
+
+
 def test_a_size_has_a_unit(model, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", model, "--memory", "16"])

@@ -177,6 +177,16 @@ def test_products_in_bfloat16_keep_half():
         assert half.on(1, "NO_SHARD").parameters == PARAMETER_BYTES
 
 
+def test_the_cast_of_a_weight_is_there_once():
+    """Of its shard, from forward to backward, beside the weight that is gathered for the moment."""
+    config = Config()
+    config.compute.bf16 = True
+    shards = PARAMETER_BYTES / 2 / 2
+    step = plan(config=config, rows=1)
+    assert step.on(1, "NO_SHARD").gathered >= 2 * shards
+    assert shards < step.on(2, "FULL_SHARD").gathered < 2 * shards
+
+
 def test_the_native_engine_holds_gradients_until_the_step():
     step = plan(engine="native", rows=1)
     assert step.on(4, "FULL_SHARD").gradients >= PARAMETER_BYTES / 4

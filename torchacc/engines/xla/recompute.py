@@ -2,7 +2,8 @@
 
 PyTorch's non-reentrant checkpoint does the bookkeeping. What it does not know is a device `xla`, that weights are whole
 only while a unit's forward runs, and that XLA sees that the second computation is the first one and merges them, unless
-an optimization barrier stands before it.
+an optimization barrier stands before it. XLA's CPU client takes barriers away, and merges after that once more; there
+the second computation begins with the sum of its inputs and a zero that is a program's input, and so no zero to XLA.
 """
 
 import weakref
@@ -29,6 +30,7 @@ class Recompute:
         """Makes the context of patches that the model's running forward is in."""
         self._units = units
         self._units_of: dict[nn.Module, tuple[list[UnitHooks], list[UnitHooks]]] = {}
+        self._zero: torch.Tensor | None = None
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -39,7 +41,9 @@ class Recompute:
         if module not in self._units_of:
             self._units_of[module] = self._find_units(module)
         around, own = self._units_of[module]
-        call = _Call(module, forward, args, kwargs, around=around, own=own, patches=self.patches)
+        if self._zero is None and runtime.runs_on_cpu():
+            (self._zero,) = runtime.to_device([torch.zeros(1)])  # torch_xla writes one without dimensions into programs
+        call = _Call(module, forward, args, kwargs, around=around, own=own, patches=self.patches, zero=self._zero)
         # Without tensors among its arguments PyTorch's checkpoint() looks for no device.
         output = checkpoint(call, use_reentrant=False, preserve_rng_state=False)
         map_tensors(call.watch_gradient, output)
@@ -65,6 +69,7 @@ class _Call:
         around: Sequence[UnitHooks],
         own: Sequence[UnitHooks],
         patches: Callable[[], AbstractContextManager[None]],
+        zero: torch.Tensor | None,
     ) -> None:
         """Note all that the repetition needs.
 
@@ -76,9 +81,10 @@ class _Call:
             around: Units with weights in the module whose hooks have run already.
             own: Units inside of the module, whose hooks will run with it.
             patches: Makes the context that the model's forward runs in.
+            zero: What to add to the inputs of the repetition, of shape (1,), in float32; None where barriers last.
         """
         self._module, self._forward, self._inputs = module, forward, (tuple(args), dict(kwargs))
-        self._around, self._own, self._patches = around, own, patches
+        self._around, self._own, self._patches, self._zero = around, own, patches, zero
         self._kept = {unit.gatherer: unit.whole for unit in around if unit.gatherer.keeps_weights}
         self._has_run = False
         self._again: list[torch.Tensor] | None = None
@@ -139,6 +145,8 @@ class _Call:
         map_tensors(tensors.append, self._inputs)
         again = [tensor.detach().clone() for tensor in tensors]
         xm.optimization_barrier_([*again, *gradients])
+        if self._zero is not None:
+            again = [new + self._zero.to(new.dtype) if new.is_floating_point() else new for new in again]
         return [new.requires_grad_(old.requires_grad) for new, old in zip(again, tensors, strict=True)]
 
     def _repeat(self) -> Any:
