@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self
 
 from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, hasher, is_incomplete, locate, read_manifest
-from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_slots
+from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_header, read_slots
 from torchacc.errors import CheckpointError
 
 _PART_BYTES = 256 << 10
@@ -121,17 +121,17 @@ class Folder:
             CheckpointError: What is on the disk is not what was written.
         """
         run = torch.empty((slot.numel if stop is None else stop) - start, dtype=slot.dtype)
-        for part in self._parts_of(run, name, slot, start):
+        for part in self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(run), name):
             self._read(part)
         return run
 
-    def plan_read(self, run: torch.Tensor, name: str, slot: Slot, start: int = 0) -> None:
-        """Note that a contiguous host tensor of the slot's dtype is to be filled with a run of a tensor's elements.
+    def plan_read(self, memory: memoryview, name: str, slot: Slot, start: int = 0) -> None:
+        """Note that memory, as bytes, is to be filled with a run of a tensor's elements.
 
         Nothing is read before `carry_out()`: one tight loop, so that the processor need not change back and forth
         between Python's bookkeeping and the tensors' bytes, which would drive it out of the cache each time.
         """
-        self._planned += self._parts_of(run, name, slot, start)
+        self._planned += self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, memory, name)
 
     def carry_out(self) -> None:
         """Read what was planned, as it lies in the files.
@@ -176,10 +176,9 @@ class Folder:
             ]
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: the checkpoint is not complete")
-            if path.stat().st_size != entry["size"] or starts[-1] != entry["size"]:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size:,} bytes, and was written with {entry['size']:,}"
-                )
+            size = path.stat().st_size
+            if size != entry["size"] or starts[-1] != entry["size"]:
+                raise CheckpointError(f"{path} has {size:,} bytes, and was written with {entry['size']:,}")
 
     def _slots(self, stem: str) -> dict[str, Slot]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
@@ -188,13 +187,15 @@ class Folder:
             return {}
         if self.is_verified and name == index:
             self.read_file(name)
-        slots = read_slots(self.path / name)
-        for path in {slot.path for slot in slots.values()} if self.is_verified else ():
-            if path.name not in self._segments:
-                raise CheckpointError(f"{path} is not of this checkpoint: its {MANIFEST} does not list it")
-            # Offsets that are wrong would be read as other tensors' bytes, which are right by themselves.
-            self._segment(path.name, self._segments[path.name][0], f"header of {path.name}")
-        return slots
+        return read_slots(self.path / name, self._verified_header if self.is_verified else read_header)
+
+    def _verified_header(self, path: Path) -> tuple[bytearray, int]:
+        """Return a file's header and size: what a wrong offset leads to would be another tensor's bytes, and right."""
+        if path.name not in self._segments:
+            raise CheckpointError(f"{path} is not of this checkpoint: its {MANIFEST} does not list it")
+        segments = self._segments[path.name]
+        header = self._segment(path.name, segments[0], f"header of {path.name}")
+        return header, segments[-1].start + segments[-1].size
 
     def _nothing(self) -> str:
         nothing = f"{self.path} holds no model.safetensors and no model.safetensors.index.json"
@@ -212,11 +213,6 @@ class Folder:
             path = self.path / name
             self._files[name] = os.open(path, os.O_RDONLY), path
         return self._files[name]
-
-    def _parts_of(self, run: torch.Tensor, name: str, slot: Slot, start: int) -> Iterator[_Part]:
-        assert run.dtype == slot.dtype, (run.dtype, slot)
-        offset = slot.offset + start * slot.dtype.itemsize
-        return self._parts(slot.path.name, offset, as_bytes(run), name) if run.numel() else iter(())
 
     def _parts(self, file: str, offset: int, buffer: memoryview, what: str) -> Iterator[_Part]:
         """Yield what is to be read of each segment to fill a buffer from an offset on."""

@@ -87,14 +87,15 @@ class Plain:
         return self.folder.read(self.name, self.slot, start, stop)
 
 
-def plan_read(run: torch.Tensor, stored: Stored, start: int) -> None:
-    """Let a contiguous host tensor of one dimension be filled with a run of a tensor's elements, cast to its dtype.
+def plan_read(memory: memoryview, dtype: torch.dtype, stored: Stored, start: int) -> None:
+    """Let memory, as bytes, be filled with a run of a tensor's elements, cast to a dtype.
 
     It is filled once the folder has carried out what is planned.
     """
-    if isinstance(stored, Plain) and run.dtype == stored.dtype:
-        stored.folder.plan_read(run, stored.name, stored.slot, start)
-    else:
+    if isinstance(stored, Plain) and dtype == stored.dtype:
+        stored.folder.plan_read(memory, stored.name, stored.slot, start)
+    elif memory:
+        run = torch.frombuffer(memory, dtype=dtype)
         run.copy_(stored.read(start, start + len(run)))
 
 

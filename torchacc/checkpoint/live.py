@@ -25,6 +25,7 @@ from torchacc.checkpoint.contents import (
     random_state,
 )
 from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.manifest import as_bytes
 from torchacc.checkpoint.staging import BackgroundCopy, Run, Staging
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.checkpoint.writing import FolderWriter
@@ -338,17 +339,18 @@ class _Reader:
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
         )
-        keys: dict[str, list[str]] = {}
-        for stored in self.folder.optimizer:
-            name, _, key = stored.rpartition("/")
-            keys.setdefault(name, []).append(key)
+        stored: dict[str, dict[str, hub.Plain]] = {}
+        for full_name, slot in self.folder.optimizer.items():
+            name, _, key = full_name.rpartition("/")
+            stored.setdefault(name, {})[key] = hub.Plain(self.folder, full_name, slot)
         entries: dict[int, dict[str, Any]] = {}
         saved_groups, next_id = [], 0
         for group, saved in zip(groups, described["groups"], strict=True):
             ids = []
             for parameter in group:
                 holding = self._sharded.holdings[parameter]
-                found = self._entries(parameter, holding, keys, described["values"], optimizer.state.get(parameter, {}))
+                present = optimizer.state.get(parameter, {})
+                found = self._entries(parameter, holding, stored, described["values"], present)
                 if found:
                     entries[next_id] = found
                 ids.append(next_id)
@@ -377,31 +379,33 @@ class _Reader:
 
     @staticmethod
     def _plan_read(local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored]) -> None:
+        memory, itemsize = as_bytes(local), local.dtype.itemsize
         for piece in holding.pieces:
-            hub.plan_read(local[piece.offset : piece.offset + piece.numel], tensors[piece.name], piece.start)
+            run = memory[piece.offset * itemsize : (piece.offset + piece.numel) * itemsize]
+            hub.plan_read(run, local.dtype, tensors[piece.name], piece.start)
 
     def _entries(
         self,
         parameter: nn.Parameter,
         holding: Holding,
-        keys: Mapping[str, list[str]],
+        stored: Mapping[str, Mapping[str, hub.Plain]],
         values: Mapping[str, Mapping[str, Any]],
         present_state: Mapping[str, Any],
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        by_member = [[*keys.get(name, ()), *values.get(name, ())] for name in holding.names]
-        if any(set(other) != set(by_member[0]) for other in by_member):
+        by_member = {name: {**stored.get(name, {}), **values.get(name, {})} for name in holding.names}
+        keys = by_member[holding.names[0]].keys()
+        if any(member.keys() != keys for member in by_member.values()):
             raise CheckpointError(optimizer_state.flattened_apart(holding, "kinds of state"))
-        for key in by_member[0]:
-            slots = {name: self.folder.optimizer.get(f"{name}/{key}") for name in holding.names}
-            present = {name: slot for name, slot in slots.items() if slot is not None}
-            if present and all(
-                present[name].shape == shape and shape for name, shape in holding.members if name in present
+        for key in keys:
+            entries = {name: member[key] for name, member in by_member.items()}
+            tensors = {name: entry for name, entry in entries.items() if isinstance(entry, hub.Plain)}
+            if tensors and all(
+                tensors[name].shape == shape and shape for name, shape in holding.members if name in tensors
             ):
-                tensors = {n: hub.Plain(self.folder, f"{n}/{key}", slot) for n, slot in present.items()}
                 found[key] = self._state(parameter, holding, tensors, present_state.get(key))
                 continue
-            alike = [self._plan_whole(f"{n}/{key}", s) if s is not None else values[n][key] for n, s in slots.items()]
+            alike = [self._plan_whole(e) if isinstance(e, hub.Plain) else e for e in entries.values()]
             if len(alike) > 1:
                 self.folder.carry_out()
             if any(optimizer_state.differ(alike[0], other) for other in alike[1:]):
@@ -418,14 +422,15 @@ class _Reader:
         self._plan_read(memory, holding, tensors)
         return present
 
-    def _plan_whole(self, name: str, slot: Slot) -> torch.Tensor:
-        whole = torch.empty(slot.shape, dtype=slot.dtype)
-        self.folder.plan_read(whole, name, slot)
+    @staticmethod
+    def _plan_whole(stored: hub.Plain) -> torch.Tensor:
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        hub.plan_read(as_bytes(whole), stored.dtype, stored, 0)
         return whole
 
     @functools.cached_property
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        found = {name: self._plan_whole(name, slot) for name, slot in self.folder.state.items()}
+        found = {name: self._plan_whole(hub.Plain(self.folder, name, slot)) for name, slot in self.folder.state.items()}
         self.folder.carry_out()
         return found
 

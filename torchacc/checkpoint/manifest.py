@@ -37,7 +37,7 @@ def digest(data: Any) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor that is not empty."""
+    """Return the memory of a contiguous host tensor."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -134,20 +134,43 @@ def preallocate(path: Path, header: bytes, nbytes: int) -> None:
         file.truncate(nbytes)
 
 
-def read_slots(path: Path) -> dict[str, Slot]:
+def read_header(path: Path) -> tuple[bytes | bytearray, int]:
+    """Return what a safetensors file begins with, and the size of the file.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, or not a safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            header_size = int.from_bytes(prefix, "little")
+            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, file_size - 8):
+                raise CheckpointError(f"{path} is truncated, or not a safetensors file")
+            return prefix + file.read(header_size), file_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_slots(path: Path, header_of: Callable[[Path], tuple[bytes | bytearray, int]] = read_header) -> dict[str, Slot]:
     """Read where the tensors of a safetensors file lie, or of those that a `.index.json` names beside it.
+
+    Args:
+        path: The file.
+        header_of: What reads a safetensors file's header.
 
     Raises:
         CheckpointError: A file is missing, truncated, or not a safetensors file; or the index names a file elsewhere,
             or a tensor that is not in its file.
     """
     if path.suffix != ".json":
-        return _read_file(path)
+        return _slots_in(path, *header_of(path))
     files: dict[str, dict[str, Slot]] = {}
     slots = {}
     for name, file_name in _weight_map(path).items():
         if file_name not in files:
-            files[file_name] = _read_file(path.parent / file_name)
+            file = path.parent / file_name
+            files[file_name] = _slots_in(file, *header_of(file))
         if name not in files[file_name]:
             raise CheckpointError(
                 f"{path} says that {name} is in {file_name}, where it is not: copy both from one save"
@@ -203,28 +226,20 @@ def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     return Layout(len(packed).to_bytes(8, "little") + packed, slots)
 
 
-def _read_file(path: Path) -> dict[str, Slot]:
+def _slots_in(path: Path, header: bytes | bytearray, file_size: int) -> dict[str, Slot]:
+    start = len(header)
     try:
-        with path.open("rb") as file:
-            file_size = os.fstat(file.fileno()).st_size
-            header_size = int.from_bytes(file.read(8), "little")
-            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, file_size - 8):
-                raise CheckpointError(f"{path} is truncated, or not a safetensors file")
-            header = file.read(header_size)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        entries = {name: entry for name, entry in _json(header).items() if name != "__metadata__"}
-        slots = {name: _slot(path, entry, 8 + header_size) for name, entry in entries.items()}
-        stops = [8 + header_size + entry["data_offsets"][1] for entry in entries.values()]
+        entries = {name: entry for name, entry in _json(header[8:]).items() if name != "__metadata__"}
+        slots = {name: _slot(path, entry, start) for name, entry in entries.items()}
+        stops = [start + entry["data_offsets"][1] for entry in entries.values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged, or not a safetensors file: its header makes no sense") from None
     for (name, slot), stop in zip(slots.items(), stops, strict=True):
-        if slot.offset < 8 + header_size or slot.offset + slot.nbytes != stop:
+        if slot.offset < start or slot.offset + slot.nbytes != stop:
             raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
         if stop > file_size:
             raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
-    _check_cover(path, slots, 8 + header_size, file_size)
+    _check_cover(path, slots, start, file_size)
     return slots
 
 
@@ -239,7 +254,7 @@ def _check_cover(path: Path, slots: Mapping[str, Slot], start: int, file_size: i
         raise CheckpointError(f"{path} is damaged: {file_size - start} bytes follow the last tensor")
 
 
-def _json(text: str | bytes) -> Any:
+def _json(text: str | bytes | bytearray) -> Any:
     """Return what JSON says; of names that are there twice, one would be passed over."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from torchacc.checkpoint import writing
 from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.manifest import locate, read_manifest, render_manifest, settle
+from torchacc.checkpoint.manifest import as_bytes, locate, read_manifest, render_manifest, settle
 from torchacc.checkpoint.tensor_files import plan_safetensors, read_slots, safetensors_index
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError
@@ -93,9 +93,9 @@ def test_planned_reads_fill_memory_in_one_go_and_are_verified_too(tmp_path):
     write(tmp_path / "c", num_ranks=2)
     whole, run, nothing = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64), torch.ones(0, 3)
     with Folder(tmp_path / "c") as folder:
-        folder.plan_read(whole, "a", folder.model["a"])
-        folder.plan_read(nothing, "empty", folder.model["empty"])
-        folder.plan_read(run[2:4], "b", folder.model["b"], 3)
+        folder.plan_read(as_bytes(whole), "a", folder.model["a"])
+        folder.plan_read(as_bytes(nothing), "empty", folder.model["empty"])
+        folder.plan_read(as_bytes(run[2:4]), "b", folder.model["b"], 3)
         assert not whole.any()
         assert not run.any()
         folder.carry_out()
@@ -105,7 +105,7 @@ def test_planned_reads_fill_memory_in_one_go_and_are_verified_too(tmp_path):
         altered = bytearray(path.read_bytes())
         altered[slot.offset + 1] ^= 1
         path.write_bytes(altered)
-        folder.plan_read(whole, "a", slot)
+        folder.plan_read(as_bytes(whole), "a", slot)
         with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
             folder.carry_out()
 
@@ -120,7 +120,7 @@ def test_processes_begin_with_different_files(tmp_path):
     for begin, first in enumerate(("a", "b", "a")):
         with Folder(tmp_path / "c", begin=begin) as folder:
             for name in ("a", "b"):
-                folder.plan_read(torch.empty_like(TENSORS[name]), name, slots[name])
+                folder.plan_read(as_bytes(torch.empty_like(TENSORS[name])), name, slots[name])
             with pytest.raises(CheckpointError, match=f"not as it was written: {first}, within"):
                 folder.carry_out()
 
