@@ -243,6 +243,48 @@ def saved_as_the_seed_does(options: dict[str, Any]) -> None:
         check_same(snapshot(model, optimizer), before)
 
 
+class Keeper(nn.Linear):
+    """A layer with a state of its own, beside parameters and buffers."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@case(each={"number": {"scale": (1, 2.5)}, "tensor": torch.arange(3.0)})
+def what_a_module_keeps_of_its_own_comes_back(kept: Any) -> None:
+    def made() -> nn.Module:
+        model = MLP()
+        model.layers[1][0] = Keeper(8, 8)
+        accelerate(model)
+        return model
+
+    def check(model: nn.Module) -> None:
+        assert type(model.layers[1][0].kept) is type(kept)
+        assert repr(model.layers[1][0].kept) == repr(kept)
+
+    model, other, last = made(), made(), made()
+    model.layers[1][0].kept = kept
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model)
+        torchacc.checkpoint.load(folder / "a", model=other)
+        check(other)
+        plain = MLP()
+        accelerate(plain)
+        with pytest.raises(torchacc.CheckpointError, match=r"get_extra_state\(\): layers.1.0._extra_state"):
+            torchacc.checkpoint.load(folder / "a", model=plain)
+    full = torchacc.full_state_dict(model)
+    assert sorted(full) == sorted(other.state_dict())
+    last.load_state_dict(full)
+    check(last)
+    with pytest.raises(torchacc.CheckpointError, match="1 missing: layers.1.0._extra_state"):
+        last.load_state_dict({name: value for name, value in full.items() if not name.endswith("_extra_state")})
+
+
 @case([NATIVE, MULTIPROCESS])
 def rank_that_cannot_write_leaves_the_files_of_the_last_save() -> None:
     model, _, _, _ = trained()

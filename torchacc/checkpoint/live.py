@@ -300,6 +300,18 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
             f"{folder.path} was saved with {saved_class}, and this optimizer is {type(optimizer).__name__}: load the "
             "model alone, or make the optimizer that it was saved with"
         )
+    saved_class = state_of.get("scheduler_class") if scheduler is not None else None
+    if saved_class not in (None, type(scheduler).__name__):  # None: saved by an earlier version
+        raise CheckpointError(
+            f"{folder.path} was saved with the scheduler {saved_class}, and this one is {type(scheduler).__name__}: "
+            "load without it, or make the one that it was saved with"
+        )
+    differing = state.extra_states(sharded.model).keys() ^ state_of.get("modules", {}).keys()
+    if differing:
+        raise CheckpointError(
+            f"{folder.path} and this model differ in what modules keep of their own, by get_extra_state(): "
+            f"{', '.join(sorted(differing))}"
+        )
     return _Reader(sharded, folder, described)
 
 
@@ -364,6 +376,8 @@ class _Reader:
         if "state.json" not in self._described:
             return None
         described = plain.decode(self._described["state.json"], self._state_tensors)
+        for name, module in state.extra_states(self._sharded.model).items():
+            module.set_extra_state(described["modules"][name])
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
                 part.load_state_dict(described[name])

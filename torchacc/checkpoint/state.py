@@ -23,6 +23,10 @@ _buffers = WeakTensorKeyDictionary()
 """Tensors of states that were handed out and are buffers."""
 
 
+_EXTRA_STATE = "_extra_state"
+"""What PyTorch calls the state that a module keeps of its own, behind the module's name."""
+
+
 class StateDictType(Enum):
     """In which form a state is given; the names are those of PyTorch's FSDP."""
 
@@ -54,10 +58,10 @@ class TensorShard:
     """The run, on the host, of shape (piece.numel,)."""
 
 
-def full_state_dict(
-    sharded: ShardedModel, *, rank0_only: bool = False, cpu_offload: bool = True
-) -> dict[str, torch.Tensor]:
+def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Any]:
     """Return the unsharded parameters and buffers by original name, tied names included. Collective: every process.
+
+    What modules keep of their own, `get_extra_state()`, is there as they give it.
 
     Args:
         sharded: The model.
@@ -73,7 +77,9 @@ def full_state_dict(
     for planned in sharded.plan.parameters:
         whole |= dict.fromkeys(planned.aliases, whole[planned.name])
     whole |= buffers(sharded)
-    return {name: moved(sharded, whole[name], cpu_offload) for name in sharded.state_names if name in whole}
+    found: dict[str, Any] = {name: moved(sharded, value, cpu_offload) for name, value in whole.items()}
+    found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
+    return {name: found[name] for name in sharded.state_names if name in found}
 
 
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
@@ -83,6 +89,7 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for parameter, holding in sharded.holdings.items():
         found |= cut_up(sharded, holding, parameter)
+    found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
     return {**found, **buffers(sharded)}
 
 
@@ -142,6 +149,7 @@ def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return the persistent buffers on the host by name."""
     held = {key for holding in sharded.holdings.values() for key in (holding.key, *holding.names)}
     held |= {alias for planned in sharded.plan.parameters for alias in planned.aliases}
+    held |= set(extra_states(sharded.model))
     state = sharded.model.state_dict(keep_vars=True)  # parameters are left out: no need to detach each
     return {
         name: to_host(sharded, value)
@@ -189,6 +197,9 @@ def load_state_dict(
     own = dict(buffer_slots(sharded.model))
     missing += [name for name in own if name not in left]
     given_buffers = {name: left.pop(name) for name in own if name in left}
+    extras = extra_states(sharded.model)
+    missing += [name for name in extras if name not in left]
+    given_extras = {name: left.pop(name) for name in extras if name in left}
     unexpected = list(left)
     if strict and (missing or unexpected):
         raise CheckpointError(_misfit(sharded, missing, unexpected))
@@ -205,6 +216,8 @@ def load_state_dict(
             sharded.assign(parameter, local.to(parameter.dtype))
         for name, value in given_buffers.items():
             own[name].copy_(value)
+    for name, value in given_extras.items():
+        extras[name].set_extra_state(value)
     sharded.engine.sync()
     if not missing:
         sharded.unusable = None
@@ -288,6 +301,15 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that keep a state of their own, `get_extra_state()`, by its name in the model's state."""
+    return {
+        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _refuse_untied(name: str, given: Mapping[str, Any]) -> None:
