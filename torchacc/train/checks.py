@@ -1,5 +1,6 @@
 """What a run needs from the world: files, folders, other stages. All of it is looked at before anything is started."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -109,9 +110,13 @@ def check_stopping(source: YamlFile, at: str, stage: StageConfig) -> None:
         raise ConfigError(
             source.at(f"{at}.training.early_stopping: there is nothing to evaluate on; give data.validation")
         )
-    if training.eval_every_steps is None:
+    every = training.eval_every_steps
+    if every is None or every >= (training.max_steps or math.inf):
+        instead = "give" if every is None else f"it has {training.max_steps} steps: write less than {every} as"
         raise ConfigError(
-            source.at(f"{at}.training.early_stopping: the stage is evaluated at its end only; give eval_every_steps")
+            source.at(
+                f"{at}.training.early_stopping: the stage is evaluated at its end only; {instead} eval_every_steps"
+            )
         )
 
 

@@ -177,6 +177,15 @@ def _set_sharding(
         ]
     if "size" not in into.model_fields_set:
         into.size = max(1, total // (others * (dist.dp.size or 1)))
+    if dist.dp.size is None:
+        dist.dp.size = max(1, total // (others * into.size))
+    sizes = {axis: getattr(dist, axis).size for axis in ("dp", "fsdp", "tp", "pp", "sp")}
+    if (asked := prod(sizes.values())) != total:
+        arithmetic = " * ".join(f"{axis}({size})" for axis, size in sizes.items())
+        raise ConfigError(
+            f"dist: {arithmetic} = {asked}, and the run has {num_nodes} machines * {devices} devices = {total}: choose "
+            "sizes with that product, or change distributed.devices"
+        )
 
 
 def _choose_engine(config: Config, job: Job, num_nodes: int, launch: Launch, notes: list[str]) -> str:

@@ -23,6 +23,7 @@ from torchacc.train.config import (
 from torchacc.train.file import TrainFile
 from torchacc.train.folder import is_finished
 from torchacc.train.hub import check_hub, is_on_hub
+from torchacc.train.idle import idle_options
 from torchacc.train.layout import Launch, Layout, make_layout
 from torchacc.train.log_files import check_log_file
 from torchacc.train.sources import NO_DATASETS
@@ -88,7 +89,7 @@ class StageRun:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, and what has no effect: a line each, to log."""
-        return self.layout.notes
+        return (*self.layout.notes, *idle_options(self.data, self.scheduler, self.training))
 
     @property
     def config(self) -> Config:

@@ -139,6 +139,28 @@ def test_other_axes_leave_fsdp_the_rest(make):
 
 
 @pytest.mark.xla
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ("fsdp: {size: 3}", "dp(1) * fsdp(3) * tp(1) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
+        ("tp: {size: 3}", "dp(1) * fsdp(1) * tp(3) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
+        ("dp: {size: 3}", "dp(3) * fsdp(1) * tp(1) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
+        ("tp: {size: 8}", "dp(1) * fsdp(1) * tp(8) * pp(1) * sp(1) = 8, and the run has 1 machines * 4 devices = 4"),
+    ],
+)
+def test_a_process_that_drives_all_devices_leaves_none_idle(make, sizes, problem):
+    assert problem in refusal(make, preset="auto", devices=4, stage=f"torchacc: {{dist: {{{sizes}}}}}")
+    assert make(preset="auto", devices=4, stage="torchacc: {dist: {fsdp: {size: 2}}}").layout.topology.describe() == (
+        "dp 2 x fsdp 2"
+    )
+
+
+def test_what_means_nothing_beside_other_options_is_noted(make):
+    note = "data.text_column = 'body' has no effect: stdlib has no columns"
+    assert note in make(stage="data: {text_column: body}").notes
+
+
+@pytest.mark.xla
 def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
     layout = make(preset="auto", devices=4).layout
     assert (layout.kind, layout.num_processes, layout.num_devices) == ("xla-spmd", 1, 4)
@@ -511,6 +533,10 @@ def test_stopping_early_needs_evaluations(make, tmp_path):
         path.write_text(text.replace("validation_share: 0.0", f"validation_share: {more or '0.0'}"), encoding="utf-8")
         with pytest.raises(ConfigError, match=rf"config.yaml:6: .*early_stopping: .*{message}"):
             resolve_stage(TrainFile.read(path), Wishes(), Launch())
+    text = text.replace("early_stopping: {}", "early_stopping: {}, eval_every_steps: 20")
+    path.write_text(text.replace("validation_share: 0.0", "validation_share: 0.1"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="its end only; it has 20 steps: write less than 20 as eval_every_steps"):
+        resolve_stage(TrainFile.read(path), Wishes(), Launch())
 
 
 def test_a_log_file_that_is_the_runs_own_is_refused_beforehand(make, tmp_path):

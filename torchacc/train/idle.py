@@ -1,0 +1,24 @@
+"""Options of a stage that mean nothing beside others that it has."""
+
+from collections.abc import Iterator
+
+from torchacc.train.config import SchedulerConfig, TextConfig, TrainingConfig
+
+
+def idle_options(data: TextConfig, scheduler: SchedulerConfig, training: TrainingConfig) -> Iterator[str]:
+    """Yield a line for each option that a file gives and nothing looks at: which it is, and why."""
+    has_evaluation = data.validation is not None or data.validation_share > 0
+    idle = [
+        (data, "text_column", data.dataset == "stdlib", "stdlib has no columns"),
+        (data, "vocab_size", data.tokenizer is not None, "data.tokenizer has its own"),
+        (data, "validation_share", data.validation is not None, "data.validation says what to evaluate on"),
+        (data, "num_proc", data.streaming, "text that is streamed is tokenized as it is read"),
+        (data, "cache_dir", data.streaming, "nothing is kept of text that is streamed"),
+        (scheduler, "min_lr_ratio", scheduler.name == "constant", "the learning rate stays"),
+        (training, "eval_every_steps", not has_evaluation, "there is nothing to evaluate on"),
+        (training, "eval_steps", not has_evaluation, "there is nothing to evaluate on"),
+    ]
+    for section, name, is_idle, reason in idle:
+        value = getattr(section, name)
+        if is_idle and name in section.model_fields_set and value != type(section).model_fields[name].default:
+            yield f"{section.path_of(name)} = {value!r} has no effect: {reason}"
