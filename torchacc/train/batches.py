@@ -19,6 +19,9 @@ from transformers import default_data_collator
 
 from torchacc.data import AsyncLoader
 from torchacc.errors import DataError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 NO_TARGET = -100
 """The label of a token that nothing is to be learnt from; as in PyTorch's cross entropy."""
@@ -70,6 +73,8 @@ def training_loader(
     generator = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size, collate_fn=collate, generator=generator)
+    if len(dataset) < examples_per_step:
+        _log.info("a step takes %d examples, and there are %d: it takes them repeatedly", examples_per_step, len(dataset))
     order = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
     completed = _WholeSteps(order, examples_per_step)
     return DataLoader(dataset, batch_size, sampler=completed, collate_fn=collate, generator=generator)

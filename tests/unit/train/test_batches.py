@@ -86,11 +86,15 @@ def test_the_order_depends_on_the_seed_and_the_step_alone():
     assert found != order(4, 8, 1)
 
 
-def test_a_set_smaller_than_a_step_is_seen_several_times():
+def test_a_set_smaller_than_a_step_is_seen_several_times(caplog):
+    caplog.set_level("INFO", logger="torchacc")
     rows = [example(index) for index in range(3)]
     loader = sharded(training_loader(rows, batch_size=4, examples_per_step=8, shuffle=False, seed=0), 2, range(2))
     ((batch, _),) = take_counts(loader)
     assert batch["input_ids"][:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a step takes 8 examples, and there are 3: it takes them repeatedly"
+    ]
 
 
 @pytest.mark.parametrize("size", [50, 70])
