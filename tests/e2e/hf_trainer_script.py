@@ -74,7 +74,8 @@ def gpt2(dropout=0.0):
 
 
 def with_adapters():
-    model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    options = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["ln_f"]}
+    model = get_peft_model(gpt2(), LoraConfig(r=4, **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -185,12 +186,13 @@ def again(name, build, checkpoint, **changed):
 
 def adapters():
     name = f"adapters-{MODE}"
-    trainer = make(name, with_adapters(), save_strategy="steps", save_steps=4)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 4}  # what it leaves whole, a checkpoint has rank 0 shard again
+    trainer = make(name, with_adapters(), save_strategy="steps", save_steps=4, **evaluated)
     trainer.train()
     trainer.save_model()
     facts = {"history": history(trainer)}
     if MODE != "plain":
-        facts["resumed"] = again(f"{name}-again", with_adapters, "adapters-native/checkpoint-4")
+        facts["resumed"] = again(f"{name}-again", with_adapters, "adapters-native/checkpoint-4", **evaluated)
     return facts
 
 

@@ -74,7 +74,9 @@ def training_loader(
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size, collate_fn=collate, generator=generator)
     if len(dataset) < examples_per_step:
-        _log.info("a step takes %d examples, and there are %d: it takes them repeatedly", examples_per_step, len(dataset))
+        _log.info(
+            "a step takes %d examples, and there are %d: it takes them repeatedly", examples_per_step, len(dataset)
+        )
     order = RandomSampler(dataset, generator=generator) if shuffle else SequentialSampler(dataset)
     completed = _WholeSteps(order, examples_per_step)
     return DataLoader(dataset, batch_size, sampler=completed, collate_fn=collate, generator=generator)

@@ -59,6 +59,9 @@ def load(folder: Path, run: Run) -> Any:
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return on rank 0 the weights that `save_pretrained()` writes, or those of adapters. Collective: every process."""
+    # peft asks parts of the model for their names, on rank 0: natively that shards units again which an evaluation has
+    # left whole, and the other ranks have to do the same, lest rank 0 alone gather them for the next forward.
+    model.state_dict()
     if not _is_peft_model(model):
         return api.full_state_dict(model, rank0_only=True)
     sharded = sharded_model(model)
