@@ -1,0 +1,93 @@
+"""One process of `test_native.py`: for each case it prints what is planned for the native engine, and what it holds."""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import torchacc
+from torchacc.memory_plan import study
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 4, 128, 128, 512
+STEP = "the step that is looked at"
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_gpt2():
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=WIDTH, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def make_llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, use_cache=False,
+        num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+MODELS = {"gpt2": make_gpt2, "llama": make_llama}
+
+
+def make_config(*, recomputed, bf16):
+    config = torchacc.Config(backend="native")
+    config.memory.gc, config.compute.bf16 = recomputed, bf16
+    config.dist.fsdp.size = RANKS
+    return config
+
+
+def planned(make, config):
+    with torch.device("meta"):
+        model, tokens = make(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, engine="native")
+    return step.on(RANKS, "FULL_SHARD").total
+
+
+def held(make, config, folder):
+    """Return the most bytes that PyTorch's CPU allocator has given away in the second step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        model = make()
+        torchacc.accelerate(model, None, config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        train(model, optimizer, tokens)
+        with record_function(STEP):
+            train(model, optimizer, tokens)
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    memory = sorted((each for each in events if each["name"] == "[memory]"), key=lambda each: each["ts"])
+    (step,) = (each for each in events if each["name"] == STEP and each.get("ph") == "X")
+    before = memory[0]["args"]["Total Allocated"] - memory[0]["args"]["Bytes"]
+    during = [each for each in memory if step["ts"] <= each["ts"] <= step["ts"] + step["dur"]]
+    return max(each["args"]["Total Allocated"] for each in during) - before
+
+
+def train(model, optimizer, tokens):
+    optimizer.zero_grad()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
+def main(folder, *cases):
+    folder = Path(folder) / os.environ.get("RANK", "0")
+    folder.mkdir()
+    found = {}
+    for case in cases:
+        name, *options = case.split()
+        config = make_config(recomputed="recomputed" in options, bf16="bf16" in options)
+        found[case] = planned(MODELS[name], config), held(MODELS[name], config, folder)
+        gc.collect()
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,38 @@
+"""The memory plan of the native engine, beside what PyTorch's CPU allocator gives away in a step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+WORKER = Path(__file__).with_name("native_worker.py")
+ROOT = Path(__file__).parents[3]
+CASES = {1: ("gpt2 bf16", "llama", "llama recomputed"), 2: ("gpt2", "gpt2 recomputed", "llama bf16")}
+"""By the number of processes."""
+TOLERANCE = 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", CASES)
+def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(tmp_path), *CASES[num_processes]],
+        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(num_processes):
+        found = json.loads((tmp_path / str(rank) / "found.json").read_text())
+        off_by = {case: planned / held - 1 for case, (planned, held) in found.items()}
+        assert off_by.keys() == set(CASES[num_processes])
+        assert all(abs(part) < TOLERANCE for part in off_by.values()), off_by
