@@ -29,7 +29,8 @@ def make_gpt2():
 def make_llama():
     config = transformers.LlamaConfig(
         num_hidden_layers=3, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, use_cache=False,
-        num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
+        num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).train()
 
