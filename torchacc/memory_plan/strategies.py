@@ -156,8 +156,9 @@ def _weight(
     if not uses:
         return
     cast = lifetimes.casts.get(parameter.name)
-    if cast is not None:  # the shard's cast is the same in forward and in backward, which makes it one
-        yield _Interval("gathered", cast * _shard_numel(plan, parameter) // parameter.numel, uses[0], uses[-1])
+    if cast is not None:  # of the shard it is the same in forward and in backward, where that is gathered for both
+        last = uses[0] if dim is not None and not again else uses[-1]
+        yield _Interval("gathered", cast * _shard_numel(plan, parameter) // parameter.numel, uses[0], last)
     if dim is None:
         return
     nbytes = parameter.numel * itemsize if cast is None else cast
