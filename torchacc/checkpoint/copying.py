@@ -373,6 +373,8 @@ def _refuse_targets(plan: Plan) -> None:
     for file in plan.files:
         if file.path.is_dir():
             raise CheckpointError(f"{file.path} is a folder: name the file to write, such as {file.path / 'model.pth'}")
+        if file.path.exists() and not file.path.is_file():
+            raise CheckpointError(f"{file.path} is a device or the like, which a file would replace: name a file")
         if largest != resource.RLIM_INFINITY and file.nbytes > largest:
             raise CheckpointError(
                 f"{file.path} takes more than {file.nbytes:,} bytes, and this process may write files of {largest:,}: "

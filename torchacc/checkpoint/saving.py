@@ -256,6 +256,8 @@ def _write(content: Any, target: Path, partial: Path) -> None:
     """Write a file by another name, and see that it can be loaded."""
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder: name a file for what rank 0 alone writes")
+    if target.exists() and not target.is_file():
+        raise CheckpointError(f"{target} is a device or the like, which a file would replace: name a file")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("wb") as file:

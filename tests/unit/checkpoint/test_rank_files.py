@@ -17,6 +17,7 @@ from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.copying import carry_out
 from torchacc.checkpoint.pth import damaged_record, read_pth, tensor_records
+from torchacc.checkpoint.saving import save
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -544,6 +545,15 @@ class TestRefused:
         paths = make(style).save(tmp_path, 2, separate=False)
         self.change(paths[1], lambda content: change(content["optimizer"]))
         self.refuse(tmp_path, "the optimizers in .*rank-0-of-2.pth and .*rank-1-of-2.pth have made other numbers")
+
+    def test_a_target_that_is_no_file(self, tmp_path, paths):
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
+            consolidate_sharded_model_checkpoints(str(tmp_path), save_path=str(fifo))
+        with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
+            save({"a": 1}, fifo)
+        assert fifo.is_fifo()
 
     def test_two_world_sizes(self, tmp_path, paths):
         make("rows").save(tmp_path, 2)
