@@ -51,7 +51,8 @@ def export_dcp(
 
     The keys are those of `{"model": …, "optim": …}` with what `torch.distributed.checkpoint.state_dict
     .get_state_dict()` returns, its optimizer flattened or not: `dcp.load()` and `set_state_dict()` take it at any
-    number of processes. The scheduler, the data's position, random states and `extra` stay behind.
+    number of processes. The scheduler, the data's position, random states, `extra` and what modules keep by
+    `get_extra_state()` stay behind.
 
     Args:
         checkpoint: The folder that `torchacc.checkpoint.save()` wrote, or a Hugging Face one.
