@@ -144,7 +144,7 @@ def states_are_those_of_the_unsharded_model(options: dict[str, Any]) -> None:
 
 @case(each=LAYOUTS)
 def rank0_alone_keeps_and_hands_on(options: dict[str, Any]) -> None:
-    model, optimizer, _, _ = trained(**options)
+    model, optimizer, _, plain_optimizer = trained(**options)
     before = snapshot(model, optimizer)
     weights = torchacc.full_state_dict(model, rank0_only=True)
     moments = model.full_optim_state_dict(optimizer, rank0_only=True)
@@ -153,6 +153,19 @@ def rank0_alone_keeps_and_hands_on(options: dict[str, Any]) -> None:
     optimizer.load_state_dict(model.optim_state_dict_to_load(optimizer, moments, rank0_only=True))
     after = snapshot(model, optimizer)
     check_same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
+    plain_moments: dict[str, Any] = {}
+    if RANK == 0:
+        plain_optimizer.load_state_dict(moments)
+        plain_moments = plain_optimizer.state_dict()
+        for group in plain_moments["param_groups"]:
+            group.pop("param_names", None)
+    step(model, part(X), optimizer)
+    optimizer.load_state_dict(model.optim_state_dict_to_load(optimizer, plain_moments, rank0_only=True))
+    after = snapshot(model, optimizer)
+    check_same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
+    plain_moments["param_groups"] = plain_moments.get("param_groups", []) * 2
+    with pytest.raises(torchacc.CheckpointError, match="2 groups, this one has 1"):
+        model.optim_state_dict_to_load(optimizer, plain_moments, rank0_only=True)
 
 
 @case(each=OPTIMIZERS)

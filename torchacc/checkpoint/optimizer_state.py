@@ -113,7 +113,7 @@ def optim_state_dict_to_load(
     if isinstance(saved, LocalState):
         return saved
     if rank0_only:
-        saved = _from_rank0(sharded, saved)
+        saved = _from_rank0(sharded, optimizer, saved)
     by_key = _saved_by_key(sharded, optimizer, saved)
     own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
     held = [
@@ -240,7 +240,7 @@ def _saved_by_key(
     return by_key
 
 
-def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
     group = sharded.engine.group
     pieces = {piece.name: piece for holding in sharded.holdings.values() for piece in holding.pieces}
@@ -260,9 +260,9 @@ def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, An
         }
     received: dict[str, Any] = group.broadcast_object(skeleton)
     names = {
-        own: name
-        for given in received["param_groups"]
-        for own, name in zip(given["params"], given["param_names"], strict=True)
+        own: name  # an optimizer of the unsharded model may have none; what does not fit is refused afterwards
+        for given, own_names in zip(received["param_groups"], optimizer_names(sharded, optimizer), strict=False)
+        for own, name in zip(given["params"], given.get("param_names") or own_names, strict=False)
     }
     for own, entry in received["state"].items():
         for key, value in entry.items():
@@ -274,7 +274,8 @@ def _from_rank0(sharded: ShardedModel, saved: Mapping[str, Any]) -> dict[str, An
                 if not sharded.shards_are_runs:
                     entry[key] = flat.view(value.piece.shape)
                     continue
-                piece = pieces.get(names[own], Piece(names[own], value.piece.shape, 0, 0))
+                name = names.get(own, "")
+                piece = pieces.get(name, Piece(name, value.piece.shape, 0, 0))
                 entry[key] = state.TensorShard(piece, flat[piece.start : piece.stop].clone())
     return received
 
