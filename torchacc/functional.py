@@ -10,6 +10,7 @@ from torchacc.api import accelerate
 from torchacc.config import Config
 from torchacc.config.sections import ShardingStrategy
 from torchacc.data.tree import map_tensors
+from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -48,7 +49,8 @@ def fsdp(
         model: The model; it is changed in place.
         auto_wrap: Whether each layer of the class `TransformerBlock` is gathered by itself; otherwise the whole model
             is gathered at once.
-        mp: Dtype of the computation: `bf16`, `fp16` or `fp32`. The weights that the optimizer steps are in float32.
+        mp: Dtype of the computation: `bf16`, `fp16`, in the native engine and with a `torchacc.GradScaler`, or `fp32`.
+            The weights that the optimizer steps are in float32.
         shard_strat: `FULL_SHARD`, `SHARD_GRAD` (or PyTorch's name for it, `SHARD_GRAD_OP`) or `NO_SHARD`.
         TransformerBlock: The class of the layers, used only with `auto_wrap`; None to infer it from the model.
 
@@ -82,6 +84,10 @@ def fsdp(
         _log.info("fsdp(): TransformerBlock has no effect without auto_wrap=True")
     options.backward_prefetch, options.forward_prefetch = "BACKWARD_PRE", True
     config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
+    option = registry.native_only(config)
+    if option is not None:
+        _log.info("fsdp(): the native engine carries out %s, which XLA has not", option)
+        config.backend = "native"
     sharded: nn.Module = accelerate(model, config=config)
     _move_inputs(sharded)
     return sharded

@@ -1,5 +1,8 @@
 """What `fsdp()` makes of its arguments, without starting anything."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -88,3 +91,27 @@ def test_a_class_that_is_not_there(asked):
     with pytest.raises(ValueError, match=r"^TransformerBlock=Layer: .*classes there: Linear"):
         torchacc.fsdp(Layer(), auto_wrap=True, TransformerBlock=Layer)
     assert not asked
+
+
+def test_float16_takes_the_engine_that_has_it(asked):
+    for mp in ("fp16", "bf16"):
+        torchacc.fsdp(make_model(), mp=mp)
+    assert [(config.compute.fp16, config.backend) for config in asked] == [(True, "native"), (False, "auto")]
+
+
+def test_float16_trains_in_one_process_with_a_scaler():
+    program = """
+import torch, torchacc
+torch.manual_seed(0)
+model = torchacc.fsdp(torch.nn.Linear(4, 2), mp="fp16", shard_strat="FULL_SHARD")
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torchacc.GradScaler(model)
+before = torchacc.full_state_dict(model)["weight"].clone()
+output = model(torch.ones(2, 4))
+scaler.scale(output.float().pow(2).mean()).backward()
+scaler.step(optimizer)
+scaler.update()
+after = torchacc.full_state_dict(model)["weight"]
+print(output.dtype, after.dtype, not torch.equal(before, after))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["torch.float16", "torch.float32", "True"], done.stderr[-3000:]
