@@ -89,7 +89,9 @@ class StageRun:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, and what has no effect: a line each, to log."""
-        return (*self.layout.notes, *idle_options(self.data, self.scheduler, self.training))
+        weights = self.init_from or self.model.get("pretrained")
+        idle = idle_options(self.data, self.scheduler, self.training, weights=weights)
+        return (*self.layout.notes, *idle)
 
     @property
     def config(self) -> Config:

@@ -16,9 +16,9 @@ IDLE = {
 }
 
 
-def found(data=None, scheduler=None, training=None):
+def found(data=None, scheduler=None, training=None, weights=None):
     sections = TextConfig(**data or {}), SchedulerConfig(**scheduler or {}), TrainingConfig(**training or {})
-    return list(idle_options(*sections))
+    return list(idle_options(*sections, weights=weights))
 
 
 @pytest.mark.parametrize(("option", "given"), IDLE.items(), ids=IDLE)
@@ -31,3 +31,11 @@ def test_options_that_count_are_not():
     assert found() == []
     data = {"dataset": "json", "files": "a.json", "text_column": "body", "vocab_size": 300, "validation_share": 0.5}
     assert found(data, {"min_lr_ratio": 0.5}, {"eval_steps": 5}) == []
+
+
+def test_weights_bring_their_tokenizer(tmp_path):
+    assert found({"vocab_size": 300}, weights=tmp_path) == found({"vocab_size": 300}, weights="a/name") == []
+    (tmp_path / "tokenizer_config.json").touch()
+    assert found({"vocab_size": 300}, weights=tmp_path) == [
+        f"data.vocab_size = 300 has no effect: the tokenizer is that of {tmp_path}"
+    ]
