@@ -1,5 +1,7 @@
 """A stage trains the same model in every layout, the one that a bare loop of PyTorch trains on whole batches."""
 
+import shutil
+
 import pytest
 
 from tests.e2e.training import MODEL, NO_DROPOUT, carry_out, data, write_file
@@ -129,3 +131,18 @@ def test_a_stage_goes_on_after_sigterm_and_from_a_named_checkpoint(alone):
     assert goes_on["losses"] == whole["losses"]
     assert goes_on["evaluations"] == whole["evaluations"]
     assert alone["taken-up"]["losses"] == whole["losses"][4:]
+
+
+@pytest.mark.slow
+def test_a_stages_random_numbers_are_its_own_whatever_its_weights_come_with(tmp_path):
+    def stage(**options):
+        training = {"batch_size": 8, "max_steps": 3, "log_every_steps": 1}
+        return {"data": data(tmp_path), "training": training, "distributed": {"engine": "native"}, **options}
+
+    bare = tmp_path / "bare"
+    stages = {"first": stage(), "second": stage(init_from="first"), "bare": stage(init_from=str(bare))}
+    path = write_file(tmp_path, stages, tiny=MODEL)  # with dropout
+    carry_out(path, "first")
+    shutil.copytree(tmp_path / "runs/first/final", bare, ignore=shutil.ignore_patterns("manifest.json", "state.*"))
+    found = carry_out(path, "second", "bare")
+    assert found["second"]["losses"] == found["bare"]["losses"]

@@ -90,7 +90,7 @@ class Trainer:
         )
         self.model, self.loader = accelerate(model, loader, run.config)
         self._sharded = sharded_model(self.model)
-        self._sharded.engine.seed(run.training.seed)
+        self._seed()
         self._evaluation = self._shard_evaluation(text.validation)
         self.total_steps = _total_steps(run.training, self.loader)
         self.optimizer = make_optimizer(self.model, run.optimizer.name, run.optimizer.options)
@@ -268,6 +268,7 @@ class Trainer:
             self._take_up(extra)
         elif self._weights is not None:
             checkpoint.load(self._weights, model=self.model)
+            self._seed()  # a checkpoint has the random numbers that its own run was at
 
     def _take_up(self, extra: Any) -> None:
         if not isinstance(extra, Mapping) or not self._extra().keys() <= extra.keys():
@@ -298,6 +299,11 @@ class Trainer:
             validation, batch_size=self.run.training.batch_size, num_data_shards=num_data_shards
         )
         return shard_loader(completed, self.model)
+
+    def _seed(self) -> None:
+        """Let every random number from here on follow from the stage's seed."""
+        _set_seeds(self.run.training.seed)
+        self._sharded.engine.seed(self.run.training.seed)
 
     @property
     def _is_master(self) -> bool:
