@@ -319,6 +319,22 @@ def rank_that_cannot_write_leaves_the_files_of_the_last_save() -> None:
         assert all((held == 1).all() for held in torchacc.load(folder)["model"].values())
 
 
+@case([NATIVE, MULTIPROCESS])
+def rank_files_of_two_saves_are_not_loaded() -> None:
+    model, _, _, _ = trained()
+    checkpoint = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
+    with shared_folder() as folder:
+        for name in ("a", "b"):
+            torchacc.save(checkpoint, folder / name, master_only=False)
+        assert torchacc.load(folder / "a")["model"].keys() == checkpoint["model"].keys()
+        torchacc.dist.rendezvous("loaded")
+        if RANK == 1:  # as a save that is killed when rank 1's file has got its name, and rank 0's has not
+            (folder / "b" / "rank-1-of-2-model.pth").replace(folder / "a" / "rank-1-of-2-model.pth")
+        torchacc.dist.rendezvous("killed")
+        with pytest.raises(torchacc.CheckpointError, match="are of different saves: the last one was cut short"):
+            torchacc.load(folder / "a")
+
+
 @case(each=LAYOUTS)
 def one_file_holds_every_shard(options: dict[str, Any]) -> None:
     model, optimizer, plain, _ = trained(**options)

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.manifest import as_bytes, digest
+from torchacc.checkpoint.pth import read_pth
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -87,7 +88,8 @@ def load(path: str | os.PathLike[str]) -> Any:
         path: A file, or a folder of rank files of as many ranks.
 
     Raises:
-        CheckpointError: There is nothing, it cannot be read, it would run code, or it is of another number of ranks.
+        CheckpointError: There is nothing, it cannot be read, it would run code, or it is of another number of ranks; or
+            the folder's files are of several saves.
     """
     target = Path(path)
     return _read(_own_file(target, read_job()) if target.is_dir() else target)
@@ -304,4 +306,27 @@ def _own_file(folder: Path, job: Job) -> Path:
             f"{folder} was saved by {found[0][2]} ranks, and this job has {job.num_processes}: reshard it with "
             f"`consolidate_and_reshard_fsdp_ckpts --ckpt_dir {folder} --reshard_num {job.num_processes}`"
         )
+    of_set = [path for path, _, count in found if count == job.num_processes and path.name.endswith(_suffix(own[0]))]
+    saves = {save_id: path for path in of_set if (save_id := _save_id(path)) is not None}
+    if len(saves) > 1:
+        one, other = list(saves.values())[:2]
+        raise CheckpointError(
+            f"{one} and {other} are of different saves: the last one was cut short, and took the place of a part of "
+            "the one before. Load another checkpoint"
+        )
     return own[0]
+
+
+def _suffix(path: Path) -> str:
+    """Return what the names of a set's files end with, behind the rank."""
+    return path.name[path.name.index("-of-") :]
+
+
+def _save_id(path: Path) -> str | None:
+    """Return of which call of `save()` a rank file says that it is, without reading its tensors."""
+    try:
+        contents = read_pth(path)
+    except CheckpointError:
+        return None  # whoever loads it will say why
+    metadata = [part[_METADATA] for part in _mappings(contents) if isinstance(part.get(_METADATA), Mapping)]
+    return metadata[0].get("save_id") if metadata else None
