@@ -192,6 +192,6 @@ class _CompletedStream(IterableDataset[Any]):
             count += 1
             yield row
         if row is None:
-            raise DataError("the validation set is empty: give it more of the text, or write validation: null")
+            raise DataError("the validation set is empty: give it more of the text, or write validation_share: 0")
         for _ in range(-count % self._rows):
             yield _without_targets(row)

@@ -140,7 +140,7 @@ def test_each_example_is_evaluated_once(make, size):
 
 
 def test_an_empty_validation_set_is_refused():
-    with pytest.raises(DataError, match="validation set is empty"):
+    with pytest.raises(DataError, match="validation set is empty: .* validation_share: 0"):
         evaluation_loader([], batch_size=2, num_data_shards=1)
-    with pytest.raises(DataError, match="validation set is empty"):
+    with pytest.raises(DataError, match="validation set is empty: .* validation_share: 0"):
         list(evaluation_loader(Stream(0), batch_size=2, num_data_shards=1))
