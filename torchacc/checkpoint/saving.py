@@ -291,6 +291,10 @@ def _read(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any:
     except (RuntimeError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
         raise CheckpointError(f"{name} cannot be read, it is truncated or damaged: {reason}") from None
+    except Exception as error:  # what is no pickle fails in any way
+        raise CheckpointError(
+            f"{name} cannot be read, it is damaged, or not a file of torch.save: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _own_file(folder: Path, job: Job) -> Path:

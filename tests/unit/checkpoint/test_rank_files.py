@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchacc.checkpoint import copying
+from torchacc.checkpoint import copying, saving
 from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.copying import carry_out
 from torchacc.checkpoint.pth import damaged_record, read_pth, tensor_records
-from torchacc.checkpoint.saving import save
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -552,8 +551,13 @@ class TestRefused:
         with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
             consolidate_sharded_model_checkpoints(str(tmp_path), save_path=str(fifo))
         with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
-            save({"a": 1}, fifo)
+            saving.save({"a": 1}, fifo)
         assert fifo.is_fifo()
+
+    def test_text_in_place_of_a_file(self, tmp_path):
+        (tmp_path / "notes.pth").write_text("hello world")
+        with pytest.raises(CheckpointError, match="notes.pth cannot be read, .* not a file of torch.save"):
+            saving.load(tmp_path / "notes.pth")
 
     def test_two_world_sizes(self, tmp_path, paths):
         make("rows").save(tmp_path, 2)
