@@ -289,7 +289,8 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
     if absent:
         raise CheckpointError(f"{folder.path} holds no state of the {' and the '.join(absent)}: load the model alone")
-    described = {name: folder.read_json(name) for name in ("optimizer.json", "state.json") if folder.has(name)}
+    wanted = ("state.json",) if optimizer is None else ("state.json", "optimizer.json")
+    described = {name: folder.read_json(name) for name in wanted if folder.has(name)}
     state_of = described.get("state.json", {})
     unsaved = [name for name in ("scheduler", "loader") if needed[name] is not None and state_of.get(name) is None]
     if unsaved:

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
-    platform = _platform(args)
+    args.platform = _platform(args)
     training = _planned.read(args)
     step = study(
         training.model,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         training.config,
         num_states=training.num_states,
         engine=args.engine,
-        widens=platform == "cpu",
+        widens=args.platform == "cpu",
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args)}
     fewest = {}
@@ -115,7 +115,7 @@ def _as_text(
             "",
             "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",
         ]
-    if _platform(args) == "cpu" and plan.compute_dtype == "bfloat16":
+    if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",
             "XLA's CPU client holds bfloat16 in float32; --platform tpu plans for devices that have it, and need less",
@@ -149,7 +149,7 @@ def _as_json(
         "batch": training.batch,
         "seq": training.length,
         "engine": args.engine,
-        "platform": _platform(args),
+        "platform": args.platform,
         "strategies": strategies,
     }
     return json.dumps(described, indent=2)
