@@ -5,7 +5,6 @@ the fixture `case`; `outcome` is what that run came to, and `reference` the same
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
 
+from launching import environment
+
 WORKER = Path(__file__).with_name("worker.py")
-ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
 
 FAST_ENGINES = {"native-1", "native-2", "xla-multiprocess-2", "xla-spmd-2"}
@@ -204,10 +204,9 @@ class Launcher:
         kind, _, num_devices = engine.rpartition("-")
         launched = kind == "xla-multiprocess" or (kind == "native" and num_devices != "1")
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_devices}"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, *(launcher if launched else []), str(WORKER), str(cases_file), str(out)],
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

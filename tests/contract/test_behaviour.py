@@ -5,7 +5,6 @@ and tolerances say how closely. A test here looks at how its case ended, on ever
 """
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -15,11 +14,11 @@ from typing import Any
 
 import pytest
 from casekit import CASES
+from launching import environment
 
 pytest.importorskip("transformers")
 
 WORKER = Path(__file__).with_name("behaviour_worker.py")
-ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 540  # many times what an engine's cases take on two cores that do nothing else
 NUM_RANKS = {"native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
 
@@ -34,10 +33,9 @@ def launch(engine: str, out: Path, *names: str) -> tuple[Outcomes, str]:
     """Run cases of an engine, all without names; return how they ended and what was printed."""
     out.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS[engine]}"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, *(launcher if NUM_RANKS[engine] > 1 else []), str(WORKER), engine, str(out), *names],
-        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,6 @@ four devices runs all cases of an engine; a test here looks at how its case ende
 """
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 from casekit import CASES
+from launching import environment
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 300  # many times what it takes on two cores that do nothing else
 
 LAUNCHERS = {"native": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"], "xla-spmd": []}
@@ -35,12 +34,10 @@ Outcomes = dict[str, list[dict[str, Any]]]
 
 def launch(engine: str, out: Path, programs: Path) -> tuple[Outcomes, str]:
     """Run all cases of an engine; return how they ended, and what was printed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHACC_TEST_PROGRAMS": str(programs)}
-    variables["XLA_FLAGS"] = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
+    dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
     done = subprocess.run(
         [sys.executable, *LAUNCHERS[engine], str(WORKER), engine, str(out)],
-        env=os.environ | variables,
+        env=environment(dump, TORCHACC_TEST_PROGRAMS=str(programs)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
