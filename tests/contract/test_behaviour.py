@@ -17,6 +17,7 @@ from casekit import CASES
 from launching import environment
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("behaviour_worker.py")
 SECONDS_TO_RUN = 540  # many times what an engine's cases take on two cores that do nothing else
@@ -68,7 +69,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 def behaviours() -> list[Any]:
-    marks = {engine: [pytest.mark.xla, pytest.mark.slow] if engine.startswith("xla") else [] for engine in NUM_RANKS}
+    marks = {engine: [pytest.mark.xla] if engine.startswith("xla") else [] for engine in NUM_RANKS}
     return [
         pytest.param(engine, name, id=f"{engine}-2-{name}", marks=marks[engine])
         for engine in NUM_RANKS
@@ -87,7 +88,6 @@ def test_behaviour(launched, engine, name):
 
 
 @pytest.mark.xla
-@pytest.mark.slow
 def test_seed_decides_over_random_numbers(launched, tmp_path):
     outcomes, printed = launch("xla-spmd", tmp_path / "again", RANDOM)
     assert RANDOM in outcomes, printed[-6000:]

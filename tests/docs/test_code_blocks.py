@@ -21,6 +21,8 @@ PROGRAMS = [program for page in pages() for program in read_programs(page)]
 
 def as_parameter(program: Program):
     marks = [getattr(pytest.mark, mark) for mark in program.setup.marks]
+    if program.setup.num_processes > 1:  # each compiles
+        marks.append(pytest.mark.slow)
     return pytest.param(program, id=str(program), marks=marks)
 
 

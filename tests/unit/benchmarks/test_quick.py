@@ -36,6 +36,7 @@ def test_a_program_measures_checks_and_hands_over(name, tmp_path):
     assert done.stdout.startswith(f"## {report.title}")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_gpus_profile_says_so_and_keeps_what_was_measured(tmp_path):
     from _machine import checkout_environment
     from _programs import RESULTS

@@ -131,6 +131,7 @@ def test_a_change_of_the_optimizers_state_is_found(tmp_path, monkeypatch):
         run.manager.close()
 
 
+@pytest.mark.slow
 def test_a_program_may_end_right_after_a_save(tmp_path):
     program = """
 import sys, torch, torchacc

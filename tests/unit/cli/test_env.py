@@ -35,12 +35,14 @@ def found():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_versions_are_those_of_this_python(found):
     assert found["python"] == platform.python_version()
     assert torch.__version__.startswith(found["packages"]["torch"])
     assert found["cores"] >= 1
 
 
+@pytest.mark.slow
 def test_every_engine_says_what_it_runs_on_or_why_it_cannot(found):
     assert [engine["kind"] for engine in found["engines"]] == KINDS
     assert all((engine["devices"] is None) == bool(engine["reason"]) for engine in found["engines"])
@@ -48,12 +50,14 @@ def test_every_engine_says_what_it_runs_on_or_why_it_cannot(found):
     assert (native["devices"] == "CPU") == (not torch.accelerator.is_available())
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_xla_runs_where_torch_xla_is_installed(found):
     assert [engine["devices"] for engine in found["engines"] if engine["kind"].startswith("xla")] == ["CPU", "CPU"]
     assert found["auto"] == ("native" if torch.accelerator.is_available() else "xla-spmd")
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_an_engine_that_cannot_run_says_why_in_words():
     done = run("env", PJRT_DEVICE="CUDA", CUDA_VISIBLE_DEVICES="")

@@ -65,6 +65,7 @@ def test_each_strategy_has_a_row(model, capsys):
     assert lines[5].endswith("from 4 devices")
 
 
+@pytest.mark.slow
 def test_the_terminal_has_the_plan_alone(model):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in ("USE_TORCH_XLA", "PJRT_SELECT_DEFAULT_DEVICE", "TF_CPP_MIN_LOG_LEVEL", "PJRT_DEVICE"):

@@ -222,6 +222,7 @@ def test_tensors_come_through_untouched():
     assert next(iter(AsyncLoader([batch]))) is batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", ["", "time.sleep(120)"])
 def test_the_interpreter_exits_in_the_middle_of_a_loop(stall):
     """Also where the thread is stuck in the loader."""

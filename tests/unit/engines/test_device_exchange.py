@@ -21,6 +21,7 @@ def result():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_one_device_computes_what_plain_torch_does(result):
     assert result["gradient_error"] < 1e-5
     assert result["average"] == [1, 1, 1, 1]

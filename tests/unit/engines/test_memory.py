@@ -42,6 +42,7 @@ def steps_of_80_mb(**variables: str) -> tuple[str, int]:
     return kept, int(faults)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_what_a_step_frees_is_there_for_the_next_one():
     kept, faults = steps_of_80_mb()
@@ -50,6 +51,7 @@ def test_what_a_step_frees_is_there_for_the_next_one():
     assert faults < 0.1 * 8 * 80_000_000 / resource.getpagesize()
 
 
+@pytest.mark.slow
 def test_a_c_library_that_the_user_has_tuned_is_left_alone():
     kept, _ = steps_of_80_mb(MALLOC_TRIM_THRESHOLD_="1000000")
     assert kept == "False"

@@ -24,6 +24,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_by", ["ours", "user"])
 def test_a_process_may_end_right_after_a_collective(made_by):
     done = subprocess.run(

@@ -24,6 +24,7 @@ except EngineError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_programs_are_kept_in_one_folder_for_the_life_of_a_process(tmp_path):
     done = subprocess.run(

@@ -201,6 +201,7 @@ def run(*arguments: str, site: Path | None = None, processes: int = 1) -> list[d
     return sorted(found, key=lambda each: each["rank"])
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 def test_a_library_that_is_no_plugin_is_reported(tmp_path):
     install(tmp_path, "0.8.0", Path(importlib.util.find_spec("_XLAC").origin))
