@@ -14,6 +14,8 @@ _SECONDS_TO_END = 5.0
 
 # transformers would import torch_xla here by way of accelerate, which sets variables in the tests' own process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
+# Tests run beside each other, and threads that share a core wait for each other while they spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _environment() -> dict[str, str]:

@@ -417,6 +417,21 @@ def altered_checkpoint_is_refused_by_every_rank() -> None:
 
 
 @case()
+def checkpoint_of_another_optimizer_changes_nothing() -> None:
+    model, optimizer, _, _ = trained()
+    with shared_folder() as folder:
+        torchacc.checkpoint.save(folder / "a", model=model, optimizer=optimizer)
+        step(model, part(X), optimizer)
+        before = snapshot(model, optimizer)
+        first, *others = model.parameters()
+        two_groups = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+        with pytest.raises(torchacc.CheckpointError, match="the saved optimizer has 1 groups, this one has 2"):
+            torchacc.checkpoint.load(folder / "a", model=model, optimizer=two_groups)
+        check_same(snapshot(model, optimizer), before)
+        step(model, part(X), optimizer)
+
+
+@case()
 def saving_what_cannot_be_saved_leaves_nothing() -> None:
     model, optimizer, _, _ = trained()
     with shared_folder() as folder:

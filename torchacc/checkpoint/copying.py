@@ -151,7 +151,7 @@ class SafetensorsFile(NewFile):
     @override
     def make(self, path: Path) -> Mapping[Blank, Slot]:
         preallocate(path, self.layout.header, self.layout.nbytes)
-        return {self.by_name[name]: replace(slot, path=path) for name, slot in self.layout.slots.items()}
+        return {self.by_name[name]: slot._replace(path=path) for name, slot in self.layout.slots.items()}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -34,27 +34,45 @@ class _Part(NamedTuple):
     """Named in an error's message."""
 
 
+class _Segments:
+    """A file's segments, as the manifest lists them: all processes know of all, and each reads some."""
+
+    def __init__(self, starts: list[int], listed: list[tuple[int, str]]) -> None:
+        self._starts = starts
+        self._listed = listed
+
+    def __getitem__(self, index: int) -> Segment:
+        return Segment(self._starts[index], *self._listed[index])
+
+    def __iter__(self) -> Iterator[Segment]:
+        return (self[index] for index in range(len(self._listed)))
+
+    def within(self, start: int, stop: int) -> list[Segment]:
+        """Return those in which bytes of a range lie, and possibly empty ones."""
+        return [self[index] for index in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))]
+
+
 class Folder:
     """A checkpoint to read: of torchacc, or any Hugging Face one with safetensors, which has no checksums.
 
     A context manager; everything that is read of a torchacc checkpoint is verified.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, begin: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, begin: float = 0) -> None:
         """Read the manifest, and where the tensors lie.
 
         Args:
             path: The folder.
-            begin: Which file `carry_out()` begins with. Processes that read at the same time do so with others: in the
-                same file, one waits for what the system reads ahead for another.
+            begin: Where `carry_out()` begins, as a part of all that it reads. Processes that read at the same time do
+                so as far from each other as they can: side by side, one waits for what the system reads ahead for
+                another.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is not complete, or altered.
         """
         self.path = locate(Path(path))
         self.is_verified = (self.path / MANIFEST).exists()
-        self._segments: dict[str, list[Segment]] = {}
-        self._starts: dict[str, list[int]] = {}
+        self._segments: dict[str, _Segments] = {}
         self._files: dict[str, tuple[int, Path]] = {}
         self._begin = begin
         self._planned: list[_Part] = []
@@ -140,9 +158,9 @@ class Folder:
             CheckpointError: What is on the disk is not what was written; it may lie in a tensor now.
         """
         planned, self._planned = self._planned, []
-        files = sorted({part.file for part in planned})
-        turns = {name: (index - self._begin) % len(files) for index, name in enumerate(files)}
-        for part in sorted(planned, key=lambda part: (turns[part.file], part.start)):
+        planned.sort(key=lambda part: (part.file, part.start))
+        first = int(self._begin * len(planned))
+        for part in planned[first:] + planned[:first]:
             self._read(part)
 
     def verify_headers(self) -> None:
@@ -168,16 +186,13 @@ class Folder:
     def _read_manifest(self) -> None:
         for name, entry in read_manifest(self.path)["files"].items():
             path = self.path / name
-            sizes = [size for size, _ in entry["segments"]]
-            starts = [0, *accumulate(sizes)]
-            self._starts[name] = starts[:-1]
-            self._segments[name] = [
-                Segment(start, size, found) for start, (size, found) in zip(starts, entry["segments"], strict=False)
-            ]
+            starts = [0, *accumulate(size for size, _ in entry["segments"])]
+            total = starts.pop()
+            self._segments[name] = _Segments(starts, entry["segments"])
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: the checkpoint is not complete")
             size = path.stat().st_size
-            if size != entry["size"] or starts[-1] != entry["size"]:
+            if size != entry["size"] or total != entry["size"]:
                 raise CheckpointError(f"{path} has {size:,} bytes, and was written with {entry['size']:,}")
 
     def _slots(self, stem: str) -> dict[str, Slot]:
@@ -214,20 +229,17 @@ class Folder:
             self._files[name] = os.open(path, os.O_RDONLY), path
         return self._files[name]
 
-    def _parts(self, file: str, offset: int, buffer: memoryview, what: str) -> Iterator[_Part]:
-        """Yield what is to be read of each segment to fill a buffer from an offset on."""
+    def _parts(self, file: str, offset: int, buffer: memoryview, what: str) -> list[_Part]:
+        """Return what is to be read of each segment to fill a buffer from an offset on."""
         if not self.is_verified:
-            yield _Part(file, offset, buffer, Segment(offset, len(buffer), ""), what)
-            return
-        stop, segments = offset + len(buffer), self._segments[file]
-        begin = bisect_right(self._starts[file], offset) - 1
-        for index in range(begin, len(segments) if buffer else begin):
-            segment = segments[index]
-            if segment.start >= stop:
-                break
+            return [_Part(file, offset, buffer, Segment(offset, len(buffer), ""), what)]
+        stop = offset + len(buffer)
+        found = []
+        for segment in self._segments[file].within(offset, stop):
             first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
             if first < last:
-                yield _Part(file, first, buffer[first - offset : last - offset], segment, what)
+                found.append(_Part(file, first, buffer[first - offset : last - offset], segment, what))
+        return found
 
     def _read(self, part: _Part) -> None:
         if len(part.target) == part.segment.size:

@@ -58,8 +58,7 @@ class Stored(Protocol):
         """Return a run of its elements, flat, on the host."""
 
 
-@dataclass(frozen=True)
-class Plain:
+class Plain(NamedTuple):
     """A tensor that lies in the folder as it is in the model."""
 
     folder: Folder
@@ -86,15 +85,14 @@ class Plain:
         """Return a run of its elements, flat, on the host, verified."""
         return self.folder.read(self.name, self.slot, start, stop)
 
+    def read_whole(self) -> torch.Tensor:
+        """Return all of the tensor, in its shape, on the host, verified."""
+        return self.read().view(self.shape)
 
-def plan_read(memory: memoryview, dtype: torch.dtype, stored: Stored, start: int) -> None:
-    """Let memory, as bytes, be filled with a run of a tensor's elements, cast to a dtype.
 
-    It is filled once the folder has carried out what is planned.
-    """
-    if isinstance(stored, Plain) and dtype == stored.dtype:
-        stored.folder.plan_read(memory, stored.name, stored.slot, start)
-    elif memory:
+def read_into(memory: memoryview, dtype: torch.dtype, stored: Stored, start: int) -> None:
+    """Fill memory, as bytes, with a run of a tensor's elements, cast to a dtype."""
+    if memory:
         run = torch.frombuffer(memory, dtype=dtype)
         run.copy_(stored.read(start, start + len(run)))
 
@@ -205,10 +203,12 @@ def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
     missing, used = [], set(wanted.known)
     prefix = f"{wanted.prefix or '-'}."
     for name, names in wanted.names.items():
-        others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
-        keys = [n for n in names if n in folder.model] or [n for n in others if n in folder.model]
+        keys = [n for n in names if n in folder.model]
+        if not keys:
+            others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
+            keys = list(dict.fromkeys(n for n in others if n in folder.model))
         if keys:
-            tensors[name] = _same([Plain(folder, key, folder.model[key]) for key in dict.fromkeys(keys)])
+            tensors[name] = _same([Plain(folder, key, folder.model[key]) for key in keys])
             used.update(keys)
         else:
             missing.append(name)

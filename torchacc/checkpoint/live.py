@@ -1,6 +1,7 @@
 """Save a model that is being trained to a checkpoint, and load one into it, at any number of devices, in any engine."""
 
 import functools
+import itertools
 import random
 import secrets
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -258,6 +259,7 @@ def load(
         def read() -> Any:
             if sharded.engine.job.rank == 0:
                 reader.folder.verify_headers()
+            reader.carry_out()
             reader.load_model()
             if optimizer is not None:
                 reader.load_optimizer(optimizer)
@@ -283,7 +285,8 @@ def verify(path: str | PathLike[str]) -> None:
 
 
 def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
-    folder = Folder(path, begin=sharded.engine.job.rank)
+    job = sharded.engine.job
+    folder = Folder(path, begin=job.rank / job.num_processes)
     needed = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
@@ -307,23 +310,54 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
             f"{folder.path} was saved with the scheduler {saved_class}, and this one is {type(scheduler).__name__}: "
             "load without it, or make the one that it was saved with"
         )
-    differing = state.extra_states(sharded.model).keys() ^ state_of.get("modules", {}).keys()
+    modules = state.extra_states(sharded.model)
+    differing = modules.keys() ^ state_of.get("modules", {}).keys()
     if differing:
         raise CheckpointError(
             f"{folder.path} and this model differ in what modules keep of their own, by get_extra_state(): "
             f"{', '.join(sorted(differing))}"
         )
-    return _Reader(sharded, folder, described)
+    reader = _Reader(sharded, folder, described, modules)
+    reader.plan_model()
+    if optimizer is not None:
+        reader.plan_optimizer(optimizer)
+    return reader
+
+
+class _Unplaced(NamedTuple):
+    """A state of an optimizer that lies like a parameter, and is yet to be read and brought where that is."""
+
+    parameter: nn.Parameter
+    holding: Holding
+    tensors: Mapping[str, hub.Stored]
+    dtype: torch.dtype
 
 
 class _Reader:
-    """Loads from one folder what one process holds."""
+    """Loads from one folder what one process holds.
 
-    def __init__(self, sharded: ShardedModel, folder: Folder, described: Mapping[str, Any]) -> None:
+    What goes into memory at hand is planned as a whole, before the first byte of it is read: a plan that fails then
+    leaves the model as it was, and Python's bookkeeping and the tensors' bytes drive each other out of the processor's
+    cache once. What goes to a device is read tensor by tensor, so that the host need not hold all of it.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        folder: Folder,
+        described: Mapping[str, Any],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
         self.folder = folder
         self._sharded = sharded
         self._described = described
+        self._modules = modules
         self._tensors = hub.find(sharded, folder)
+        self._filled: list[torch.Tensor] = []
+        self._unassigned: list[tuple[nn.Parameter, Holding]] = []
+        self._conversions: list[tuple[memoryview, torch.dtype, hub.Stored, int]] = []
+        self._groups: list[dict[str, Any]] = []
+        self._entries: dict[int, dict[str, Any]] = {}
         self._random_states: list[dict[str, Any]] = []
 
     def __enter__(self) -> "_Reader":
@@ -332,22 +366,20 @@ class _Reader:
     def __exit__(self, *error: Any) -> None:
         self.folder.__exit__(*error)
 
-    def load_model(self) -> None:
-        """Load parameters and persistent buffers."""
+    @torch.no_grad()
+    def plan_model(self) -> None:
+        """Plan to read the parameters."""
         for parameter, holding in self._sharded.holdings.items():
             memory = self._sharded.host_memory(parameter, parameter)
             if memory is None:
-                self._sharded.assign(parameter, self._read(holding, self._tensors, parameter.dtype))
+                self._unassigned.append((parameter, holding))
             else:
                 self._plan_read(memory, holding, self._tensors)
-                torch.autograd.graph.increment_version(memory)  # which a read into memory does not tell autograd
-        self.folder.carry_out()
-        for name, buffer in state.buffer_slots(self._sharded.model):
-            if name in self._tensors:
-                buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
+                self._filled.append(memory)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load an optimizer's groups and state."""
+    @torch.no_grad()
+    def plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Plan to read an optimizer's state."""
         described = plain.decode(self._described["optimizer.json"], self._state_tensors)
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
@@ -356,28 +388,46 @@ class _Reader:
         for full_name, slot in self.folder.optimizer.items():
             name, _, key = full_name.rpartition("/")
             stored.setdefault(name, {})[key] = hub.Plain(self.folder, full_name, slot)
-        entries: dict[int, dict[str, Any]] = {}
-        saved_groups, next_id = [], 0
+        ids = itertools.count()
         for group, saved in zip(groups, described["groups"], strict=True):
-            ids = []
-            for parameter in group:
-                holding = self._sharded.holdings[parameter]
-                present = optimizer.state.get(parameter, {})
-                found = self._entries(parameter, holding, stored, described["values"], present)
+            own_ids = list(itertools.islice(ids, len(group)))
+            for own_id, parameter in zip(own_ids, group, strict=True):
+                found = self._plan_entries(parameter, stored, described["values"], optimizer.state.get(parameter, {}))
                 if found:
-                    entries[next_id] = found
-                ids.append(next_id)
-                next_id += 1
-            saved_groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": ids})
+                    self._entries[own_id] = found
+            self._groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": own_ids})
+
+    def carry_out(self) -> None:
+        """Read what is planned."""
         self.folder.carry_out()
-        optimizer.load_state_dict(optimizer_state.LocalState({"state": entries, "param_groups": saved_groups}))
+        conversions, self._conversions = self._conversions, []
+        for conversion in conversions:
+            hub.read_into(*conversion)
+
+    def load_model(self) -> None:
+        """Load parameters that are not in memory at hand, and persistent buffers."""
+        torch.autograd.graph.increment_version(self._filled)  # of which a read into memory does not tell autograd
+        for parameter, holding in self._unassigned:
+            self._sharded.assign(parameter, self._read(holding, self._tensors, parameter.dtype))
+        for name, buffer in state.buffer_slots(self._sharded.model):
+            if name in self._tensors:
+                buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load an optimizer's groups, and the state that is not in memory at hand."""
+        for entries in self._entries.values():
+            for key, value in entries.items():
+                if isinstance(value, _Unplaced):
+                    local = self._read(value.holding, value.tensors, value.dtype)
+                    entries[key] = self._sharded.place(value.parameter, local)
+        optimizer.load_state_dict(optimizer_state.LocalState({"state": self._entries, "param_groups": self._groups}))
 
     def load_other(self, scheduler: Any, loader: Any) -> Any:
         """Load the scheduler and the loader's position; return `extra`."""
         if "state.json" not in self._described:
             return None
         described = plain.decode(self._described["state.json"], self._state_tensors)
-        for name, module in state.extra_states(self._sharded.model).items():
+        for name, module in self._modules.items():
             module.set_extra_state(described["modules"][name])
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
@@ -389,65 +439,68 @@ class _Reader:
         """Return what this process holds of tensors, flat."""
         local = torch.empty(sum(piece.numel for piece in holding.pieces), dtype=dtype)
         self._plan_read(local, holding, tensors)
-        self.folder.carry_out()
+        self.carry_out()
         return local
 
-    @staticmethod
-    def _plan_read(local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored]) -> None:
-        memory, itemsize = as_bytes(local), local.dtype.itemsize
+    def _plan_read(self, local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored]) -> None:
+        """Plan to fill a host tensor with what this process holds of tensors, cast to its dtype."""
+        memory, dtype = as_bytes(local), local.dtype
         for piece in holding.pieces:
-            run = memory[piece.offset * itemsize : (piece.offset + piece.numel) * itemsize]
-            hub.plan_read(run, local.dtype, tensors[piece.name], piece.start)
+            run = memory[piece.offset * dtype.itemsize : (piece.offset + piece.numel) * dtype.itemsize]
+            stored = tensors[piece.name]
+            if isinstance(stored, hub.Plain) and stored.dtype == dtype:
+                self.folder.plan_read(run, stored.name, stored.slot, piece.start)
+            else:
+                self._conversions.append((run, dtype, stored, piece.start))
 
-    def _entries(
+    def _plan_entries(
         self,
         parameter: nn.Parameter,
-        holding: Holding,
-        stored: Mapping[str, Mapping[str, hub.Plain]],
-        values: Mapping[str, Mapping[str, Any]],
-        present_state: Mapping[str, Any],
+        stored: Mapping[str, dict[str, hub.Plain]],
+        values: Mapping[str, dict[str, Any]],
+        present: Mapping[str, Any],
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        by_member = {name: {**stored.get(name, {}), **values.get(name, {})} for name in holding.names}
-        keys = by_member[holding.names[0]].keys()
-        if any(member.keys() != keys for member in by_member.values()):
+        """Return an optimizer's state of a parameter, of which tensors have their values once all is carried out."""
+        holding, found = self._sharded.holdings[parameter], {}
+        shapes = [shape for _, shape in holding.members]
+        members = [stored.get(name, {}) | values.get(name, {}) for name in holding.names]
+        if any(member.keys() != members[0].keys() for member in members[1:]):
             raise CheckpointError(optimizer_state.flattened_apart(holding, "kinds of state"))
-        for key in keys:
-            entries = {name: member[key] for name, member in by_member.items()}
-            tensors = {name: entry for name, entry in entries.items() if isinstance(entry, hub.Plain)}
-            if tensors and all(
-                tensors[name].shape == shape and shape for name, shape in holding.members if name in tensors
+        for key in members[0]:
+            entries = [member[key] for member in members]
+            if all(
+                isinstance(e, hub.Plain) and e.shape == shape != () for e, shape in zip(entries, shapes, strict=True)
             ):
-                found[key] = self._state(parameter, holding, tensors, present_state.get(key))
-                continue
-            alike = [self._plan_whole(e) if isinstance(e, hub.Plain) else e for e in entries.values()]
-            if len(alike) > 1:
-                self.folder.carry_out()
-            if any(optimizer_state.differ(alike[0], other) for other in alike[1:]):
-                raise CheckpointError(optimizer_state.flattened_apart(holding, f"values of {key!r}"))
-            found[key] = alike[0]
+                tensors = dict(zip(holding.names, entries, strict=True))
+                found[key] = self._plan_state(parameter, holding, tensors, present.get(key))
+            elif len(entries) == 1:
+                found[key] = self._plan_whole(entries[0]) if isinstance(entries[0], hub.Plain) else entries[0]
+            else:
+                first, *others = [e.read_whole() if isinstance(e, hub.Plain) else e for e in entries]
+                if any(optimizer_state.differ(first, other) for other in others):
+                    raise CheckpointError(optimizer_state.flattened_apart(holding, f"values of {key!r}"))
+                found[key] = first
         return found
 
-    def _state(self, parameter: nn.Parameter, holding: Holding, tensors: Mapping[str, hub.Stored], present: Any) -> Any:
+    def _plan_state(
+        self, parameter: nn.Parameter, holding: Holding, tensors: Mapping[str, hub.Stored], present: Any
+    ) -> Any:
         """Return a state that lies like a parameter; in the memory of the present one where that can be filled."""
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
         memory = self._sharded.host_memory(parameter, present) if getattr(present, "dtype", None) == dtype else None
         if memory is None:
-            return self._sharded.place(parameter, self._read(holding, tensors, dtype))
+            return _Unplaced(parameter, holding, tensors, dtype)
         self._plan_read(memory, holding, tensors)
         return present
 
-    @staticmethod
-    def _plan_whole(stored: hub.Plain) -> torch.Tensor:
+    def _plan_whole(self, stored: hub.Plain) -> torch.Tensor:
         whole = torch.empty(stored.shape, dtype=stored.dtype)
-        hub.plan_read(as_bytes(whole), stored.dtype, stored, 0)
+        self.folder.plan_read(as_bytes(whole), stored.name, stored.slot)
         return whole
 
     @functools.cached_property
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        found = {name: self._plan_whole(hub.Plain(self.folder, name, slot)) for name, slot in self.folder.state.items()}
-        self.folder.carry_out()
-        return found
+        return {name: hub.Plain(self.folder, name, slot).read_whole() for name, slot in self.folder.state.items()}
 
     def set_random_state(self) -> None:
         """Put this process's random states where they were. Comes last, as whatever is run moves XLA's seed."""

@@ -6,7 +6,6 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +39,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A tensor's place in a file: its elements in row-major order, little-endian."""
 
     path: Path
@@ -62,7 +60,7 @@ class Slot:
 
     def within(self, folder: Path) -> "Slot":
         """Return the same slot in the file of that name in a folder."""
-        return replace(self, path=folder / self.path)
+        return self._replace(path=folder / self.path)
 
 
 class Layout(NamedTuple):
@@ -228,28 +226,32 @@ def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
 
 def _slots_in(path: Path, header: bytes | bytearray, file_size: int) -> dict[str, Slot]:
     start = len(header)
+    slots: dict[str, Slot] = {}
+    spans: list[tuple[int, int, str]] = []
     try:
-        entries = {name: entry for name, entry in _json(header[8:]).items() if name != "__metadata__"}
-        slots = {name: _slot(path, entry, start) for name, entry in entries.items()}
-        stops = [start + entry["data_offsets"][1] for entry in entries.values()]
+        for name, entry in _json(header[8:]).items():
+            if name != "__metadata__":
+                slots[name] = slot = _slot(path, entry, start)
+                spans.append((slot.offset, start + entry["data_offsets"][1], name))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged, or not a safetensors file: its header makes no sense") from None
-    for (name, slot), stop in zip(slots.items(), stops, strict=True):
-        if slot.offset < start or slot.offset + slot.nbytes != stop:
-            raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
-        if stop > file_size:
-            raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
-    _check_cover(path, slots, start, file_size)
+    _check_spans(path, slots, spans, start, file_size)
     return slots
 
 
-def _check_cover(path: Path, slots: Mapping[str, Slot], start: int, file_size: int) -> None:
-    """Refuse what the format does not allow: bytes of two tensors, or of none."""
-    for name, slot in sorted(slots.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if slot.offset != start:
-            how = "overlaps another" if slot.offset < start else "has a gap before it"
+def _check_spans(
+    path: Path, slots: Mapping[str, Slot], spans: list[tuple[int, int, str]], start: int, file_size: int
+) -> None:
+    """Refuse tensors of another size than their shape has, and what the format does not allow: gaps and overlaps."""
+    for begin, stop, name in sorted(spans):
+        if begin + slots[name].nbytes != stop:
+            raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
+        if stop > file_size:
+            raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
+        if begin != start:
+            how = "overlaps another" if begin < start else "has a gap before it"
             raise CheckpointError(f"{path} is damaged: the tensor {name} {how}")
-        start += slot.nbytes
+        start = stop
     if start != file_size:
         raise CheckpointError(f"{path} is damaged: {file_size - start} bytes follow the last tensor")
 
@@ -268,7 +270,8 @@ def _json(text: str | bytes | bytearray) -> Any:
 
 def _slot(path: Path, entry: Mapping[str, Any], start: int) -> Slot:
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
+    numbers = [*shape, *offsets]
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(entry)
     return Slot(path, _DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
 

@@ -209,7 +209,7 @@ class ShardedModel(ABC):
             tensor: It, or anything else.
 
         Returns:
-            A contiguous tensor of one dimension; None where the tensor does not lie like the parameter, or on a device.
+            A contiguous tensor; None where the tensor does not lie like the parameter, or on a device.
         """
         return None
 

@@ -403,14 +403,12 @@ class NativeModel(ShardedModel):
         shard.copy_(local.view(shard.shape))
 
     def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
-        """Return the local tensor of a DTensor, flat, where it is on the host."""
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(parameter, DTensor)
-        if not isinstance(tensor, DTensor) or tensor._spec != parameter._spec:
+        """Return the local tensor of a DTensor, where it is on the host."""
+        spec = getattr(tensor, "_spec", None)  # of a DTensor
+        if spec is None or (tensor is not parameter and spec != getattr(parameter, "_spec", None)):
             return None
-        shard = tensor.to_local().detach()
-        return shard.view(-1) if shard.device.type == "cpu" and shard.is_contiguous() else None
+        shard = _local(tensor)
+        return shard if shard.is_cpu and shard.is_contiguous() else None
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
