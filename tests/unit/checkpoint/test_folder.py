@@ -117,7 +117,7 @@ def test_processes_begin_at_different_places(tmp_path):
         altered = bytearray(path.read_bytes())
         altered[slot.offset] ^= 1
         path.write_bytes(altered)
-    for begin, first in ((0, "a"), (0.9, "b")):
+    for begin, first in ((0, "a"), (0.5, "b")):
         with Folder(tmp_path / "c", begin=begin) as folder:
             for name in ("a", "b"):
                 folder.plan_read(as_bytes(torch.empty_like(TENSORS[name])), name, slots[name])
