@@ -49,7 +49,8 @@ class _Segments:
 
     def within(self, start: int, stop: int) -> list[Segment]:
         """Return those in which bytes of a range lie, and possibly empty ones."""
-        return [self[index] for index in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))]
+        first, after = max(0, bisect_right(self._starts, start) - 1), bisect_left(self._starts, stop)
+        return [self[index] for index in range(first, after)]
 
 
 class Folder:

@@ -202,6 +202,17 @@ def test_only_files_of_the_folder_are_read(tmp_path, name):
         Folder(tmp_path / "c")
 
 
+def test_an_empty_file_is_read(tmp_path):
+    write(tmp_path / "c")
+    (tmp_path / "c" / "merges.txt").touch()
+    files = {**read_manifest(tmp_path / "c")["files"], "merges.txt": {"size": 0, "segments": []}}
+    (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "t", "files": files}))
+    with Folder(tmp_path / "c") as folder:
+        assert folder.read_file("merges.txt") == b""
+        folder.verify_headers()
+        folder.verify()
+
+
 def test_an_index_does_not_lead_elsewhere(tmp_path):
     save_file(TENSORS, tmp_path / "secret.safetensors")
     folder = tmp_path / "hf"
