@@ -62,7 +62,7 @@ class Runs:
 
     def _launch(self, what: str, name: str) -> str:
         layout = LAYOUTS[name]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={layout.num_processes}"]
+        launcher = [str(ROOT / "tests" / "forkrun.py"), str(layout.num_processes)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, *(launcher if layout.is_launched else []), str(WORKER), what, name, str(self._folder)],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("hub_script.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+FOUR_RANKS = [str(Path(__file__).parents[1] / "forkrun.py"), "4"]
 NUM_ROWS = 36  # 4 devices x 2 rows: four steps and a half
 
 pytestmark = pytest.mark.slow
@@ -54,12 +54,12 @@ def run(folder, launcher, *, backend, use_spmd=False, bf16=False):
 
 @pytest.fixture(scope="module")
 def native(hub_folder):
-    return run(hub_folder, TORCHRUN, backend="native")
+    return run(hub_folder, FOUR_RANKS, backend="native")
 
 
 @pytest.fixture(scope="module")
 def multiprocess(hub_folder):
-    return run(hub_folder, TORCHRUN, backend="xla")
+    return run(hub_folder, FOUR_RANKS, backend="xla")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,6 @@ def test_every_engine_prints_the_same_losses(native, multiprocess, spmd):
 
 @pytest.mark.xla
 def test_bfloat16_stays_near(hub_folder, native):
-    low = run(hub_folder, TORCHRUN, backend="xla", bf16=True)
+    low = run(hub_folder, FOUR_RANKS, backend="xla", bf16=True)
     assert low[0]["losses"] != native[0]["losses"]
     assert low[0]["losses"] == pytest.approx(native[0]["losses"], rel=5e-3)

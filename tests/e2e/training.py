@@ -43,7 +43,7 @@ def data(folder: Path) -> dict:
 
 def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int = 0) -> dict:
     """Carry stages out in processes of their own, and return what rank 0 has found."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(path), *stages],

@@ -522,7 +522,7 @@ class TestSeveralDevices:
         model.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
         fsdp = {"size": 2, "use_spmd": engine == "xla-spmd", "flatten_parameters": flat}
         config = {"backend": engine.partition("-")[0], "dist": {"fsdp": fsdp}}
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+        launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
         done = subprocess.run(
             [sys.executable, *(launcher if num_processes > 1 else []), str(PROGRAM), json.dumps(config)]
             + [str(tmp_path / "hub"), str(tmp_path / "new")],

@@ -20,7 +20,7 @@ TOLERANCE = 0.1
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", CASES)
 def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(tmp_path), *CASES[num_processes]],
