@@ -26,10 +26,12 @@ ONE_PROCESS_NATIVE = pytest.param([], ["--engine", "native"], 1, id="native-1")
 
 def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
+    environment.pop("XLA_FLAGS", None)  # compiled as users do
     return subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), *args],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=500,
