@@ -17,7 +17,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 # Tests run beside each other, and threads that share a core wait for each other while they spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Most of a compile makes machine code that a test runs a few times: LLVM's passes, and emitters of fusions that write
-# MLIR first. All before it is as without: XLA's own passes, partitioning, schedule and buffers.
+# MLIR first. What comes before, partitioning and XLA's own passes, is as without, but that scatters become loops.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 
