@@ -39,7 +39,7 @@ each_engine = pytest.mark.parametrize(
 
 def environ() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": path}
 
 
 def supervise(mode: str, kind: str, folder: Path, *arguments: object) -> dict:

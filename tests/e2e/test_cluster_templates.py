@@ -44,7 +44,6 @@ def environment(tmp_path):
         "PATH": os.pathsep.join([str(commands), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TMPDIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "MASTER_PORT": port,
         "BACKEND": "native",

@@ -1,7 +1,6 @@
 """The examples of seed 000 run as they stand, in one process without any set-up and under torchrun."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ def test_the_examples_of_the_seed(num_processes):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     done = subprocess.run(
         [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPT)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(mode, folder, *cases, killed=False):
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if mode != "plain":
         environ.pop("USE_TORCH_XLA", None)  # as a user has it: transformers and accelerate find torch_xla
     done = subprocess.run(

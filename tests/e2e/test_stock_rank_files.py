@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
         done = subprocess.run(
             [sys.executable, *launcher, str(SCRIPT), str(folder / str(world))],
-            env=os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PJRT_DEVICE": "CPU"},
             capture_output=True,
             text=True,
             timeout=500,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 def run(*command, cwd):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, *map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=500
     )

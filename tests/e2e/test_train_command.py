@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 
 def start(folder, *arguments, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,

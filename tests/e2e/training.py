@@ -47,7 +47,7 @@ def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int 
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(path), *stages],
-        env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == returncode, done.stderr[-5000:]
