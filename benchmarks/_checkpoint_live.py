@@ -22,12 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import torchacc
 
-WRITTEN_BY = {
-    "cold plain read": "plain write",
-    "cold read in place": "plain write",
-    "cold load": "save",
-    "cold dcp load": "dcp save",
-}
+WRITTEN_BY = {"cold plain read": "plain write", "cold load": "save", "cold dcp load": "dcp save"}
 RANK = int(os.environ["RANK"])  # noqa: TID251
 
 
@@ -111,12 +106,11 @@ class Cases:
         dist.all_reduce(total)
         self.num_bytes = int(total)
         self.kept = [torch.empty_like(tensor) for tensor in self.local]
-        self.read = b""
 
     def turns(self, *, backwards: bool) -> list[tuple[str, ...]]:
         """Return the cases: what saves, and what then loads that."""
         turns = [
-            ("plain write", "plain read", "cold plain read", "read in place", "cold read in place"),
+            ("plain write", "plain read", "cold plain read"),
             ("save", "load", "cold load"),
             ("dcp save", "dcp load", "cold dcp load"),
             ("step", "async save", "step beside", "async rest"),
@@ -139,7 +133,6 @@ class Cases:
         elif name.startswith("cold"):
             self._forget_cached(self.folder / WRITTEN_BY[name])
             dist.barrier()
-        self.read = b""
         started = time.perf_counter()
         measured = self._carry_out(name)
         return time.perf_counter() - started if measured is None else measured
@@ -180,10 +173,6 @@ class Cases:
         dist.barrier()
 
     def _plain_read(self) -> None:
-        self.read = (self.folder / "plain write" / f"{RANK}").read_bytes()
-        dist.barrier()
-
-    def _read_in_place(self) -> None:
         with (self.folder / "plain write" / f"{RANK}").open("rb", buffering=0) as file:
             for tensor in self.kept:
                 data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -9,11 +9,9 @@ had before. The files are in the page cache; torchacc's time includes that the r
 does not, and nothing of one run is left to be written in the next.
 
 The second part saves and loads a model of that size with its AdamW, native on 4 ranks, in turns with plain file I/O of
-the same bytes (each rank its own file, synced) and with torch.distributed.checkpoint (dcp). `plain read` is Python's
-`read()`, which returns new memory; `read in place` is `readinto()` memory that is in use already, as that of a model
-is, and the least that a load could take. Each time is that of the slowest rank. `load` finds its files in the page
-cache, `cold load` on the disk; `async save` is what the step waits for: until the save has returned, and in the step
-that follows until its optimizer may begin.
+the same bytes (each rank its own file, synced) and with torch.distributed.checkpoint (dcp). Each time is that of the
+slowest rank. `load` finds its files in the page cache, `cold load` on the disk; `async save` is what the step waits
+for: until the save has returned, and in the step that follows until its optimizer may begin.
 
 Exits with 1 if a case fails or the results differ; what is slow or large is reported, not an error.
 """
@@ -159,9 +157,8 @@ def make_report(runs: Runs, live: Live, agree: bool) -> Report:
                 "bytes and `torch.distributed.checkpoint` (dcp)",
                 header=LIVE_HEADER,
                 rows=[live_row(case, reference, live) for case, reference in LIVE_REFERENCES.items()],
-                note="`plain read` returns new memory, `read in place` fills memory in use. `load` finds its files in "
-                "the page cache, `cold load` on the disk; `async save` is what training waits for: until the save "
-                "returns, and before the next step of the optimizer until all is copied.",
+                note="`load` finds its files in the page cache, `cold load` on the disk; `async save` is what training "
+                "waits for: until the save returns, and before the next step of the optimizer until all is copied.",
             ),
         ],
         checks=[
@@ -281,14 +278,13 @@ def readings(runs: Runs, secs: dict[str, list[float]]) -> Iterator[str]:
         f"anyway, where torch_xla takes {rival:.0f}; with every checksum of the sources compared it is {checked:.1f} "
         "times faster."
     )
-    saved = share(secs, "save", "plain write").middle
-    yield f"Saving takes {saved:.2f} times as long as plain files of the same bytes, checksums and the commit included."
-    for reference, what in (("plain read", "Python's plain `read()`"), ("read in place", "filling memory in place")):
-        warm, cold = (share(secs, f"{prefix}load", prefix + reference).middle for prefix in ("", "cold "))
-        yield (
-            f"Loading, with every byte checked, takes {warm:.2f} times as long as {what} of the same bytes from the "
-            f"page cache, and {cold:.2f} times from the disk."
-        )
+    parts = [share(secs, *pair).middle for pair in (("save", "plain write"), ("load", "plain read"))]
+    cold = share(secs, "cold load", "cold plain read").middle
+    yield (
+        f"Saving takes {parts[0]:.2f} times as long as plain files of the same bytes, checksums and the commit "
+        f"included; loading takes {parts[1]:.2f} times as long from the page cache and {cold:.2f} times from the disk, "
+        "with every byte checked."
+    )
     yield (
         f"An asynchronous save holds training up for {share(secs, 'async save', 'save').middle:.2f} of a save. The "
         "step beside which it copies its tensors takes, what it waits for included, "
