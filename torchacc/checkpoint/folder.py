@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
@@ -75,6 +76,7 @@ class Folder:
         self.is_verified = (self.path / MANIFEST).exists()
         self._segments: dict[str, _Segments] = {}
         self._files: dict[str, tuple[int, Path]] = {}
+        self._close = weakref.finalize(self, _close, self._files)  # also where a load is refused before it is entered
         self._begin = begin
         self._planned: list[_Part] = []
         self._last: tuple[tuple[str, int], bytearray] | None = None
@@ -97,9 +99,7 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        files, self._files = self._files, {}
-        for file, _ in files.values():
-            os.close(file)
+        self._close()
 
     @property
     def files(self) -> list[str]:
@@ -278,3 +278,9 @@ class Folder:
         slots = {**self.model, **self.optimizer, **self.state}
         inside = (key for key, s in slots.items() if s.path.name == name and s.offset <= offset < s.offset + s.nbytes)
         return next(inside, name)
+
+
+def _close(files: dict[str, tuple[int, Path]]) -> None:
+    while files:
+        file, _ = files.popitem()[1]
+        os.close(file)

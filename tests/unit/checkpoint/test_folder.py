@@ -1,6 +1,7 @@
 """A checkpoint's folder: written by several at once, complete or not there, read only as it was written."""
 
 import json
+import os
 import random
 import threading
 from pathlib import Path
@@ -221,6 +222,16 @@ def test_an_index_does_not_lead_elsewhere(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="only files in its own folder are read"):
         Folder(folder)
+
+
+def test_a_refused_folder_leaves_no_file_open(tmp_path):
+    write(tmp_path / "c", max_shard_size=50)
+    second = sorted((tmp_path / "c").glob("model-*.safetensors"))[1]
+    second.write_bytes(second.read_bytes().replace(b"dtype", b"dtypo"))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CheckpointError, match=f"header of {second.name}"):
+        Folder(tmp_path / "c")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_later_format_is_refused(tmp_path):
