@@ -6,7 +6,6 @@ writes what came of it to `docs/checkpoint_matrix.md`.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT, environment
 from layouts import LAYOUTS
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "checkpoint_matrix.md"
 SECONDS_TO_RUN = 300
 RELATIVE = 1e-5
@@ -63,10 +62,9 @@ class Runs:
     def _launch(self, what: str, name: str) -> str:
         layout = LAYOUTS[name]
         launcher = [str(ROOT / "tests" / "forkrun.py"), str(layout.num_processes)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, *(launcher if layout.is_launched else []), str(WORKER), what, name, str(self._folder)],
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TORCHACC_LAYOUTS": ",".join(self.layouts)},
+            env=environment(TORCHACC_LAYOUTS=",".join(self.layouts)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
