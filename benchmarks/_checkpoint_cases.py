@@ -63,6 +63,8 @@ LIVE_REFERENCES = {
     "plain read": "plain read",
     "load": "plain read",
     "dcp load": "plain read",
+    "plain reread": "plain reread",
+    "reload": "plain reread",
     "cold plain read": "cold plain read",
     "cold load": "cold plain read",
     "cold dcp load": "cold plain read",
@@ -71,6 +73,7 @@ LIVE_REFERENCES = {
 LIVE_EXPECTATIONS = (
     Share("save", "plain write", 1 / 0.8, "it also computes checksums, and commits by a rename"),
     Share("load", "plain read", 1 / 0.8, "every byte goes through the memory a second time, for its checksum"),
+    Share("reload", "plain reread", 1 / 0.8, "the same, beside a read that the system hands out no memory for"),
     Share("cold load", "cold plain read", 1 / 0.8, "a rank reads many runs of bytes where its plain file is one"),
     Share("async save", "save", 0.1, "planning what goes where, and agreeing on it, is most of it"),
 )

@@ -4,6 +4,7 @@ Started by torchrun. Rank 0 prints the times of each case by round as JSON: thos
 """
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -106,12 +107,15 @@ class Cases:
         dist.all_reduce(total)
         self.num_bytes = int(total)
         self.kept = [torch.empty_like(tensor) for tensor in self.local]
+        self.num_parameters = len(list(model.parameters()))
+        self._new: Any = None
+        """What the last case has put into new memory: freed when the next one begins, which takes no one's time."""
 
     def turns(self, *, backwards: bool) -> list[tuple[str, ...]]:
         """Return the cases: what saves, and what then loads that."""
         turns = [
-            ("plain write", "plain read", "cold plain read"),
-            ("save", "load", "cold load"),
+            ("plain write", "plain read", "cold plain read", "plain reread"),
+            ("save", "load", "cold load", "reload"),
             ("dcp save", "dcp load", "cold dcp load"),
             ("step", "async save", "step beside", "async rest"),
         ]
@@ -130,8 +134,10 @@ class Cases:
             if name == "async save":
                 self._async_rest()
             self._make_room(name)
-        elif name.startswith("cold"):
-            self._forget_cached(self.folder / WRITTEN_BY[name])
+        elif name.endswith(("read", "load")):
+            if name.startswith("cold"):
+                self._forget_cached(self.folder / WRITTEN_BY[name])
+            self._give_back_memory()
             dist.barrier()
         started = time.perf_counter()
         measured = self._carry_out(name)
@@ -157,6 +163,11 @@ class Cases:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def _give_back_memory(self) -> None:
+        """Free what the last case has loaded, and give it back to the system, as a new process has none of it."""
+        self._new = None
+        ctypes.CDLL(None).malloc_trim(0)
+
     @property
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
@@ -173,8 +184,16 @@ class Cases:
         dist.barrier()
 
     def _plain_read(self) -> None:
+        in_use, absent = self.kept[: self.num_parameters], self.kept[self.num_parameters :]
+        self._new = [torch.empty_like(tensor) for tensor in absent]
+        self._read_plain_into([*in_use, *self._new])
+
+    def _plain_reread(self) -> None:
+        self._read_plain_into(self.kept)
+
+    def _read_plain_into(self, tensors: list[torch.Tensor]) -> None:
         with (self.folder / "plain write" / f"{RANK}").open("rb", buffering=0) as file:
-            for tensor in self.kept:
+            for tensor in tensors:
                 data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
                 while data:
                     data = data[file.readinto(data) :]
@@ -184,17 +203,25 @@ class Cases:
         torchacc.checkpoint.save(self.folder / "save", **self._parts)
 
     def _load(self) -> None:
+        torchacc.checkpoint.load(self.folder / "save", model=self.model, optimizer=self._new_optimizer())
+
+    def _reload(self) -> None:
         torchacc.checkpoint.load(self.folder / "save", **self._parts)
 
-    def _dcp_state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optimizer}
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer without state, as there is one where a run goes on in a new process."""
+        self._new = torch.optim.AdamW(self.model.parameters())
+        return self._new
+
+    def _dcp_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(self.model, optimizer)
+        return {"model": of_model, "optim": of_optimizer}
 
     def _dcp_save(self) -> None:
-        dcp.save(self._dcp_state(), checkpoint_id=self.folder / "dcp save")
+        dcp.save(self._dcp_state(self.optimizer), checkpoint_id=self.folder / "dcp save")
 
     def _dcp_load(self) -> None:
-        dcp.load(self._dcp_state(), checkpoint_id=self.folder / "dcp save")  # in place
+        dcp.load(self._dcp_state(self._new_optimizer()), checkpoint_id=self.folder / "dcp save")  # in place
 
     def _step(self) -> None:
         make_step(self.model, self.optimizer)

@@ -485,9 +485,13 @@ class _Reader:
     def _plan_state(
         self, parameter: nn.Parameter, holding: Holding, tensors: Mapping[str, hub.Stored], present: Any
     ) -> Any:
-        """Return a state that lies like a parameter; in the memory of the present one where that can be filled."""
+        """Return a state that lies like a parameter: the present one where that can be filled, or a new one."""
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
         memory = self._sharded.host_memory(parameter, present) if getattr(present, "dtype", None) == dtype else None
+        if memory is None and self._sharded.host_memory(parameter, parameter) is not None:  # so a new state is, too
+            numel = sum(piece.numel for piece in holding.pieces)
+            present = self._sharded.place(parameter, torch.empty(numel, dtype=dtype))
+            memory = self._sharded.host_memory(parameter, present)
         if memory is None:
             return _Unplaced(parameter, holding, tensors, dtype)
         self._plan_read(memory, holding, tensors)
