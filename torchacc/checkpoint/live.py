@@ -170,7 +170,8 @@ def _copied(
 
     if not sharded.fetches_own_memory:
         return staging.copies(runs), done
-    copying = BackgroundCopy(runs, staging, slots, contents.sharded_tensors())
+    # Agreed, so that none begins to copy, which takes a core, while others on its machine still plan.
+    copying = sharded.engine.group.agreed(lambda: BackgroundCopy(runs, staging, slots, contents.sharded_tensors()))
     sharded.before_change()
     sharded.before_change = copying.join
     copying.start()
