@@ -1,6 +1,8 @@
 """Read a checkpoint's folder, and verify what is read: see `docs/design/checkpoints.md`."""
 
+import ctypes
 import json
+import mmap
 import os
 import weakref
 from bisect import bisect_left, bisect_right
@@ -33,6 +35,8 @@ class _Part(NamedTuple):
     """Where the folder has no checksums, of the same bytes and without one."""
     what: str
     """Named in an error's message."""
+    is_new: bool = False
+    """Whether the target has never been written to."""
 
 
 class _Segments:
@@ -144,13 +148,15 @@ class Folder:
             self._read(part)
         return run
 
-    def plan_read(self, memory: memoryview, name: str, slot: Slot, start: int = 0) -> None:
+    def plan_read(self, memory: memoryview, name: str, slot: Slot, start: int = 0, *, is_new: bool = False) -> None:
         """Note that memory, as bytes, is to be filled with a run of a tensor's elements.
+
+        Where it is new, the system hands it out in larger parts.
 
         Nothing is read before `carry_out()`: one tight loop, so that the processor need not change back and forth
         between Python's bookkeeping and the tensors' bytes, which would drive it out of the cache each time.
         """
-        self._planned += self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, memory, name)
+        self._planned += self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, memory, name, is_new)
 
     def carry_out(self) -> None:
         """Read what was planned, as it lies in the files.
@@ -230,21 +236,21 @@ class Folder:
             self._files[name] = os.open(path, os.O_RDONLY), path
         return self._files[name]
 
-    def _parts(self, file: str, offset: int, buffer: memoryview, what: str) -> list[_Part]:
+    def _parts(self, file: str, offset: int, buffer: memoryview, what: str, is_new: bool = False) -> list[_Part]:
         """Return what is to be read of each segment to fill a buffer from an offset on."""
         if not self.is_verified:
-            return [_Part(file, offset, buffer, Segment(offset, len(buffer), ""), what)]
+            return [_Part(file, offset, buffer, Segment(offset, len(buffer), ""), what, is_new)]
         stop = offset + len(buffer)
         found = []
         for segment in self._segments[file].within(offset, stop):
             first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
             if first < last:
-                found.append(_Part(file, first, buffer[first - offset : last - offset], segment, what))
+                found.append(_Part(file, first, buffer[first - offset : last - offset], segment, what, is_new))
         return found
 
     def _read(self, part: _Part) -> None:
         if len(part.target) == part.segment.size:
-            self._fill(part.target, part.file, part.segment, part.what)
+            self._fill(part.target, part.file, part.segment, part.what, is_new=part.is_new)
         else:
             first = part.start - part.segment.start
             part.target[:] = self._segment(part.file, part.segment, part.what)[first : first + len(part.target)]
@@ -258,12 +264,14 @@ class Folder:
             self._last = key, data
         return self._last[1]
 
-    def _fill(self, buffer: memoryview, name: str, segment: Segment, what: str | None) -> None:
+    def _fill(self, buffer: memoryview, name: str, segment: Segment, what: str | None, *, is_new: bool = False) -> None:
         """Read a segment, and verify it."""
         file, path = self._file(name)
         found = hasher() if segment.digest else None
         for begin in range(0, segment.size, _PART_BYTES):
             part = buffer[begin : begin + _PART_BYTES]
+            if is_new:
+                _take_memory(part)
             read_exactly(file, part, segment.start + begin, path)
             if found is not None:
                 found.update(part)
@@ -278,6 +286,22 @@ class Folder:
         slots = {**self.model, **self.optimizer, **self.state}
         inside = (key for key, s in slots.items() if s.path.name == name and s.offset <= offset < s.offset + s.nbytes)
         return next(inside, name)
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MADV_POPULATE_WRITE = 23
+
+
+def _take_memory(part: memoryview) -> None:
+    """Let the system hand out pages of new memory together: one by one, as they are written, takes longer.
+
+    It is advice, which older systems refuse: https://man7.org/linux/man-pages/man2/madvise.2.html.
+    """
+    if len(part) == _PART_BYTES:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise(first, (start + len(part)) // mmap.PAGESIZE * mmap.PAGESIZE - first, _MADV_POPULATE_WRITE)
 
 
 def _close(files: dict[str, tuple[int, Path]]) -> None:

@@ -131,36 +131,49 @@ def snapshot(
     drawn = random_state(sharded)
     contents = Contents(sharded, optimizer)
     layouts = contents.lay_out(max_shard_size)
-    met = group.all_gather_objects((secrets.token_hex(4), drawn))
+    met = group.all_gather_objects((secrets.token_hex(4), _as_arrays(drawn)))
     writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
 
     def prepare() -> Other:
         if job.rank:
             return Other()
-        other = other_state(sharded, [draws for _, draws in met], optimizer, scheduler, loader, extra)
+        other = other_state(sharded, [_as_tensors(draws) for _, draws in met], optimizer, scheduler, loader, extra)
         other.files |= {**indices(layouts), **pretrained_files(sharded, tokenizer)}
         files = {**layouts, **other.lay_out()}
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()})
         return other
 
     other = group.agreed(prepare)
-    group.agreed(writer.join)
     slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
     others = {name: slot for layout in other.lay_out().values() for name, slot in layout.slots.items()}
     runs = _chain(contents.runs(slots), ((others[name], 0, tensor) for name, tensor in other.tensors.items()))
+
+    def begin() -> _Begun:
+        writer.join()
+        return _copied(sharded, contents, runs, slots | others) if copied else _Begun(runs)
+
     try:
-        tensors, done = _copied(sharded, contents, runs, slots | others) if copied else (runs, lambda: None)
-    except BaseException as error:  # such as too little memory here, of which the others know nothing
+        begun = group.agreed(begin)
+    except BaseException as error:
         writer.fail(error)
         raise
+    begun.start()  # now that none has to plan any more, beside copies that take its core
     nbytes = sum(layout.nbytes for layout in layouts.values())
     sharded.engine.set_random_state(drawn)
-    return Pending(writer, tensors, other.files, nbytes, done)
+    return Pending(writer, begun.runs, other.files, nbytes, begun.done)
 
 
-def _copied(
-    sharded: ShardedModel, contents: Contents, runs: Iterator[Run], slots: Mapping[str, Slot]
-) -> tuple[Iterator[Run], Callable[[], None]]:
+class _Begun(NamedTuple):
+    """What a save is to write."""
+
+    runs: Iterator[Run]
+    start: Callable[[], None] = lambda: None
+    """Called when all processes have come as far."""
+    done: Callable[[], None] = lambda: None
+    """Called when the runs are no longer needed."""
+
+
+def _copied(sharded: ShardedModel, contents: Contents, runs: Iterator[Run], slots: Mapping[str, Slot]) -> _Begun:
     """Return copies of runs, made now or, where training leaves the tensors alone for long enough, beside it."""
     staging = _spare.pop(sharded, None) or Staging()
 
@@ -169,13 +182,24 @@ def _copied(
         _spare[sharded] = staging
 
     if not sharded.fetches_own_memory:
-        return staging.copies(runs), done
-    # Agreed, so that none begins to copy, which takes a core, while others on its machine still plan.
-    copying = sharded.engine.group.agreed(lambda: BackgroundCopy(runs, staging, slots, contents.sharded_tensors()))
-    sharded.before_change()
-    sharded.before_change = copying.join
-    copying.start()
-    return copying.copies(), done
+        return _Begun(staging.copies(runs), done=done)
+    copying = BackgroundCopy(runs, staging, slots, contents.sharded_tensors())
+
+    def start() -> None:
+        sharded.before_change()
+        sharded.before_change = copying.join
+        copying.start()
+
+    return _Begun(copying.copies(), start, done)
+
+
+def _as_arrays(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states of generators without tensors, which take several times as long to send."""
+    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in drawn.items()}
+
+
+def _as_tensors(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in drawn.items()}
 
 
 _spare: WeakKeyDictionary[ShardedModel, Staging] = WeakKeyDictionary()
@@ -443,14 +467,16 @@ class _Reader:
         self.carry_out()
         return local
 
-    def _plan_read(self, local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored]) -> None:
+    def _plan_read(
+        self, local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored], *, is_new: bool = False
+    ) -> None:
         """Plan to fill a host tensor with what this process holds of tensors, cast to its dtype."""
         memory, dtype = as_bytes(local), local.dtype
         for piece in holding.pieces:
             run = memory[piece.offset * dtype.itemsize : (piece.offset + piece.numel) * dtype.itemsize]
             stored = tensors[piece.name]
             if isinstance(stored, hub.Plain) and stored.dtype == dtype:
-                self.folder.plan_read(run, stored.name, stored.slot, piece.start)
+                self.folder.plan_read(run, stored.name, stored.slot, piece.start, is_new=is_new)
             else:
                 self._conversions.append((run, dtype, stored, piece.start))
 
@@ -489,13 +515,14 @@ class _Reader:
         """Return a state that lies like a parameter: the present one where that can be filled, or a new one."""
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
         memory = self._sharded.host_memory(parameter, present) if getattr(present, "dtype", None) == dtype else None
-        if memory is None and self._sharded.host_memory(parameter, parameter) is not None:  # so a new state is, too
+        is_new = memory is None
+        if is_new and self._sharded.host_memory(parameter, parameter) is not None:  # so a new state is, too
             numel = sum(piece.numel for piece in holding.pieces)
             present = self._sharded.place(parameter, torch.empty(numel, dtype=dtype))
             memory = self._sharded.host_memory(parameter, present)
         if memory is None:
             return _Unplaced(parameter, holding, tensors, dtype)
-        self._plan_read(memory, holding, tensors)
+        self._plan_read(memory, holding, tensors, is_new=is_new)
         return present
 
     def _plan_whole(self, stored: hub.Plain) -> torch.Tensor:
