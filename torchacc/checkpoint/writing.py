@@ -151,14 +151,15 @@ class FolderWriter:
     def fail(self, error: BaseException) -> None:
         """Tell the other processes that this one has failed, so that they do not wait for it. Never raises."""
         self._close(sync=False)
-        with suppress(OSError), self._mark("writing").open("r+", encoding="utf-8") as reason:
-            reason.write(str(error))  # before the others look for it
-            reason.truncate()
-        with suppress(OSError):
-            self._mark("writing").rename(self._mark("failed"))  # a full disk allows this
+        for state in ("writing", "done"):
+            with suppress(OSError), self._mark(state).open("r+", encoding="utf-8") as reason:
+                reason.write(str(error))  # before the others look for it
+                reason.truncate()
+            with suppress(OSError):
+                self._mark(state).rename(self._mark("failed"))  # a full disk allows this
         if self._rank == 0:
             deadline = time.monotonic() + _GIVE_UP_SECS
-            while time.monotonic() < deadline and any(self.folder.glob("rank-*.writing")):
+            while time.monotonic() < deadline and any(self.folder.glob("rank-*.[wd]*")):
                 time.sleep(_POLL_SECS)
             shutil.rmtree(self.folder, ignore_errors=True)
 
