@@ -56,6 +56,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist>=3.7",
+            "hypothesis",
             "psutil",
             "tokenizers",
             "tensorboard",

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # pytest sets the first between a test's phases; a later torch the second, when an optimizer is first made.
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
@@ -20,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # MLIR first. What comes before, partitioning and XLA's own passes, is as without, but that scatters become loops.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
+# What the suite draws is the same in every run, so that a failure is of the change at hand. A long run draws anew: a
+# failure prints the line that reproduces it.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, database=None)
+settings.register_profile("long", settings.get_profile("ci"), derandomize=False, max_examples=5000)
+
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS}
@@ -27,6 +33,12 @@ def _environment() -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ that tests make")
+    parser.addoption("--long", action="store_true", help="draw many more cases than CI does, and others in each run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("hypothesis_profile", None):
+        settings.load_profile("long" if config.getoption("--long") else "ci")
 
 
 @pytest.fixture(autouse=True)
