@@ -794,6 +794,7 @@ import background_cases  # noqa: E402, F401
 import compile_cases  # noqa: E402, F401
 import deferred_cases  # noqa: E402, F401
 import lever_cases  # noqa: E402, F401
+import mistake_cases  # noqa: E402, F401
 import recompute_cases  # noqa: E402, F401
 import scan_cases  # noqa: E402, F401
 import state_cases  # noqa: E402, F401

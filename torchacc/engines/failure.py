@@ -4,6 +4,8 @@ import sys
 import time
 from types import TracebackType
 
+import torch.distributed as dist
+
 from torchacc.launch import progress
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
@@ -31,8 +33,18 @@ def install_excepthook() -> None:
 
 
 def follows_another(error: BaseException) -> bool:
-    """Return whether an error says no more than that another process has ended."""
-    return any(text in str(error) for text in _PEER_LOST)
+    """Return whether an error, or what it was raised from, says no more than that another process has ended."""
+    found: BaseException | None = error
+    while found is not None:
+        if _is_of_transport(found) and any(text in str(found) for text in _PEER_LOST):
+            return True
+        found = found.__cause__
+    return False
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Return whether gloo or torch.distributed's store has raised an error, and not anything else with such words."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
 
 
 def _record(error: Exception) -> None:

@@ -21,7 +21,7 @@ from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
-from torchacc.engines.process_group import hushed_stdout
+from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.layout import Cut, Holding
@@ -141,7 +141,7 @@ class NativeEngine(Engine):
         sizes = [topology.size(axis) for axis in axes]
         at = [dict(zip(axes, position, strict=True)) for position in product(*map(range, sizes))]
         ranks = torch.tensor([topology.device(**coordinates) for coordinates in at], dtype=torch.int)
-        with hushed_stdout():
+        with hushed_gloo():
             return DeviceMesh(self.device.type, ranks.view(sizes), mesh_dim_names=tuple(axes))
 
     def random_state(self) -> dict[str, Any]:
@@ -236,6 +236,7 @@ class NativeModel(ShardedModel):
                 ignored_params=set(module.parameters()) - set(own),
                 reshard_after_forward=self.plan.gathers_again_in(unit),
             )
+        _keep_class_name(module)
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
@@ -410,6 +411,12 @@ class NativeModel(ShardedModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(holding.shard_numel for holding in self.holdings.values())
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Let the subclass that FSDP2 makes be called as the class is: libraries, and reports, look models up by name."""
+    made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
+    made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _checkpoint(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

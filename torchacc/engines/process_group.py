@@ -1,9 +1,8 @@
 """The processes of the job on the host: started once, used for everything that is not a gradient on a device."""
 
 import atexit
+import ctypes
 import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ class ProcessGroup:
         if torch.accelerator.is_available():
             kind = str(torch.accelerator.current_accelerator())
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        with hushed_stdout():
+        with hushed_gloo():
             if self.job.launched:
                 dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
             else:
@@ -65,7 +64,7 @@ class ProcessGroup:
         """
         own = None
         for ranks in groups:
-            with hushed_stdout():
+            with hushed_gloo():
                 made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if self.job.rank in ranks:
                 own = made
@@ -182,17 +181,37 @@ def _described(error: Exception) -> str:
 
 
 @contextmanager
-def hushed_stdout() -> Iterator[None]:
-    """Keep gloo from reporting its connections on standard output, from each rank, each time a group is made."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+def hushed_gloo() -> Iterator[None]:
+    """Keep gloo from reporting its connections on standard output, from each rank, each time a group is made.
+
+    It knows no variable for that. Only C++'s `std::cout` says nothing meanwhile: what other threads print goes its way.
+    """
+    say = _cout_state()
+    say(_BAD)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        say(_GOOD)
+
+
+_GOOD, _BAD = 0, 1
+"""States of a C++ stream."""
+
+
+@functools.cache
+def _cout_state() -> Callable[[int], object]:
+    """Return what sets the state of C++'s `std::cout`; what does nothing where libstdc++ is not the library of C++."""
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        clear = library["_ZNSt9basic_iosIcSt11char_traitsIcEE5clearESt12_Ios_Iostate"]  # std::ios::clear(iostate)
+        cout = ctypes.addressof(ctypes.c_char.in_dll(library, "_ZSt4cout"))
+    except (OSError, AttributeError, ValueError):
+        return lambda state: None
+    clear.restype, clear.argtypes = None, [ctypes.c_void_p, ctypes.c_int]
+    # The virtual base of a stream lies where the third entry before its table of virtual functions says.
+    table = ctypes.c_void_p.from_address(cout).value or 0
+    offset = ctypes.c_ssize_t.from_address(table - 3 * ctypes.sizeof(ctypes.c_void_p)).value
+    return functools.partial(clear, cout + offset)
 
 
 def _stop() -> None:

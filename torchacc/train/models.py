@@ -1,6 +1,7 @@
 """Build the model that a stage names, without memory for the whole of it."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import WithoutValues
 
 _LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_NEEDS_VALUES = re.compile(
+    r"\bmeta (tensors?|device|storage)\b|\b(on|device|type)[ =]'?meta\b|\bdevices\b.*\bmeta\b", re.IGNORECASE
+)
+"""How PyTorch says that an operation needs values, which the meta device has not."""
 _TOKENS_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -111,7 +116,7 @@ def _check_forward(model: Any) -> None:
     except NotImplementedError:
         return  # what it does depends on values
     except Exception as error:  # whatever a family's code runs into
-        if "meta" not in str(error):
+        if not (isinstance(error, RuntimeError | TypeError) and _NEEDS_VALUES.search(str(error))):
             raise ConfigError(
                 f"transformers can build this model, and not run it: {type(error).__name__}: {in_one_line(error)}"
             ) from None

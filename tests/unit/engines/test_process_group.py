@@ -32,3 +32,30 @@ def test_a_process_may_end_right_after_a_collective(made_by):
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PRINTS_MEANWHILE = """
+import os, subprocess, threading
+import torch.distributed as dist
+from torchacc.engines.process_group import ProcessGroup, hushed_gloo
+from torchacc.env import read_job
+
+ProcessGroup(read_job()).start()
+with hushed_gloo():
+    thread = threading.Thread(target=print, args=("of a thread",), kwargs={"flush": True})
+    thread.start()
+    thread.join()
+    subprocess.run(["echo", "of a child"], check=True)
+    os.write(1, b"of a library in C\\n")
+    dist.new_group([0])
+dist.new_group([0])
+"""
+
+
+def test_gloo_alone_is_hushed_while_groups_are_made():
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_MEANWHILE], capture_output=True, text=True, timeout=100, check=True
+    )
+    printed = done.stdout.splitlines()
+    assert printed[:3] == ["of a thread", "of a child", "of a library in C"]
+    assert [line.partition(" ")[0] for line in printed[3:]] == ["[Gloo]"]  # of the group that was made afterwards

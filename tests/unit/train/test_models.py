@@ -1,11 +1,14 @@
 """Which model a section of the file becomes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from torchacc.engines import deferred
 from torchacc.errors import ConfigError
+from torchacc.train import models as built
 from torchacc.train.models import build_model, loss_of, model_config
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
@@ -56,3 +59,45 @@ def test_a_model_that_cannot_divide_its_loss_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(model_class, "accepts_loss_kwargs", False, raising=False)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel takes no num_items_in_batch"):
         build_model(config, initialised=False)
+
+
+# Errors of a model without values
+
+
+def failing(error):
+    def loss(model, batch, divisor):
+        raise error
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("metadata"), RuntimeError("the model's metadata is wrong"), ValueError("on meta"), RuntimeError("metal")],
+)
+def test_an_error_that_only_sounds_like_missing_values_is_reported(monkeypatch, error):
+    monkeypatch.setattr(built, "loss_of", failing(error))
+    with pytest.raises(ConfigError, match="and not run it"):
+        built._check_forward(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: torch.ones(1, device="meta").item(),
+        lambda: torch.ones(2, device="meta").nonzero(),
+        lambda: torch.ones(2, device="meta").tolist(),
+        lambda: torch.ones(2, device="meta").numpy(),
+        lambda: torch.ones(2, device="meta").cpu(),
+        lambda: bool(torch.ones(1, device="meta")),
+        lambda: torch.ones(2, device="meta").masked_select(torch.ones(2, device="meta") > 0),
+        lambda: torch.ones(2, device="meta").repeat_interleave(torch.ones(2, device="meta", dtype=torch.long)),
+        lambda: torch.ones(2, device="meta") + torch.ones(2),
+        lambda: torch.ones(2, device="meta").unique(),
+    ],
+)
+def test_missing_values_are_no_reason_to_refuse_a_model(monkeypatch, fail):
+    with pytest.raises((NotImplementedError, RuntimeError, TypeError)) as raised:
+        fail()
+    monkeypatch.setattr(built, "loss_of", failing(raised.value))
+    built._check_forward(SimpleNamespace())
