@@ -798,6 +798,7 @@ import mistake_cases  # noqa: E402, F401
 import recompute_cases  # noqa: E402, F401
 import scan_cases  # noqa: E402, F401
 import state_cases  # noqa: E402, F401
+import xla_forward_cases  # noqa: E402, F401
 
 if __name__ == "__main__":
     main()

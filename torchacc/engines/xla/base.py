@@ -4,7 +4,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -173,7 +173,7 @@ class XlaModel(ShardedModel):
     def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
         super().__init__(engine, model, plan)
         self._units: list[UnitHooks] = []
-        self._recompute = Recompute(self._units)
+        self._recompute = Recompute(self._units, self.patched)
         self._step_freed_gradients = False
         self._warned = False
         self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -236,20 +236,15 @@ class XlaModel(ShardedModel):
         self._open_steps.clear()  # of steps that raised
         self.engine.has_recorded = True
         runtime.note_random_seed()
-        self._recompute.patches = partial(self.patched, packed=kwargs.get("position_ids") is not None)
         with ExitStack() as stack:
-            stack.enter_context(self._recompute.patches())
+            stack.enter_context(self.patched())
             if self.plan.compute_dtype != "float32":
                 stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
             return inner(*args, **kwargs)
 
-    def patched(self, *, packed: bool) -> AbstractContextManager[None]:
-        """Return a context of the patches that a forward needs, and whatever of it is computed again in backward.
-
-        Args:
-            packed: Whether the caller gives `position_ids`, so that several sequences may lie in a row.
-        """
-        return quirks.patches(self.model, packed=packed)
+    def patched(self) -> AbstractContextManager[None]:
+        """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
+        return quirks.patches()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""

@@ -8,7 +8,7 @@ the second computation begins with the sum of its inputs and a zero that is a pr
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,16 +19,20 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import Gatherer, UnitHooks
+from torchacc.engines.xla.masks import Answers
 
 
 class Recompute:
     """Runs modules of one model so that backward computes them again."""
 
-    def __init__(self, units: Sequence[UnitHooks]) -> None:
-        """Take the hooks of all units of the model."""
-        self.patches: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes the context of patches that the model's running forward is in."""
-        self._units = units
+    def __init__(self, units: Sequence[UnitHooks], patches: Callable[[], AbstractContextManager[None]]) -> None:
+        """Take what all modules of the model share.
+
+        Args:
+            units: The hooks of its units.
+            patches: Makes the context of patches that its forward runs in.
+        """
+        self._units, self._patches = units, patches
         self._units_of: dict[nn.Module, tuple[list[UnitHooks], list[UnitHooks]]] = {}
         self._zero: torch.Tensor | None = None
 
@@ -43,7 +47,7 @@ class Recompute:
         around, own = self._units_of[module]
         if self._zero is None and runtime.runs_on_cpu():
             (self._zero,) = runtime.to_device([torch.zeros(1)])  # torch_xla writes one without dimensions into programs
-        call = _Call(module, forward, args, kwargs, around=around, own=own, patches=self.patches, zero=self._zero)
+        call = _Call(module, forward, args, kwargs, around=around, own=own, patches=self._patches, zero=self._zero)
         # Without tensors among its arguments PyTorch's checkpoint() looks for no device.
         output = checkpoint(call, use_reentrant=False, preserve_rng_state=False)
         map_tensors(call.watch_gradient, output)
@@ -86,6 +90,7 @@ class _Call:
         self._module, self._forward, self._inputs = module, forward, (tuple(args), dict(kwargs))
         self._around, self._own, self._patches, self._zero = around, own, patches, zero
         self._kept = {unit.gatherer: unit.whole for unit in around if unit.gatherer.keeps_weights}
+        self._answers = Answers()
         self._has_run = False
         self._again: list[torch.Tensor] | None = None
         """The tensors among the inputs, behind a barrier, once backward has come to the module."""
@@ -102,7 +107,7 @@ class _Call:
             return self._repeat()
         self._has_run = True
         args, kwargs = self._inputs
-        with self._gathering_for_own_units():
+        with self._answers.noted(), self._gathering_for_own_units():
             return self._forward(*args, **kwargs)
 
     def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
@@ -157,6 +162,7 @@ class _Call:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._patches())
+                stack.enter_context(self._answers.repeated())
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 torch.set_rng_state(self._host_seed)
                 stack.enter_context(runtime.random_numbers_from(self._seed))

@@ -54,7 +54,7 @@ class LayerScan:
         whole: Whole,
         annotate_stack: Callable[[str, torch.Tensor], None],
         annotate_output: Callable[[torch.Tensor], None],
-        patches: Callable[[], Patches],
+        patches: Patches,
     ) -> None:
         """Take the layers as they are sharded.
 
@@ -63,7 +63,7 @@ class LayerScan:
             whole: Gathers a weight.
             annotate_stack: Says how the stacked shards of the parameter of a name are split.
             annotate_output: Says how a layer's output is split.
-            patches: Returns what makes the context that the model's running forward is in.
+            patches: Makes the context of patches that the model's forward runs in.
         """
         self.is_running = False
         """Whether the model's forward runs."""
@@ -103,7 +103,7 @@ class LayerScan:
         for name, stack in zip(self._names, stacks, strict=True):
             self._annotate_stack(name, stack)
         if torch.is_grad_enabled():
-            output: torch.Tensor = _Scan.apply(self._run, self._patches(), inputs, hidden, *stacks)
+            output: torch.Tensor = _Scan.apply(self._run, self._patches, inputs, hidden, *stacks)
             return output
         (output,), _ = _loop(lambda carry, shards: ([self._run(carry[0], shards, inputs)], []), [hidden], stacks)
         return output

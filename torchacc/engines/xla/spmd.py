@@ -208,14 +208,14 @@ class SpmdModel(XlaModel):
         runtime.sync()
 
     @contextmanager
-    def patched(self, *, packed: bool) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
         """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
         with ExitStack() as stack:
             if self.plan.split.size > 1:
                 stack.enter_context(HeadsStayApart())
             for scan in self._scans:
                 stack.enter_context(scan.running())
-            stack.enter_context(super().patched(packed=packed))
+            stack.enter_context(super().patched())
             yield
 
     def _make_scan(self, name: str) -> LayerScan:
@@ -238,7 +238,7 @@ class SpmdModel(XlaModel):
             whole=whole,
             annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
             annotate_output=lambda output: annotate(output, self.engine.batch_spec(output)),
-            patches=lambda: self._recompute.patches,
+            patches=self.patched,
         )
 
     def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -1,0 +1,179 @@
+"""Attention masks of transformers without questions to the device, which a step would wait for.
+
+Transformers asks whether several documents lie in a row, by looking at the values of the position ids, and whether
+anything is padded. What the answer depends on is known without a look at values: position ids that no data goes into,
+such as the range that a model makes where it is given none, are a constant of the recorded program. All others may
+begin anew in a row, and get the mask that keeps documents apart, which is right for either. So it does not matter who
+made the position ids, nor how they came into the model.
+"""
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from torchacc.engines.xla import runtime
+
+_VERSIONS = SpecifierSet(">=4.53,<6")
+"""Versions of transformers whose masks depend on values on the device."""
+
+_constants: dict[bytes, bool] = {}
+"""Whether position ids that are a constant of the program are a plain range, by the hash of their operations."""
+_shapes: set[tuple[Any, ...]] = set()
+"""Shapes and dtypes whose usual ranges `_constants` has."""
+
+
+class Answers:
+    """What was answered while a part of a model ran, to be answered alike when it is computed again in backward.
+
+    There the position ids may be another tensor, behind a barrier, and a mask in place of none would be another
+    computation than the one that is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[bool] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Hold a context in which answers are noted."""
+        _noting.append(self._given)
+        try:
+            yield
+        finally:
+            _noting.pop()
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Hold a context in which they are given again, in their order."""
+        _repeating.append(iter(self._given))
+        try:
+            yield
+        finally:
+            _repeating.pop()
+
+
+_noting: list[list[bool]] = []
+_repeating: list[Iterator[bool]] = []
+
+
+@contextmanager
+def without_questions() -> Iterator[None]:
+    """Hold a context in which transformers builds masks without waiting for the device."""
+    masking_utils = sys.modules.get("transformers.masking_utils")  # which a model of transformers has imported
+    if masking_utils is None or not _is_patched_version():
+        yield
+        return
+    with ExitStack() as stack:
+        for name, replace in _REPLACEMENTS.items():
+            original = getattr(masking_utils, name, None)
+            if original is not None:
+                setattr(masking_utils, name, replace(original))
+                stack.callback(setattr, masking_utils, name, original)
+        yield
+
+
+def _packed_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Number the documents of each row where there may be several."""
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if position_ids.device.type != "xla":
+            indices: torch.Tensor | None = original(position_ids)
+            return indices
+        return _document_numbers(position_ids) if _may_be_packed(position_ids) else None
+
+    return find
+
+
+def _keep_apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Count positions from 0, as transformers does, where it turns out on the device that no row has two documents.
+
+    It matters to attention in chunks alone, whose borders are at multiples of the positions.
+    """
+
+    def compatible(mask_function: Any, position_ids: torch.Tensor, packed: torch.Tensor) -> Any:
+        if position_ids.device.type == "xla":
+            plain = torch.arange(position_ids.shape[-1], device=position_ids.device, dtype=position_ids.dtype)
+            position_ids = torch.where((packed[:, -1] == 0).all(), plain, position_ids)
+        return original(mask_function, position_ids, packed)
+
+    return compatible
+
+
+def _never_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the mask of tokens that may be padding, which is right if none is."""
+
+    def all_kept(tensor: torch.Tensor) -> Any:
+        return original(tensor) if tensor.device.type != "xla" else False
+
+    return all_kept
+
+
+def _skipped_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def may_skip(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        on_device = padding_mask is not None and padding_mask.device.type == "xla"
+        return not on_device and original(padding_mask, *args, **kwargs)
+
+    return may_skip
+
+
+_REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "find_packed_sequence_indices": _packed_indices,
+    "packed_sequence_compatibility_function": _keep_apart,
+    "fast_all": _never_skipped,
+    "_ignore_bidirectional_mask_sdpa": _skipped_without_padding,
+}
+"""Functions of `transformers.masking_utils`, by name: not every version has all."""
+
+
+def _document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token's document in its row: one begins where positions do not go on by 1."""
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+def _may_be_packed(position_ids: torch.Tensor) -> bool:
+    answer = next(_repeating[-1], None) if _repeating else None
+    if answer is None:
+        answer = not _is_plain_range(position_ids)
+    for given in _noting:
+        given.append(answer)
+    return answer
+
+
+def _is_plain_range(position_ids: torch.Tensor) -> bool:
+    """Return whether position ids go on by 1 in each row whatever the data are; takes microseconds."""
+    from torch_xla import _XLAC
+
+    _, data = _XLAC._get_tensors_xla_device_data_node([position_ids])
+    if data:
+        return False
+    _know_usual_ranges(position_ids)
+    operations = _XLAC._get_graph_hash([position_ids])
+    if operations not in _constants:
+        # Of a copy: its values are data from here on, and the position ids stay a constant of the step's program.
+        (values,) = runtime.to_host([position_ids.clone()])
+        _constants[operations] = bool((torch.diff(values, dim=-1) == 1).all())
+    return _constants[operations]
+
+
+def _know_usual_ranges(like: torch.Tensor) -> None:
+    """Know what models make of themselves without a program to look at it."""
+    from torch_xla import _XLAC
+
+    if (key := (like.shape, like.dtype)) in _shapes:
+        return
+    _shapes.add(key)
+    plain = torch.arange(like.shape[-1], device=like.device, dtype=like.dtype)
+    for row in (plain, plain + 0):
+        for usual in (row.unsqueeze(0), row.unsqueeze(0).expand(like.shape)):
+            _constants[_XLAC._get_graph_hash([usual])] = True
+
+
+@functools.cache
+def _is_patched_version() -> bool:
+    return importlib.metadata.version("transformers") in _VERSIONS
