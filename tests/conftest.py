@@ -33,6 +33,9 @@ def _environment() -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ that tests make")
+    parser.addoption(
+        "--full-contract", action="store_true", help="run the contract's cases in every combination, not in each pair"
+    )
     parser.addoption("--long", action="store_true", help="draw many more cases than CI does, and others in each run")
 
 

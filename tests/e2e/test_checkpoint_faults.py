@@ -23,7 +23,7 @@ from torchacc.errors import CheckpointError
 
 WORKER = Path(__file__).with_name("fault_worker.py")
 ROOT = Path(__file__).parents[2]
-KILLS = {"native": 18, "xla-multiprocess": 16, "xla-spmd": 16}
+KILLS = {"native": 7, "xla-multiprocess": 7, "xla-spmd": 6}
 SECONDS_TO_RUN = 1500
 NUM_FLIPS = 200
 
