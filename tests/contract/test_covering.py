@@ -39,8 +39,6 @@ def test_pairs_are_of_two_factors_each():
 
 def test_a_full_product_needs_little_more_than_the_pairs_of_its_largest_factors():
     every = {each: pairs({key: [v] for key, v in zip("abcd", each, strict=True)}) for each in product("wxyz", repeat=4)}
-        each: pairs({key: [v] for key, v in zip("abcd", each, strict=True)}) for each in product(*["wxyz"] * 4)
-    }
     assert len(every) == 256
     assert len(covering(every)) <= 24  # 16 at least
 

@@ -202,7 +202,7 @@ class Supervisor:
 
     def kill_one(self) -> None:
         """Run an attempt, and kill it while it saves."""
-        num_saves, is_async = self.random.choice((1, 2, 3)), self.random.random() < 0.4
+        num_saves, is_async = self.random.choice((1, 2, 3)), len(self.kills) % 5 in (1, 3)
         attempt = self.start(folder=str(self.folder), steps=num_saves + 1, async_save=is_async)
         if not attempt.wait_for("saving", num_saves):
             attempt.kill(range(attempt.num_processes))

@@ -61,8 +61,8 @@ def test_a_run_that_is_killed_while_it_saves_goes_on(kind, tmp_path):
     report = supervise("kill", kind, tmp_path, num_kills, 4)
     assert report["faults"] == []
     assert len(report["kills"]) == num_kills
-    if num_kills >= min(KILLS.values()):
-        assert {kill["async"] for kill in report["kills"]} == {False, True}
+    assert {kill["async"] for kill in report["kills"]} == {False, True}
+    if num_kills >= 16:
         assert len({tuple(kill["marks"]) for kill in report["kills"]}) > 1  # at different stages of saving
 
 
