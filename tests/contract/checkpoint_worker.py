@@ -1,9 +1,9 @@
-"""Save a training run in one layout, or load every saved one into it and go on.
+"""Save a training run in one layout, and load others that are saved into it, each of which then goes on.
 
-    python checkpoint_worker.py save xla-spmd-2 folder/
-    python -m torch.distributed.run --standalone --nproc_per_node=2 checkpoint_worker.py load native-2 folder/
+    python checkpoint_worker.py save xla-spmd-2 folder/ [layout to load ...]
+    python -m torch.distributed.run --standalone --nproc_per_node=2 checkpoint_worker.py load native-2 folder/ other ...
 
-Saving writes `folder/<layout>/` and `folder/<layout>.losses.json`; loading writes `folder/<layout>.loads.json`.
+Saving writes `folder/<layout>/` and `folder/<layout>.json`; loading writes `folder/<saved>.<layout>.json`.
 """
 
 import json
@@ -109,21 +109,20 @@ class Run:
 
 
 def main() -> None:
-    what, name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    what, name, folder, loads = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
     transformers.logging.set_verbosity_error()
-    run = Run(LAYOUTS[name])
     if what == "save":
+        run = Run(LAYOUTS[name])
         batches = run.batches()
         run.train(batches, STEPS_BEFORE)
         torchacc.checkpoint.save(folder / name, **run.parts(), extra={"step": STEPS_BEFORE, "by": name})
-        write(folder / f"{name}.losses.json", run.train(batches, STEPS_AFTER))
-        return
-    found = {}
-    for other in os.environ["TORCHACC_LAYOUTS"].split(","):
+        write(folder / f"{name}.json", run.train(batches, STEPS_AFTER))
+    run = Run(LAYOUTS[name])
+    for other in loads:
         extra = torchacc.checkpoint.load(folder / other, **run.parts())
         assert extra == {"step": STEPS_BEFORE, "by": other}
-        found[other] = {"differences": run.differences(folder / other), "losses": run.train(run.batches(), STEPS_AFTER)}
-    write(folder / f"{name}.loads.json", found)
+        found = {"differences": run.differences(folder / other), "losses": run.train(run.batches(), STEPS_AFTER)}
+        write(folder / f"{other}.{name}.json", found)
 
 
 def write(path: Path, content: Any) -> None:

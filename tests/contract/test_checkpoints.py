@@ -1,8 +1,10 @@
 """A checkpoint of any engine at any size loads into any other, bit for bit, and training goes on as if uninterrupted.
 
+Each layout is saved for, and loaded by, each engine and each number of devices; `--full-contract` goes all ways, and
+
     python -m pytest tests/contract/test_checkpoints.py --write-tables
 
-writes what came of it to `docs/checkpoint_matrix.md`.
+does so as well, and writes what came of it to `docs/checkpoint_matrix.md`.
 """
 
 import json
@@ -15,11 +17,12 @@ from typing import Any
 
 import pytest
 from launching import ROOT, environment
-from layouts import LAYOUTS
+from layouts import LAYOUTS, Launch, Way, chosen_ways, every_way, launches
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 TABLE = ROOT / "docs" / "checkpoint_matrix.md"
 SECONDS_TO_RUN = 300
+KINDS = {layout.kind for layout in LAYOUTS.values()}
 RELATIVE = 1e-5
 """How far losses of another layout may be from the uninterrupted run's: its sums run in another order."""
 
@@ -36,35 +39,35 @@ Written by `python -m pytest tests/contract/test_checkpoints.py --write-tables`.
 
 
 class Runs:
-    """Launches each layout once to save, and once to load what all have saved."""
+    """Launches the layouts when the first of their tests asks, and keeps what came of it."""
 
-    def __init__(self, folder: Path, layouts: list[str]) -> None:
+    def __init__(self, folder: Path, ways: list[Way]) -> None:
         self._folder = folder
-        self.layouts = layouts
+        self.ways = ways
+        self._printed: dict[str, str] = {}
 
     def uninterrupted(self, saved: str) -> list[float]:
-        return self._result(saved, "losses")
+        return self._result(saved, saved)
 
     def loaded(self, name: str, saved: str) -> dict[str, Any]:
-        for other in self.layouts:
-            self._result(other, "losses")
-        return self._result(name, "loads")[saved]
+        return self._result(name, f"{saved}.{name}")
 
-    def _result(self, name: str, kind: str) -> Any:
-        path = self._folder / f"{name}.{kind}.json"
-        printed = self._folder / f"{name}.{kind}.txt"
-        if not printed.exists():
-            printed.write_text(self._launch("save" if kind == "losses" else "load", name))
+    def _result(self, name: str, file: str) -> Any:
+        if not self._printed:
+            for launch in launches(self.ways):
+                self._printed[launch.name] = self._printed.get(launch.name, "") + self._launch(launch)
+        path = self._folder / f"{file}.json"
         if not path.exists():
-            pytest.fail(f"{name} did not come to its {kind}; it printed:\n{printed.read_text()[-6000:]}", pytrace=False)
+            pytest.fail(f"{name} did not come as far; it printed:\n{self._printed[name][-6000:]}", pytrace=False)
         return json.loads(path.read_text())
 
-    def _launch(self, what: str, name: str) -> str:
-        layout = LAYOUTS[name]
-        launcher = [str(ROOT / "tests" / "forkrun.py"), str(layout.num_processes)]
+    def _launch(self, launch: Launch) -> str:
+        layout = LAYOUTS[launch.name]
+        launcher = [str(ROOT / "tests" / "forkrun.py"), str(layout.num_processes)] if layout.is_launched else []
+        what = "save" if launch.saves else "load"
         done = subprocess.run(
-            [sys.executable, *(launcher if layout.is_launched else []), str(WORKER), what, name, str(self._folder)],
-            env=environment(TORCHACC_LAYOUTS=",".join(self.layouts)),
+            [sys.executable, *launcher, str(WORKER), what, launch.name, str(self._folder), *launch.loads],
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -74,29 +77,27 @@ class Runs:
         return done.stdout
 
 
-def params(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.xla] if name.startswith("xla") else [])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "saved" not in metafunc.fixturenames:
+        return
+    every = metafunc.config.getoption("--full-contract") or metafunc.config.getoption("--write-tables")
+    ways = every_way() if every else chosen_ways()
+    params = [pytest.param(*way, marks=[pytest.mark.xla] if "xla" in "".join(way) else []) for way in ways]
+    metafunc.parametrize(("saved", "name"), params)
 
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    chosen = {
-        item.callspec.params[key] for item in request.session.items if _is_ours(item) for key in ("name", "saved")
-    }
-    runs = Runs(tmp_path_factory.mktemp("checkpoints"), [layout for layout in LAYOUTS if layout in chosen])
+    given = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    ways = [(spec.params["saved"], spec.params["name"]) for spec in given if spec]
+    runs = Runs(tmp_path_factory.mktemp("checkpoints"), ways)
     yield runs
     if request.config.getoption("--write-tables"):
         TABLE.write_text(table(runs), encoding="utf-8")
 
 
-def _is_ours(item: pytest.Item) -> bool:
-    return item.path == Path(__file__)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [params(name) for name in LAYOUTS])
-@pytest.mark.parametrize("saved", [params(name) for name in LAYOUTS])
 def test_a_checkpoint_loads_anywhere(runs, saved, name):
     found, expected = runs.loaded(name, saved), runs.uninterrupted(saved)
     assert not found["differences"]
@@ -106,9 +107,30 @@ def test_a_checkpoint_loads_anywhere(runs, saved, name):
         assert found["losses"] == pytest.approx(expected, rel=RELATIVE)
 
 
+def test_each_layout_is_saved_for_each_engine_and_number_of_devices_and_loaded_by_each():
+    every, chosen = every_way(), chosen_ways()
+    assert len(every) == len(LAYOUTS) ** 2
+    assert set().union(*(every[way] for way in chosen)) == set().union(*every.values())
+    for layout in LAYOUTS:
+        assert (layout, layout) in every
+        assert {LAYOUTS[name].kind for saved, name in chosen if saved == layout} == KINDS
+        assert {LAYOUTS[saved].kind for saved, name in chosen if name == layout} == KINDS
+    assert len(chosen) < len(every) / 2
+
+
+def test_what_is_loaded_has_been_saved():
+    ways = list(every_way())
+    saved, gone = set(), []
+    for launch in launches(ways):
+        saved |= {launch.name} if launch.saves else set()
+        assert saved.issuperset(launch.loads)
+        gone += [(other, launch.name) for other in launch.loads]
+    assert sorted(gone) == sorted(ways)
+
+
 def table(runs: Runs) -> str:
     """Return how far the losses after loading are from the uninterrupted run's, for each pair of layouts."""
-    names = runs.layouts
+    names = list(LAYOUTS)
     rows = []
     for saved, name in product(names, names):
         found, expected = runs.loaded(name, saved), runs.uninterrupted(saved)
