@@ -1,8 +1,9 @@
 """Run by test_gpu.py in processes of its own: trains a small GPT-2, and writes what can be compared.
 
-python gpu_program.py reference out.json
-python gpu_program.py native|xla out.json
-python -m torch.distributed.run --standalone --nproc_per_node=2 gpu_program.py native|xla out.json
+python gpu_program.py reference 1 out.json
+python gpu_program.py native 1 out.json
+python gpu_program.py xla 1|2 out.json
+python -m torch.distributed.run --standalone --nproc_per_node=2 gpu_program.py native 2 out.json
 """
 
 import json
@@ -25,15 +26,16 @@ GLOBAL_BATCH = 8
 
 
 def main() -> None:
-    backend, out = sys.argv[1:]
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    backend, count, out = sys.argv[1:]
+    num_gpus = int(count)
     torch.manual_seed(0)
     model = make_model("gpt2", chooses_experts=backend != "xla")
-    loader = DataLoader(make_data("gpt2"), GLOBAL_BATCH // num_processes)
+    loader = DataLoader(make_data("gpt2"), GLOBAL_BATCH // num_gpus)
     found = {"device": "cpu", "platform": None}
     if backend != "reference":
         config = torchacc.Config(backend=backend)
-        config.dist.fsdp.size = num_processes
+        config.dist.fsdp.size = num_gpus
+        config.dist.fsdp.use_spmd = backend == "xla" and num_gpus > 1
         config.memory.gpu_fraction = 0.3
         config.memory.gpu_preallocate = False
         model, loader = torchacc.accelerate(model, loader, config)

@@ -29,14 +29,16 @@ xla = pytest.param(
 )
 
 
-def train(backend: str, out: Path, processes: int = 1) -> dict[str, Any]:
+def train(backend: str, out: Path, gpus: int = 1) -> dict[str, Any]:
+    """Train on some GPUs: natively by a process for each, under XLA by one for all."""
+    processes = gpus if backend == "native" else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     for name in ("PJRT_DEVICE", "XLA_FLAGS"):  # chosen for tests on a CPU
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(out)],
+        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(gpus), str(out)],
         env=environment,
         capture_output=True,
         text=True,
@@ -61,7 +63,7 @@ def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path):
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"this machine has {NUM_GPUS} NVIDIA GPUs, and this needs 2")
 @pytest.mark.parametrize("backend", [native, xla])
 def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path):
-    check(train(backend, tmp_path / "out.json", processes=2), backend, reference)
+    check(train(backend, tmp_path / "out.json", gpus=2), backend, reference)
 
 
 def check(found: dict[str, Any], backend: str, reference: dict[str, Any]) -> None:

@@ -58,6 +58,14 @@ class Engine(ABC):
         """Return the number of devices that this job has, on all machines."""
 
     @classmethod
+    def check_devices(cls) -> None:
+        """Refuse this machine's devices where the engine cannot use them. Nothing is started, or imported.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
+    @classmethod
     @abstractmethod
     def find_devices(cls) -> str:
         """Return what this engine would run on here, in words. Starts the runtime, so that it needs its own process.

@@ -43,6 +43,12 @@ class ProcessGroup:
                     f"torch.distributed runs with {dist.get_world_size()} processes, but the launcher's WORLD_SIZE is "
                     f"{self.job.num_processes}: leave init_process_group() to accelerate(), or start with `torchrun`"
                 )
+            backends = str(dist.get_backend_config())
+            if "cpu:" not in backends:
+                raise EngineError(
+                    f"torch.distributed runs with the backends {backends!r}, of which none is for tensors of the host: "
+                    "leave init_process_group() to accelerate(), or call it with 'cpu:gloo,cuda:nccl'"
+                )
             _drain_at_exit()
             return
         backend = "gloo"
@@ -151,8 +157,6 @@ class ProcessGroup:
         if not self.job.launched:
             return flag
         self.start()
-        if "cpu:" not in str(dist.get_backend_config()):  # the user's group may have no backend for host tensors
-            return any(self.all_gather_objects(flag))
         found = torch.tensor(flag, dtype=torch.int32)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)

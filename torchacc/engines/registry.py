@@ -8,7 +8,7 @@ import torch
 from torchacc.config import Config, resolve
 from torchacc.engines import compat
 from torchacc.engines.base import Engine
-from torchacc.engines.xla import cuda
+from torchacc.engines.xla import hardware
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
 from torchacc.logging import get_logger
@@ -32,19 +32,18 @@ def choose_kind(config: Config, job: Job) -> str:
     torch_xla would leave idle, or PJRT_DEVICE=CUDA asks for it; else native.
 
     Raises:
-        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or not find
-            the NVIDIA GPU that it is to run on.
+        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or what drives
+            its devices is not installed.
     """
     backend = config.backend
     if backend == "auto":
-        left_idle = torch.accelerator.is_available() and not xla_runtime.is_asked_for_gpu()
+        left_idle = torch.accelerator.is_available() and not hardware.is_asked_for_gpu()
         prefers_xla = xla_runtime.is_installed() and not left_idle
         backend = "xla" if prefers_xla else "native"
     if backend == "native":
         return "native"
     xla_runtime.check_versions()
-    if xla_runtime.runs_on_gpu():
-        cuda.check_plugin()
+    hardware.check_platform()
     return "xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd"
 
 

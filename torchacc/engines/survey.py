@@ -35,7 +35,13 @@ def survey(timeout_secs: float = _SECS) -> list[Finding]:
     asked: dict[Callable[[], str], tuple[str | None, str | None]] = {}
     findings = []
     for kind in registry.ENGINES:
-        how = registry.engine_class(kind).find_devices.__func__  # type: ignore[attr-defined]
+        engine = registry.engine_class(kind)
+        try:
+            engine.check_devices()
+        except ConfigError as error:
+            findings.append(Finding(kind, None, str(error)))
+            continue
+        how = engine.find_devices.__func__  # type: ignore[attr-defined]
         if how not in asked:  # engines that share a runtime need to be asked once
             asked[how] = _ask(kind, timeout_secs)
         findings.append(Finding(kind, *asked[how]))

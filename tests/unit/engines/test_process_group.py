@@ -59,3 +59,31 @@ def test_gloo_alone_is_hushed_while_groups_are_made():
     printed = done.stdout.splitlines()
     assert printed[:3] == ["of a thread", "of a child", "of a library in C"]
     assert [line.partition(" ")[0] for line in printed[3:]] == ["[Gloo]"]  # of the group that was made afterwards
+
+
+HAS_A_GROUP = """
+import sys
+import torch.distributed as dist
+from torchacc.engines.process_group import ProcessGroup
+from torchacc.env import read_job
+
+for backend in sys.argv[1:]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ProcessGroup(read_job()).start()
+        print("taken")
+    except Exception as error:
+        print(type(error).__name__, error)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_the_users_without_a_backend_for_the_host_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-c", HAS_A_GROUP, "cuda:gloo", "gloo", "cpu:gloo"],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    refused, *others = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert refused.startswith("EngineError torch.distributed runs with the backends 'cuda:gloo'")
+    assert "'cpu:gloo,cuda:nccl'" in refused
+    assert others == ["taken", "taken"]

@@ -21,13 +21,12 @@ from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.memory import Memory
-from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla import hardware, quirks, runtime
 from torchacc.engines.xla.compiles import CompileWatch
 from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute
 from torchacc.engines.xla.scalars import UpdateNumbers
-from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
@@ -57,8 +56,9 @@ class XlaEngine(Engine):
     def find_devices(cls) -> str:
         """Return the devices that the runtime has."""
         runtime.check_versions()
+        hardware.check_platform()
         # Others may use the GPU meanwhile: its memory is not taken for a look.
-        runtime.use_gpu_plugin(MemoryConfig(gpu_preallocate=False), Job(), drives_all=True)
+        runtime.use_gpu_plugin(MemoryConfig(gpu_preallocate=False), drives_all=True)
         found = runtime.count_devices()
         return "CPU" if runtime.runs_on_cpu() else f"{runtime.platform()}, {found} of them"
 

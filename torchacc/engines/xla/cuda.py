@@ -6,17 +6,13 @@ two speak a C interface whose versions have to fit, so that only pairs that have
 
 import importlib.metadata
 import re
-import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from torchacc import env
 from torchacc.config.sections import MemoryConfig
-from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 
 PLATFORM = "CUDA"
@@ -78,25 +74,22 @@ def check_plugin() -> Path:
     )
 
 
-def client_options(memory: MemoryConfig, job: Job, *, drives_all: bool) -> dict[str, Any]:
+def client_options(memory: MemoryConfig, *, drives_all: bool) -> dict[str, Any]:
     """Return what the plugin's client is made with.
 
     Args:
         memory: What the config says of a device's memory.
-        job: The processes of the job.
-        drives_all: Whether this process has all GPUs of its machine, and not the one of its local rank.
+        drives_all: Whether this process has all GPUs of its machine, and not the first one.
     """
     options: dict[str, Any] = {"preallocate": memory.gpu_preallocate}
     if memory.gpu_fraction is not None:
         options["memory_fraction"] = memory.gpu_fraction
     if not drives_all:
-        options["visible_devices"] = [job.local_rank]
-    if job.launched:
-        options |= {"node_id": job.rank, "num_nodes": job.num_processes}
+        options["visible_devices"] = [0]
     return options
 
 
-def register(options: dict[str, Any], job: Job) -> None:
+def register(options: dict[str, Any]) -> None:
     """Let torch_xla's client be the plugin's.
 
     Raises:
@@ -123,23 +116,5 @@ def register(options: dict[str, Any], job: Job) -> None:
         def client_create_options(self) -> dict[str, Any]:
             return options
 
-        def requires_xla_coordinator(self) -> bool:
-            """Several processes find one another by torch_xla's key-value store."""
-            return job.launched
-
     plugins.register_plugin(PLATFORM, CudaPlugin())
     plugins.use_dynamic_plugins()
-
-
-def choose_coordinator_port(agree: Callable[[Any], Any]) -> None:
-    """Choose where the processes meet, unless the user has. Collective: every process.
-
-    torch_xla's own default is one number, so that two jobs on a machine would meet each other.
-
-    Args:
-        agree: Returns rank 0's argument on every process.
-    """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = agree(probe.getsockname()[1])
-    env.set_default("XLA_COORDINATOR_PORT", str(port))

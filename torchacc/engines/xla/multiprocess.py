@@ -14,7 +14,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.engines import compat
 from torchacc.engines.base import average_scalars, remap_optimizer
-from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla import hardware, quirks, runtime
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.blocks import Block, Rows, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
@@ -52,7 +52,14 @@ class MultiprocessEngine(XlaEngine):
     @classmethod
     def count_devices(cls, config: Config, job: Job) -> int:
         """Return the number of processes: each has one device."""
+        cls.check_devices()
+        hardware.check_one_each(job)
         return job.num_processes
+
+    @classmethod
+    def check_devices(cls) -> None:
+        """Refuse NVIDIA GPUs."""
+        hardware.refuse_one_process_per_gpu()
 
     def check(self, model: nn.Module) -> None:
         """Refuse tensor parallelism: each process has a program of its own, and none is partitioned."""
@@ -75,8 +82,6 @@ class MultiprocessEngine(XlaEngine):
             runtime.pin_to_share_of_cores(self.job)
         if plan.recomputed:
             runtime.use_plain_scheduler(recomputes=True)
-        agree = self.group.broadcast_object
-        runtime.use_gpu_plugin(self.config.memory, self.job, drives_all=False, agree=agree)
         self.open_compile_cache()
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank, job=self.job)
 

@@ -4,9 +4,8 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,16 @@ from packaging.version import Version
 
 from torchacc import env
 from torchacc.config.sections import MemoryConfig
-from torchacc.engines.xla import cuda
+from torchacc.engines.xla import cuda, tpu
+from torchacc.engines.xla.hardware import (
+    check_alone,
+    is_running,
+    other_devices,
+    tell_of_idle_devices,
+)
+from torchacc.engines.xla.hardware import platform as platform
+from torchacc.engines.xla.hardware import runs_on_cpu as runs_on_cpu
+from torchacc.engines.xla.hardware import runs_on_gpu as runs_on_gpu
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
@@ -66,11 +74,11 @@ def use_plain_scheduler(*, recomputes: bool) -> None:
     """
     if not runs_on_cpu():
         return
-    if not _is_running() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
+    if not is_running() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
         _log.debug("XLA_FLAGS=%s", _PLAIN_SCHEDULER)
     elif recomputes and _PLAIN_SCHEDULER not in (env.get("XLA_FLAGS") or "").split():
         reason = "it was chosen in XLA_FLAGS"
-        if _is_running():
+        if is_running():
             reason = "the runtime started with it, before this model"
         _log.warning(
             "recompute will save no memory, and only cost time: XLA:CPU's concurrency-optimized scheduler undoes it, "
@@ -85,67 +93,39 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def platform() -> str:
-    """Return what XLA's devices are, as PJRT_DEVICE names it: what that asks for, else the best that is installed."""
-    given = env.get("PJRT_DEVICE")
-    if given:
-        return given
-    if importlib.util.find_spec("libtpu") is not None:
-        return "TPU"
-    return cuda.PLATFORM if cuda.has_gpu() and cuda.installed_plugin() is not None else "CPU"
-
-
-def runs_on_cpu() -> bool:
-    """Return whether XLA's devices are this machine's CPU."""
-    return platform() == "CPU"
-
-
-def runs_on_gpu() -> bool:
-    """Return whether XLA's devices are NVIDIA GPUs."""
-    return platform() == cuda.PLATFORM
-
-
-def is_asked_for_gpu() -> bool:
-    """Return whether the environment asks XLA to run on NVIDIA GPUs; torch_xla never sets that by itself."""
-    return env.get("PJRT_DEVICE") == cuda.PLATFORM
-
-
-def use_gpu_plugin(
-    memory: MemoryConfig, job: Job, *, drives_all: bool, agree: Callable[[Any], Any] | None = None
-) -> None:
+def use_gpu_plugin(memory: MemoryConfig, *, drives_all: bool) -> None:
     """Let the runtime find NVIDIA GPUs, where those are its devices. Called before it is asked for any device.
 
     Args:
         memory: What the config says of a device's memory.
-        job: The processes of the job.
-        drives_all: Whether this process has all GPUs of its machine, and not the one of its local rank.
-        agree: Returns rank 0's argument on every process; needed where there are several.
+        drives_all: Whether this process has all GPUs of its machine, and not the first one.
     """
     if not runs_on_gpu():
         return
     env.set_default("PJRT_DEVICE", cuda.PLATFORM)
     _hush()
-    if agree is not None:
-        cuda.choose_coordinator_port(agree)
-    cuda.register(cuda.client_options(memory, job, drives_all=drives_all), job)
+    cuda.register(cuda.client_options(memory, drives_all=drives_all))
 
 
 def count_devices() -> int:
-    """Return the number of devices of all processes; starts the runtime.
+    """Return the number of devices of this process, which is alone; starts the runtime.
 
     Raises:
-        EngineError: It cannot start.
+        EngineError: It cannot start, or is connected with others.
     """
+    env.set_default("PJRT_DEVICE", platform())
     import torch_xla.runtime as xr
 
     with _explained():
-        return int(xr.global_runtime_device_count())
+        found = int(xr.global_runtime_device_count())
+    check_alone()
+    return found
 
 
 def let_others_import() -> None:
     """Let another library import torch_xla first: it then says nothing, and leaves the device to `start()`."""
     _hush()
-    if platform() != "TPU":  # which torch_xla itself has to choose
+    if platform() != tpu.PLATFORM:  # which torch_xla itself has to choose
         env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
 
 
@@ -162,9 +142,9 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
         EngineError: The runtime cannot start, already runs with other devices, or autograd started before it.
     """
     check_versions()
+    env.set_default("PJRT_DEVICE", platform())
     if runs_on_cpu():
-        _tell_of_idle_gpu()
-        env.set_default("PJRT_DEVICE", "CPU")
+        tell_of_idle_devices()
         _ask_for_cpu_devices(num_devices)
     _hush()
     import torch_xla
@@ -183,12 +163,10 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
         _connect(job)
     with _explained():
         found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
+    if job is None:
+        check_alone()
     if found != num_devices:
-        raise EngineError(
-            f"the config asks for {num_devices} XLA devices in this process, and the runtime has {found}. The number "
-            "is fixed when the runtime starts: call accelerate() before anything else uses XLA, and with one number of "
-            "devices per process"
-        )
+        raise EngineError(other_devices(num_devices, found))
     if not runs_on_cpu():
         _keep_matmul_precision()
     _start_autograd(torch_xla.device())
@@ -212,6 +190,8 @@ def _explained() -> Iterator[None]:
                 " See whether nvidia-smi lists a GPU for each process of this machine, and what CUDA_VISIBLE_DEVICES "
                 "says; PJRT_DEVICE=CPU runs XLA on the CPU."
             )
+        if platform() == tpu.PLATFORM:
+            hint = f" This machine has {tpu.num_chips()} TPU chips; PJRT_DEVICE=CPU runs XLA on the CPU."
         raise EngineError(f"XLA cannot start on {platform()}: {str(error).splitlines()[0]}{hint}") from error
 
 
@@ -240,23 +220,6 @@ def _keep_matmul_precision() -> None:
 
     precision = torch.get_float32_matmul_precision()
     backends.set_mat_mul_precision("default" if precision == "medium" else precision)
-
-
-@functools.cache
-def _tell_of_idle_gpu() -> None:
-    """Say it where XLA leaves an NVIDIA GPU idle: torch_xla sets PJRT_DEVICE=CPU too, if it is imported first."""
-    if not cuda.has_gpu():
-        return
-    if cuda.installed_plugin() is None:
-        _log.warning(
-            "XLA runs on the CPU of this machine, which has an NVIDIA GPU: `pip install 'torchacc[xla-cuda]'` lets XLA "
-            'use it, config.backend = "native" needs nothing more'
-        )
-    else:
-        _log.warning(
-            "XLA runs on the CPU of this machine, which has an NVIDIA GPU, as PJRT_DEVICE=CPU is set, by you or by "
-            "importing torch_xla first: set PJRT_DEVICE=CUDA to use it"
-        )
 
 
 def ordinal() -> int:
@@ -453,14 +416,6 @@ def _set_seed(seed: int) -> None:
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(seed)
-
-
-def _is_running() -> bool:
-    if "torch_xla" not in sys.modules:
-        return False
-    from torch_xla import _XLAC
-
-    return bool(_XLAC._xla_runtime_is_initialized())
 
 
 @functools.cache  # once: a second model must not draw the first one's random numbers again

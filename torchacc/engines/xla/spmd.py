@@ -14,7 +14,7 @@ from torch import nn
 
 from torchacc.config import Config, requested_devices
 from torchacc.engines.base import remap_optimizer
-from torchacc.engines.xla import quirks, runtime
+from torchacc.engines.xla import hardware, quirks, runtime
 from torchacc.engines.xla.attention import HeadsStayApart
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.gather import Gatherer, Weight
@@ -50,11 +50,12 @@ class SpmdEngine(XlaEngine):
                 f"use_spmd=True drives all devices from one process, and this job has {job.num_processes}: start the "
                 "script with `python`, or set config.dist.fsdp.use_spmd = False"
             )
+        hardware.check_drives_all(job)
         if not config.dist.fsdp.use_spmd:
             return 1
         if runtime.runs_on_cpu():
             return requested_devices(config)
-        runtime.use_gpu_plugin(config.memory, job, drives_all=True)
+        runtime.use_gpu_plugin(config.memory, drives_all=True)
         return runtime.count_devices()
 
     def check(self, model: nn.Module) -> None:
@@ -84,14 +85,19 @@ class SpmdEngine(XlaEngine):
     def setup(self, plan: WrapPlan) -> None:
         """Start the runtime with the mesh's devices."""
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
-        runtime.use_gpu_plugin(self.config.memory, self.job, drives_all=self.config.dist.fsdp.use_spmd)
+        runtime.use_gpu_plugin(self.config.memory, drives_all=self.config.dist.fsdp.use_spmd)
         self.open_compile_cache()
-        runtime.start(num_devices=self.topology.num_devices, spmd=self.is_partitioned)
+        runtime.start(num_devices=self.topology.num_devices, spmd=self.uses_virtual_device)
 
     @property
     def is_partitioned(self) -> bool:
         """Whether there is more than one device to spread over."""
         return self.topology.num_devices > 1
+
+    @property
+    def uses_virtual_device(self) -> bool:
+        """Whether tensors lie on SPMD's virtual device: also on a single GPU, on which torch_xla 2.9 allows none."""
+        return self.is_partitioned or runtime.runs_on_gpu()
 
     @property
     def data_shards(self) -> range:

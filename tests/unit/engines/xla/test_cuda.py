@@ -19,7 +19,6 @@ from torchacc.errors import ConfigError
 ROOT = Path(__file__).parents[4]
 PROGRAM = Path(__file__).with_name("cuda_program.py")
 ALONE = Job()
-SECOND_OF_FOUR = Job(rank=5, num_processes=8, local_rank=1, local_num_processes=4)
 
 needs_plugin = pytest.mark.skipif(
     cuda.installed_plugin() is None, reason="no CUDA plugin is installed: pip install 'torchacc[xla-cuda]'"
@@ -158,21 +157,15 @@ def test_pjrt_device_decides_for_xla_where_pytorch_has_a_gpu(monkeypatch):
 # What the client is made with
 
 
-def test_a_process_alone_takes_one_gpu_or_all():
+def test_a_process_takes_the_first_gpu_or_all():
     memory = Config().memory
-    assert cuda.client_options(memory, ALONE, drives_all=False) == {"preallocate": True, "visible_devices": [0]}
-    assert cuda.client_options(memory, ALONE, drives_all=True) == {"preallocate": True}
+    assert cuda.client_options(memory, drives_all=False) == {"preallocate": True, "visible_devices": [0]}
+    assert cuda.client_options(memory, drives_all=True) == {"preallocate": True}
 
 
-def test_each_process_takes_the_gpu_of_its_local_rank():
+def test_the_config_says_how_memory_is_taken():
     memory = Config.from_dict({"memory": {"gpu_fraction": 0.5, "gpu_preallocate": False}}).memory
-    assert cuda.client_options(memory, SECOND_OF_FOUR, drives_all=False) == {
-        "preallocate": False,
-        "memory_fraction": 0.5,
-        "visible_devices": [1],
-        "node_id": 5,
-        "num_nodes": 8,
-    }
+    assert cuda.client_options(memory, drives_all=True) == {"preallocate": False, "memory_fraction": 0.5}
 
 
 @pytest.mark.parametrize("fraction", [0, 1.5, True, "half"])
@@ -184,12 +177,11 @@ def test_a_fraction_that_is_none_is_refused(fraction):
 # What torch_xla makes of it
 
 
-def run(*arguments: str, site: Path | None = None, processes: int = 1) -> list[dict]:
-    """Run the program without any GPU in sight, and return how it ended in each process."""
+def run(*arguments: str, site: Path | None = None) -> dict:
+    """Run the program without any GPU in sight, and return how it ended."""
     path = os.pathsep.join(filter(None, [site and str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), *arguments],
+        [sys.executable, str(PROGRAM), *arguments],
         env={**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CUDA", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -197,15 +189,15 @@ def run(*arguments: str, site: Path | None = None, processes: int = 1) -> list[d
         check=False,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == processes, done.stdout + done.stderr
-    return sorted(found, key=lambda each: each["rank"])
+    assert len(found) == 1, done.stdout + done.stderr
+    return found[0]
 
 
 @pytest.mark.slow
 @pytest.mark.xla
 def test_a_library_that_is_no_plugin_is_reported(tmp_path):
     install(tmp_path, "0.8.0", Path(importlib.util.find_spec("_XLAC").origin))
-    (found,) = run("one", site=tmp_path)
+    found = run("one", site=tmp_path)
     assert found["error"] == "EngineError"
     assert "XLA cannot start on CUDA" in found["message"]
     assert "nvidia-smi" in found["message"]
@@ -216,17 +208,6 @@ def test_a_library_that_is_no_plugin_is_reported(tmp_path):
 @needs_plugin
 @pytest.mark.parametrize("mode", ["one", "spmd"])
 def test_without_a_gpu_the_plugins_client_says_so(mode):
-    (found,) = run(mode, "0.5")
+    found = run(mode, "0.5")
     assert found["error"] == "EngineError"
     assert found["message"].startswith("XLA cannot start on CUDA: No visible GPU devices.")
-
-
-@pytest.mark.xla
-@needs_plugin
-def test_processes_meet_and_then_miss_their_gpus():
-    found = run("many", processes=2)
-    assert [each["message"].partition(". ")[0] for each in found] == [
-        "XLA cannot start on CUDA: No visible GPU devices"
-    ] * 2
-    assert len({each["port"] for each in found}) == 1
-    assert int(found[0]["port"]) > 1024

@@ -52,7 +52,7 @@ OTHER = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
 def on_cpu(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(runtime, "_is_running", lambda: False)
+    monkeypatch.setattr(runtime, "is_running", lambda: False)
 
 
 def test_recompute_chooses_the_plain_scheduler_beside_the_users_flags(on_cpu, monkeypatch, caplog):
@@ -72,7 +72,7 @@ def test_a_scheduler_that_the_user_has_chosen_stays_with_a_warning(on_cpu, monke
 
 
 def test_a_runtime_that_runs_already_is_not_told_anything(on_cpu, monkeypatch, caplog):
-    monkeypatch.setattr(runtime, "_is_running", lambda: True)
+    monkeypatch.setattr(runtime, "is_running", lambda: True)
     runtime.use_plain_scheduler(recomputes=True)
     assert "XLA_FLAGS" not in os.environ
     assert "the runtime started with it" in caplog.text

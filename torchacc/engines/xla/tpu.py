@@ -1,0 +1,69 @@
+"""TPUs, as far as they can be known before the runtime starts: from the PCI bus, the packages and the environment."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from torchacc import env
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+
+PLATFORM = "TPU"
+"""The value of PJRT_DEVICE."""
+
+_VENDOR = "0x1ae0"
+PCI_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+"""Google's numbers of TPUs on the PCI bus, as torch_xla 2.9 has them."""
+
+ONE_CHIP = "TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_PROCESS_BOUNDS=1,1,1"
+"""What lets a process that nobody has launched see the first chip alone, as `torch_xla` itself sets it."""
+_CHOOSES_CHIPS = ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+
+
+def num_chips(bus: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Return the number of TPU chips of this machine."""
+    return sum(
+        _number(device / "vendor") == _VENDOR and _number(device / "device") in PCI_DEVICES for device in bus.glob("*")
+    )
+
+
+def has_library() -> bool:
+    """Return whether torch_xla would find libtpu, which drives the chips. It is neither loaded nor imported."""
+    return bool(env.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
+
+
+def check_library() -> None:
+    """Refuse a machine with TPUs and no libtpu: torch_xla would train on its CPU, without a word.
+
+    Raises:
+        ConfigError: It is one, and PJRT_DEVICE does not choose.
+    """
+    if env.get("PJRT_DEVICE") is None and not has_library() and (chips := num_chips()):
+        raise ConfigError(
+            f"this machine has {chips} TPU chips, and libtpu, by which XLA drives them, is not installed: "
+            "`pip install 'torch_xla[tpu]==2.9.0'`. To train on the machine's CPU, set PJRT_DEVICE=CPU"
+        )
+
+
+def check_processes(job: Job) -> None:
+    """Refuse another number of processes than there are chips: the runtime would wait for the others for ever.
+
+    Raises:
+        ConfigError: There is another number, and the environment does not say which chips are to be used.
+    """
+    chips = num_chips()
+    if chips in (0, job.local_num_processes) or any(env.get(name) for name in _CHOOSES_CHIPS):
+        return
+    raise ConfigError(
+        f"the launcher starts {job.local_num_processes} processes on this machine, which has {chips} TPU chips, and "
+        f"each process drives one, with all of them connected: start {chips} of them, `--nproc_per_node={chips}`, or "
+        "a single one with config.dist.fsdp.use_spmd = True"
+    )
+
+
+def _number(file: Path) -> str:
+    try:
+        text = file.read_text().strip().lower()
+    except OSError:
+        return ""
+    return text if re.fullmatch("0x[0-9a-f]+", text) else ""
