@@ -326,9 +326,14 @@ def _watch_optimizers() -> None:
             )
         return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
 
+    def cleared(optimizer: torch.optim.Optimizer) -> None:
+        for sharded in _models_of(optimizer):
+            sharded.on_zero_grad()
+
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     compat.hold_until_exit(compat.optimizer_states(saved, to_load))
+    compat.hold_until_exit(compat.clearing_of_gradients(cleared))
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from torchacc.checkpoint import hub, optimizer_state, plain, state
 from torchacc.checkpoint.contents import (
@@ -292,6 +293,7 @@ def load(
 
         extra = group.agreed(read)
         sharded.engine.sync()
+        increment_version(sharded.holdings)  # autograd does not see what is read into memory
         sharded.unusable = None
         if optimizer is not None:
             sharded.half_loaded.discard(optimizer)

@@ -118,6 +118,24 @@ def optimizer_states(
 
 
 @contextmanager
+def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Let each optimizer's `zero_grad()` be noticed before it clears, also of one that has made no step."""
+    optimizer_class = torch.optim.Optimizer
+    own_zero_grad = optimizer_class.zero_grad
+
+    @functools.wraps(own_zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        notice(self)
+        own_zero_grad(self, *args, **kwargs)
+
+    optimizer_class.zero_grad = zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        optimizer_class.zero_grad = own_zero_grad  # type: ignore[method-assign]
+
+
+@contextmanager
 def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]]) -> Iterator[None]:
     """Let torch.optim's optimizers update each group of parameters inside of a context.
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import register_dataclass, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -197,6 +198,7 @@ class NativeModel(ShardedModel):
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             self._shard_unit(unit)
         self._set_prefetch()
+        self._take_over_groups()
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {
@@ -237,6 +239,11 @@ class NativeModel(ShardedModel):
                 reshard_after_forward=self.plan.gathers_again_in(unit),
             )
         _keep_class_name(module)
+
+    def _take_over_groups(self) -> None:
+        from torchacc.engines.native_groups import Groups
+
+        self._groups = Groups(self.model, [self.model.get_submodule(unit.name) for unit in self.plan.units])
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
@@ -310,10 +317,7 @@ class NativeModel(ShardedModel):
             )
 
     def _drop_window(self) -> None:
-        raise EngineError(
-            "zero_grad() inside of an accumulation window: FSDP2 holds the window's gradients and cannot drop them. "
-            "Complete the window with a backward outside of torchacc.accumulate() first"
-        )
+        self._groups.drop_gradients()
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -399,6 +403,7 @@ class NativeModel(ShardedModel):
         """Copy new values into the shard that is there."""
         shard = _local(parameter)
         shard.copy_(local.view(shard.shape))
+        increment_version(parameter)
 
     def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
         """Return the local tensor of a DTensor, where it is on the host."""
