@@ -24,7 +24,7 @@ from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
-from torchacc.errors import ConfigError, EngineError
+from torchacc.errors import ConfigError
 from torchacc.layout import Cut, Holding
 from torchacc.logging import get_logger
 from torchacc.plan import Unit, WrapPlan, make_plan

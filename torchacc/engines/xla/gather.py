@@ -172,14 +172,19 @@ def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.auto
     # strides and values: on XLA strides are always those of a contiguous tensor, and a weight may be square.
     known = {_storage(tensor): weight for weight, tensor in zip(gatherer.weights, whole, strict=True)}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, list[Any]]:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, int, list[Any]]:
         weight = known.get(_storage(tensor))
-        return tensor if weight is None else (weight, get_view_meta_sequence(tensor))
+        return tensor if weight is None else (weight, weight.shard._version, get_view_meta_sequence(tensor))
 
-    def unpack(saved: torch.Tensor | tuple[Weight, list[Any]]) -> torch.Tensor:
+    def unpack(saved: torch.Tensor | tuple[Weight, int, list[Any]]) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        weight, views = saved
+        weight, version, views = saved
+        if weight.shard._version != version:  # as autograd checks what it has saved itself
+            raise EngineError(
+                f"{weight.name!r} is needed for the gradients of a forward, and has been modified by an inplace "
+                "operation since: an optimizer's step, a load or an edit. Call backward() before it"
+            )
         return apply_view_meta_sequence(gatherer.gather_again(weight), views)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
