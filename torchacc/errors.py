@@ -1,5 +1,8 @@
 """The errors that torchacc raises for what a user can mend. Each says what was passed, why not, and what to write."""
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A configuration that contradicts itself, the model, or the devices of the job."""
@@ -23,4 +26,57 @@ class TrainingError(RuntimeError):
 
 def in_one_line(error: BaseException) -> str:
     """Return what an error of another library says, its first 300 characters, without line breaks."""
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error)[:10_000].split())[:300]
+
+
+def in_few_lines(lines: Sequence[str]) -> str:
+    """Return the lines of a message, of which twenty tell enough."""
+    more = len(lines) - _MAX_LINES
+    return "\n".join([*lines[:_MAX_LINES], f"… and {more:,} more of the kind"] if more > 0 else lines)
+
+
+_MAX_LINES = 20
+_MAX_SHOWN = 200
+_MAX_DEPTH_SHOWN = 8
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: its `repr()`, cut off after 200 characters, however large it is."""
+    text = ""
+    for piece in _pieces(value, _MAX_DEPTH_SHOWN):
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            return f"{text[:_MAX_SHOWN]}…"
+    return text
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """Yield a value's `repr()` from its beginning, so that what is not shown is not even made."""
+    if type(value) in _BRACKETS and value and depth == 0:
+        yield "…"
+    elif type(value) in (list, tuple, dict) or (type(value) is set and value):
+        opening, closing = _BRACKETS[type(value)]
+        yield opening
+        for i, item in enumerate(value):
+            yield ", " if i else ""
+            yield from _pieces(item, depth - 1)
+            if type(value) is dict:
+                yield ": "
+                yield from _pieces(value[item], depth - 1)
+        yield ",)" if type(value) is tuple and len(value) == 1 else closing
+    elif type(value) in (str, bytes):
+        yield repr(value[: _MAX_SHOWN + 1])
+    elif type(value) is int and value.bit_length() > 4 * _MAX_SHOWN:
+        yield hex(value >> value.bit_length() - 64) + "…"  # Python writes no number of 5,000 digits in decimals
+    else:
+        yield _repr(value)
+
+
+_BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # of a class that is not ours
+        return f"<{type(value).__name__}, whose repr() raises {type(error).__name__}>"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import nn
 
 from torchacc.config import Config
 from torchacc.config.sections import did_you_mean
-from torchacc.config.yaml_file import refuse_odd_keys
+from torchacc.config.text_file import read_json, read_text
+from torchacc.config.yaml_values import parse
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import count_states, find_optimizer
@@ -159,18 +159,12 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
 
 
 def _read_options(path: Path) -> dict[str, Any]:
-    try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--model {path}: neither JSON nor YAML: {in_one_line(error)}") from error
+    name = f"--model {path}"
+    options = read_json(path) if path.suffix == ".json" else parse(read_text(path), name)[0]
     if isinstance(options, dict) and "training_stages" in options:
         raise ConfigError(f"--model {path} is a training file: write --config {path}, and --model-config for its model")
     if not isinstance(options, dict) or "model_type" not in options:
         raise ConfigError(f"--model {path} has no model_type, such as `model_type: gpt2`, beside the model's options")
-    try:
-        refuse_odd_keys(options)
-    except ConfigError as error:
-        raise ConfigError(f"--model {path}: {error}") from None
     return options
 
 

@@ -8,9 +8,18 @@ import yaml
 from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
+from torchacc.config.names import oddness, shown_name
 from torchacc.config.sections import ComputeConfig, DataLoaderConfig, DistConfig, MemoryConfig, Section
-from torchacc.config.yaml_file import YamlFile, refuse_odd_keys
-from torchacc.errors import ConfigError
+from torchacc.config.yaml_file import YamlFile
+from torchacc.config.yaml_values import NUMBER, parse
+from torchacc.errors import ConfigError, in_one_line, shown
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper, which puts the string `1e-3` in quotes, as the loader would take it for a number."""
+
+
+_Dumper.add_implicit_resolver(*NUMBER)
 
 _TORCHACC_BACKENDS = {"lazy": "xla", "eager": "native"}
 
@@ -44,7 +53,11 @@ class Config(Section):
         Raises:
             ConfigError: A name or a type is wrong.
         """
-        refuse_odd_keys(values)
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"Config.from_dict({shown(values)}): expected a dict of options by name")
+        for name in values:
+            if not isinstance(name, str):
+                raise ConfigError(f"{shown_name(name)}: {oddness(name)}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,9 +86,15 @@ class Config(Section):
         """Write every option to a YAML file, which `from_yaml()` reads back to an equal config.
 
         Raises:
-            ConfigError: An option holds a function, which cannot be written to a file.
+            ConfigError: An option holds what cannot be written to a file, such as a function; or there can be no such
+                file.
         """
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+        try:
+            text = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False)
+            parse(text, "the file")
+            Path(path).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{shown(str(path))}: the config cannot be written there: {in_one_line(error)}") from None
 
 
 def _refuse_functions(section: Section) -> None:

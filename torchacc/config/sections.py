@@ -23,12 +23,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from torchacc.errors import ConfigError
+from torchacc.config.names import oddness, shown_name
+from torchacc.errors import ConfigError, in_few_lines, shown
 
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
 HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
+
+
+_MAX_COMPARED = 100
+"""Characters of a name; a longer one is near to none, and is long compared."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -39,6 +44,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return a question that names the nearest valid name; empty where none is near."""
+    if len(name) > _MAX_COMPARED:
+        return ""
     by_lower = {candidate.lower(): candidate for candidate in valid}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"did you mean {by_lower[near[0]]!r}?" if near else ""
@@ -54,13 +61,15 @@ class Section(BaseModel):
 
     _frozen: bool = PrivateAttr(default=False)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         """Set the options passed, and leave the others at their defaults, as a section that is None or empty in a file.
 
         Raises:
             ConfigError: A name or a type is wrong.
         """
         values = {name: value for name, value in values.items() if value is not None or not self._is_nested(name)}
+        for name, value in values.items():
+            self._refuse_odd_names(name, value)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -70,15 +79,19 @@ class Section(BaseModel):
         if not name.startswith("_"):
             if self._frozen:
                 raise ConfigError(
-                    f"{self.path_of(name)} = {value!r}: resolved configs are frozen: "
+                    f"{self.path_of(name)} = {shown(value)}: resolved configs are frozen: "
                     "change your own Config before accelerate()"
                 )
             if name not in type(self).model_fields:
                 raise ConfigError(self._unknown(name, value))
+        self._refuse_odd_names(name, value)
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
             raise ConfigError(self._explain(error, {name: value})) from None
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"{self.path_of(name)}: an option cannot be deleted; assign its default in place of that")
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -107,12 +120,26 @@ class Section(BaseModel):
     def _is_nested(cls, name: str) -> bool:
         """Return whether an option is a section or a dict, and cannot be None."""
         kind = cls.model_fields[name].annotation if name in cls.model_fields else None
-        return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, Section))
+        return get_origin(kind) is dict or cls._is_section(name)
+
+    @classmethod
+    def _is_section(cls, name: str) -> bool:
+        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+        return any(isinstance(part, type) and issubclass(part, Section) for part in (kind, *get_args(kind)))
+
+    @classmethod
+    def _refuse_odd_names(cls, name: str, value: Any) -> None:
+        """Refuse a section below whose options are not named by strings, as arguments are."""
+        for below in value if isinstance(value, dict) and cls._is_section(name) else ():
+            if not isinstance(below, str):
+                raise ConfigError(f"{cls.path_of(name)}.{shown_name(below)}: {oddness(below)}")
 
     @classmethod
     def _unknown(cls, name: str, value: Any) -> str:
         valid = [field.alias or own for own, field in cls.model_fields.items()]
-        return f"{cls.path_of(name)} = {value!r}: there is no such option; {nearest(name, valid)}"
+        if oddness(name):
+            return f"{cls.path_of(shown_name(name))}: {oddness(name)}"
+        return f"{cls.path_of(name)} = {shown(value)}: there is no such option; {nearest(name, valid)}"
 
     @classmethod
     def _explain(cls, error: ValidationError, values: Mapping[str, Any]) -> str:
@@ -120,7 +147,8 @@ class Section(BaseModel):
         by_option: dict[str, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             by_option.setdefault(str(detail["loc"][0]), []).append(detail)
-        return "\n".join(cls._explain_option(name, values[name], details) for name, details in by_option.items())
+        lines = [cls._explain_option(name, values[name], details) for name, details in by_option.items()]
+        return in_few_lines(lines)
 
     @classmethod
     def _explain_option(cls, name: str, value: Any, details: list[ErrorDetails]) -> str:
@@ -131,7 +159,7 @@ class Section(BaseModel):
         if details[0]["type"] == "extra_forbidden":
             return cls._unknown(name, value)
         expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-        return f"{cls.path_of(name)} = {value!r}: expected {expected}"
+        return f"{cls.path_of(name)} = {shown(value)}: expected {expected}"
 
 
 _EXPECTED = {
@@ -182,15 +210,15 @@ def _every_axis_once(axes: list[Axis]) -> list[Axis]:
 def _regular_expression(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"regular expressions, and {pattern!r} is none: {error}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"regular expressions, and {shown(pattern)} is none: {error}") from None
     return pattern
 
 
 def _every_axis_at_most_once(axes: list[str | None]) -> list[str | None]:
     named = [axis for axis in axes if axis is not None]
     if len(named) > len(set(named)):
-        raise ValueError(f"each axis at most once for a parameter, not {axes}")
+        raise ValueError(f"each axis at most once for a parameter, not {shown(axes)}")
     return axes
 
 

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from torchacc.config import Config, Section, nearest
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import ConfigError, in_one_line
+from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig
 from torchacc.train.families import unknown_options
 from torchacc.train.optim import check_options
@@ -18,6 +18,11 @@ from torchacc.train.optim import check_options
 _MODEL = "model_config_"
 _ELSEWHERE = {"backend": "distributed.engine"}
 """Options of `torchacc.Config` that a training file has its own place for."""
+
+_MAX_NAME = 100
+"""Bytes of a stage's name: file systems take 255, and it is a part of other names."""
+_MAX_LAYERS = 10_000
+"""Of a model: a configuration alone lists as many, and all of them are built to be checked."""
 
 S = TypeVar("S", bound=Section)
 T = TypeVar("T")
@@ -45,8 +50,6 @@ class TrainFile:
         Raises:
             ConfigError: The file is missing or not YAML, or something in it is wrong; names the file and the line.
         """
-        if not Path(path).exists():
-            raise ConfigError(f"{path}: there is no such file; --config names the YAML file of the training stages")
         source = YamlFile.read(path, example="training_stages: …")
         models = {name: value for name, value in source.values.items() if name.startswith(_MODEL)}
         top = _section(source, TopConfig, {k: v for k, v in source.values.items() if k not in models}, "")
@@ -103,6 +106,8 @@ def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfi
         if "/" in name or name.startswith(".") or not name.strip() or not name.isprintable():
             problem = "a stage's name is that of its folder: letters, without '/', and no '.' at its beginning"
             raise ConfigError(source.at(f"training_stages.{name}: {problem}"))
+        if len(name.encode()) > _MAX_NAME:
+            raise ConfigError(source.at(f"training_stages.{name}: a folder's name has {_MAX_NAME} bytes at most"))
     stages = _sections(source, StageConfig, values, "training_stages")
     for name, stage in stages.items():
         _check_torchacc(source, stage.torchacc, f"training_stages.{name}.torchacc")
@@ -117,7 +122,7 @@ def _stages(source: YamlFile, values: Mapping[str, Any]) -> dict[str, StageConfi
 def _check_order(source: YamlFile, stages: Mapping[str, StageConfig], name: str) -> None:
     """Check that a stage starts from none that starts from it, by way of others or at once."""
     before, passed = stages[name].init_from, [name]
-    at = f"training_stages.{name}.init_from = {before!r}"
+    at = f"training_stages.{name}.init_from = {shown(before)}"
     if before == name:
         raise ConfigError(source.at(f"{at}: a stage cannot start from itself; training.resume lets it go on"))
     while before is not None and before in stages and before not in passed:
@@ -137,7 +142,7 @@ def _section(source: YamlFile, cls: type[S], values: Any, at: str) -> S:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(source.at(f"{at} = {values!r}: expected options by name, as for {cls.__doc__}"))
+        raise ConfigError(source.at(f"{at} = {shown(values)}: expected options by name, as for {cls.__doc__}"))
     try:
         return cls(**values)
     except ConfigError as error:
@@ -150,21 +155,25 @@ def _check_torchacc(source: YamlFile, values: Mapping[str, Any], at: str) -> Non
     except ConfigError as error:
         raise source.located(error, at) from None
     for name in _ELSEWHERE.keys() & values.keys():
-        raise ConfigError(source.at(f"{at}.{name} = {values[name]!r}: in a training file this is {_ELSEWHERE[name]}"))
+        raise ConfigError(
+            source.at(f"{at}.{name} = {shown(values[name])}: in a training file this is {_ELSEWHERE[name]}")
+        )
     fsdp = (values.get("dist") or {}).get("fsdp") or {}
     for name in StageFSDPConfig.model_fields.keys() & fsdp.keys():
         here = f"distributed.fsdp.{name}"
-        raise ConfigError(source.at(f"{at}.dist.fsdp.{name} = {fsdp[name]!r}: in a training file this is {here}"))
+        raise ConfigError(source.at(f"{at}.dist.fsdp.{name} = {shown(fsdp[name])}: in a training file this is {here}"))
 
 
 def _check_model(source: YamlFile, name: str, values: Any) -> None:
     """Check that a model config names a family, and only options that the family has, or a pretrained model."""
     if not isinstance(values, dict):
-        raise ConfigError(source.at(f"{name} = {values!r}: expected `model_type: …` and the options of that family"))
+        raise ConfigError(
+            source.at(f"{name} = {shown(values)}: expected `model_type: …` and the options of that family")
+        )
     if "pretrained" in values:
         if not isinstance(values["pretrained"], str) or len(values) > 1:
             raise ConfigError(
-                source.at(f"{name}.pretrained = {values['pretrained']!r}: expected a folder or a hub name, alone")
+                source.at(f"{name}.pretrained = {shown(values['pretrained'])}: expected a folder or a hub name, alone")
             )
         return
     _check_family(source, name, values)
@@ -181,10 +190,15 @@ def _check_family(source: YamlFile, name: str, values: Mapping[str, Any]) -> Non
         kind = "causal language models" if isinstance(family, str) and family in CONFIG_MAPPING else "models"
         hint = did_you_mean(str(family), CAUSAL) or "choose one such as gpt2 or llama"
         raise ConfigError(
-            source.at(f"{name}.model_type: model_type = {family!r} is not a family of {kind} in transformers; {hint}")
+            source.at(
+                f"{name}.model_type: model_type = {shown(family)} is not a family of {kind} in transformers; {hint}"
+            )
         )
+    for option, value in values.items():
+        if "layer" in option and type(value) is int and value > _MAX_LAYERS:
+            raise ConfigError(source.at(f"{name}.{option} = {value}: a model has {_MAX_LAYERS:,} layers at most"))
     for option, hint in unknown_options(values):
-        raise ConfigError(source.at(f"{name}.{option} = {values[option]!r}: {family} has no such option; {hint}"))
+        raise ConfigError(source.at(f"{name}.{option} = {shown(values[option])}: {family} has no such option; {hint}"))
     try:
         AutoConfig.for_model(**values)
     except Exception as error:  # transformers has several classes for it

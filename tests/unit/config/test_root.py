@@ -68,7 +68,7 @@ def test_a_function_cannot_be_written(config, option, tmp_path):
         ("dist:\n  1: 2\n", ":2: dist.1: the name of an option is a string, not 1; put it in quotes"),
         ("dist:\n  fsdp: &a {sise: 4}\nmemory:\n  <<: *a\n", ":2: dist.fsdp.sise = 4: there is no such option"),
         ("memory: &a\n  gc: false\ncompute:\n  <<: *a\n", ":2: compute.gc = False: there is no such option"),
-        ("compute: \0", ": not YAML: "),
+        ("compute: \0", ":1: not YAML: the character '\\x00' cannot be printed, in column 10"),
         ("compute: &a\n  gc: *a", ":2: not YAML: *a lies in itself"),
         ("compute: &a [1,\n  [*a]]", ":2: not YAML: *a lies in itself"),
         ("compute: &a\n  <<: *a", ":2: not YAML: *a lies in itself"),
@@ -85,7 +85,7 @@ def test_an_error_in_a_file_names_the_file_and_the_line(text, message, tmp_path)
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"compute: \xff\xfe")
-    with pytest.raises(ConfigError, match="not YAML: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(ConfigError, match=r"yaml:1: not text in UTF-8: 'utf-8' codec can't decode byte 0xff"):
         Config.from_yaml(path)
 
 

@@ -88,7 +88,12 @@ WRONG = {
     "training_stages: {a: 3}": "FILE:1: training_stages.a = 3: expected options by name",
     "training_stages: {a/b: }": "FILE:1: training_stages.a/b: a stage's name is that of its folder",
     "training_stages: {'': }": "FILE:1: training_stages.: a stage's name is that of its folder",
-    'training_stages: {"a\\0": }': "FILE:1: training_stages.a\0: a stage's name is that of its folder",
+    'training_stages: {"a\\0": }': "FILE:1: training_stages: 'a\\x00' holds a character that no text has, in column 19",
+    'training_stages: {"a\\e": }': "FILE:1: training_stages.a\\x1b: the name of an option can be printed, and 'a\\x1b' "
+    "cannot, in column 19",
+    f"training_stages: {{{'a' * 101}: }}": "aaa: a folder's name has 100 bytes at most",
+    "training_stages: {a: }\nmodel_config_x: {model_type: gpt2, n_layer: 1000000000}": "FILE:2: "
+    "model_config_x.n_layer = 1000000000: a model has 10,000 layers at most",
     "training_stages:\n  a: {init_from: a}": "FILE:2: training_stages.a.init_from = 'a': a stage cannot "
     "start from itself",
     "training_stages:\n  d: {init_from: a}\n  a: {init_from: c}\n  b: {init_from: a}\n  c: {init_from: b}": "FILE:3: "
