@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 
 
 @dataclass(frozen=True)
@@ -92,4 +92,4 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"the environment variable {name}={text!r} is not a whole number") from None
+        raise ConfigError(f"the environment variable {name}={shown(text)} is not a whole number") from None

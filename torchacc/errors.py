@@ -1,6 +1,7 @@
 """The errors that torchacc raises for what a user can mend. Each says what was passed, why not, and what to write."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 
@@ -29,10 +30,10 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(str(error)[:10_000].split())[:300]
 
 
-def in_few_lines(lines: Sequence[str]) -> str:
-    """Return the lines of a message, of which twenty tell enough."""
-    more = len(lines) - _MAX_LINES
-    return "\n".join([*lines[:_MAX_LINES], f"… and {more:,} more of the kind"] if more > 0 else lines)
+def in_few_lines(count: int, lines: Iterable[str]) -> str:
+    """Return the first twenty lines of a message, and how many more there would be; those are not made."""
+    text = "\n".join(islice(lines, _MAX_LINES))
+    return f"{text}\n… and {count - _MAX_LINES:,} more of the kind" if count > _MAX_LINES else text
 
 
 _MAX_LINES = 20
@@ -67,7 +68,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
     elif type(value) in (str, bytes):
         yield repr(value[: _MAX_SHOWN + 1])
     elif type(value) is int and value.bit_length() > 4 * _MAX_SHOWN:
-        yield hex(value >> value.bit_length() - 64) + "…"  # Python writes no number of 5,000 digits in decimals
+        yield f"<an int of {value.bit_length():,} bits>"  # Python writes no number of 5,000 digits
     else:
         yield _repr(value)
 

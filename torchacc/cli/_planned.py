@@ -14,7 +14,7 @@ from torchacc.config.sections import did_you_mean
 from torchacc.config.text_file import read_json, read_text
 from torchacc.config.yaml_values import parse
 from torchacc.engines.xla import runtime
-from torchacc.errors import ConfigError, in_one_line
+from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import count_states, find_optimizer
 from torchacc.train.families import unknown_options
 from torchacc.train.file import TrainFile
@@ -175,11 +175,13 @@ def _check_names(path: str, options: Mapping[str, Any]) -> None:
     family = options["model_type"]
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         hint = did_you_mean(str(family), CONFIG_MAPPING) or "choose one such as gpt2 or llama"
-        raise ConfigError(f"--model {path}: model_type = {family!r} is not a family of models in transformers; {hint}")
+        raise ConfigError(
+            f"--model {path}: model_type = {shown(family)} is not a family of models in transformers; {hint}"
+        )
     if _OF_A_CHECKPOINT & options.keys():
         return
     for name, hint in unknown_options(options):
-        raise ConfigError(f"--model {path}: {family} has no option {name!r}; {hint}")
+        raise ConfigError(f"--model {path}: {family} has no option {shown(name)}; {hint}")
 
 
 def _build(config: Any) -> nn.Module:
@@ -192,7 +194,7 @@ def _build(config: Any) -> nn.Module:
     automatic = [getattr(transformers, name) for name in _AUTOMATIC]
     known = [kind for kind in automatic if type(config) in kind._model_mapping]
     if not named and not known:
-        raise ConfigError(f"transformers has no language model of model_type {config.model_type!r}: name another")
+        raise ConfigError(f"transformers has no language model of model_type {shown(config.model_type)}: name another")
     try:
         with torch.device("meta"):
             model: Any = named[0](config) if named else known[0].from_config(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchacc.config.root import Config
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 
 _AXES = ("dp", "fsdp", "tp", "pp", "sp")
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
@@ -89,8 +89,8 @@ def _refuse_choice_without_recompute(config: Config) -> None:
         value = getattr(memory, name)
         if value != type(memory).model_fields[name].default:
             raise ConfigError(
-                f"memory.{name} = {value!r} chooses what is computed again, and memory.gc is False, so that nothing "
-                f"is: set config.memory.gc = True, or leave config.memory.{name} out"
+                f"memory.{name} = {shown(value)} chooses what is computed again, and memory.gc is False, so that "
+                f"nothing is: set config.memory.gc = True, or leave config.memory.{name} out"
             )
 
 
@@ -98,7 +98,7 @@ def _refuse_not_yet(config: Config) -> None:
     for option in NOT_YET:
         value = reduce(getattr, option.path.split("."), config)
         if option.is_asked(value):
-            raise ConfigError(f"{option.path} = {value!r} is not available yet: {option.instead}")
+            raise ConfigError(f"{option.path} = {shown(value)} is not available yet: {option.instead}")
 
 
 def _refuse_lone_hybrid(config: Config) -> None:

@@ -103,6 +103,6 @@ def _refuse_functions(section: Section) -> None:
             _refuse_functions(value)
         elif callable(value):
             raise ConfigError(
-                f"{section.path_of(name)} = {value!r}: a function cannot be written to a file; "
+                f"{section.path_of(name)} = {shown(value)}: a function cannot be written to a file; "
                 "set it in Python, after the file is read"
             )

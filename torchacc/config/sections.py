@@ -32,6 +32,8 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SH
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
 
+_MAX_REASONS = 20
+"""Of an option's that are looked at, where each item of a list has one."""
 _MAX_COMPARED = 100
 """Characters of a name; a longer one is near to none, and is long compared."""
 
@@ -69,6 +71,8 @@ class Section(BaseModel):
         """
         values = {name: value for name, value in values.items() if value is not None or not self._is_nested(name)}
         for name, value in values.items():
+            if oddness(name):
+                raise ConfigError(self._unknown(name, value))
             self._refuse_odd_names(name, value)
         try:
             super().__init__(**values)
@@ -91,7 +95,9 @@ class Section(BaseModel):
             raise ConfigError(self._explain(error, {name: value})) from None
 
     def __delattr__(self, name: str) -> None:
-        raise ConfigError(f"{self.path_of(name)}: an option cannot be deleted; assign its default in place of that")
+        raise ConfigError(
+            f"{self.path_of(shown_name(name))}: an option cannot be deleted; assign its default in place of that"
+        )
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -147,8 +153,9 @@ class Section(BaseModel):
         by_option: dict[str, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             by_option.setdefault(str(detail["loc"][0]), []).append(detail)
-        lines = [cls._explain_option(name, values[name], details) for name, details in by_option.items()]
-        return in_few_lines(lines)
+        return in_few_lines(
+            len(by_option), (cls._explain_option(name, values[name], by_option[name]) for name in by_option)
+        )
 
     @classmethod
     def _explain_option(cls, name: str, value: Any, details: list[ErrorDetails]) -> str:
@@ -158,7 +165,7 @@ class Section(BaseModel):
             return str(below)
         if details[0]["type"] == "extra_forbidden":
             return cls._unknown(name, value)
-        expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+        expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details[:_MAX_REASONS]))
         return f"{cls.path_of(name)} = {shown(value)}: expected {expected}"
 
 
@@ -207,6 +214,12 @@ def _every_axis_once(axes: list[Axis]) -> list[Axis]:
     return axes
 
 
+def _of_64_bits(number: int) -> int:
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("a number of 64 bits")
+    return number
+
+
 def _regular_expression(pattern: str) -> str:
     try:
         re.compile(pattern)
@@ -222,7 +235,11 @@ def _every_axis_at_most_once(axes: list[str | None]) -> list[str | None]:
     return axes
 
 
-Count = Annotated[int, Field(strict=True, ge=1)]
+# What is counted, and what tensors hold, has 64 bits: Python takes any number, and cannot even print a very large one.
+Bits64 = AfterValidator(_of_64_bits)
+Count = Annotated[int, Field(strict=True, ge=1), Bits64]
+Natural = Annotated[int, Field(strict=True, ge=0), Bits64]
+Whole = Annotated[StrictInt, Bits64]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
 ClassNames = Annotated[Names, BeforeValidator(_class_names)]
@@ -291,13 +308,13 @@ class DataLoaderConfig(Section):
     """Length, in tokens, of the longest bucket when the buckets are spaced evenly."""
     num_buckets: Count | None = None
     """How many evenly spaced buckets there are up to `max_length`."""
-    pad_value_dict: dict[StrictStr, StrictInt | StrictFloat] | None = None
+    pad_value_dict: dict[StrictStr, Whole | StrictFloat] | None = None
     """Value to pad with, by the batch's key; what is not named here is not padded."""
-    pad_dim_dict: dict[StrictStr, StrictInt] | None = None
+    pad_dim_dict: dict[StrictStr, Whole] | None = None
     """Dim to pad along, by the batch's key; the last one where a key is not named."""
     truncate: StrictBool = False
     """Cut batches longer than the longest bucket, instead of refusing them."""
-    prefetch: Annotated[int, Field(strict=True, ge=0)] = 2
+    prefetch: Natural = 2
     """Batches that are read and put on the device ahead of the step."""
 
 

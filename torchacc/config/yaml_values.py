@@ -18,6 +18,8 @@ _MAX_VALUES = 20_000
 _CHARACTERS_OF_A_VALUE = 50
 """A longer value counts as several."""
 _MAX_DIGITS = 40
+_MAX_LENGTH = 4096
+"""Of a string: that of the longest path."""
 _MAX_PATH = 1000
 """Characters of a dotted path whose line is kept; no option lies that deep."""
 
@@ -175,9 +177,12 @@ class _Values:
         kind, text = node.tag.removeprefix(_TAG), node.value
         problem = f"{shown(text)}, with the tag {_short(node.tag)}, is no option's value"
         if kind == "str":
-            if not _NO_TEXT.search(text):
+            if len(text) <= _MAX_LENGTH and not _NO_TEXT.search(text):
                 return text
-            problem = f"{shown(text)} holds a character that no text has"
+            what = (
+                "a character that no text has" if len(text) <= _MAX_LENGTH else f"more than {_MAX_LENGTH:,} characters"
+            )
+            problem = f"{shown(text)} holds {what}"
         elif kind == "null" and text in _NULLS:
             return None
         elif kind in _NUMBERS and len(text) > _MAX_DIGITS:

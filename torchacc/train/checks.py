@@ -9,7 +9,7 @@ from typing import Any
 from torchacc.checkpoint.folder import Folder
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import CheckpointError, ConfigError, DataError
+from torchacc.errors import CheckpointError, ConfigError, DataError, shown
 from torchacc.train.config import StageConfig, TextConfig
 from torchacc.train.folder import is_finished
 from torchacc.train.sources import check_text, is_path
@@ -77,7 +77,10 @@ def check_model(
         is_given = option in source.lines  # else the stage's line is the nearest
         raise ConfigError(source.at(f"{at}.{error}" if is_given else f"{at}: {error}")) from None
     if {"vocab_size", "pretrained"} & model.keys() and num_tokens is not None and config.vocab_size < num_tokens:
-        option, instead = f"{name}.pretrained = {model.get('pretrained')!r}", f"choose a {at}.data.tokenizer that fits"
+        option, instead = (
+            f"{name}.pretrained = {shown(model.get('pretrained'))}",
+            f"choose a {at}.data.tokenizer that fits",
+        )
         if "vocab_size" in model:
             option, instead = f"{name}.vocab_size = {config.vocab_size}", f"write {num_tokens}, or leave it out"
         raise ConfigError(

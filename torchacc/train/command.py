@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchacc import env
 from torchacc.engines.xla import runtime
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 from torchacc.launch.options import check as check_launch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_MAX_DIGITS = 18
 _MODULE = ("-m", "torchacc.train")
 
 
@@ -210,8 +211,8 @@ def _number(variable: str, given: int | None) -> int | None:
     text = env.get(variable)
     if given is not None or not text:
         return given
-    if not text.isdigit():
-        raise ConfigError(f"the environment variable {variable}={text!r} is not a whole number")
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise ConfigError(f"the environment variable {variable}={shown(text)} is not a whole number")
     return int(text)
 
 

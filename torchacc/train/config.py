@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
 from torchacc.config.root import Backend
-from torchacc.config.sections import BackwardPrefetch, Count, Section, ShardingStrategy
+from torchacc.config.sections import BackwardPrefetch, Bits64, Count, Natural, Section, ShardingStrategy
 
 Name = Annotated[StrictStr, Field(min_length=1)]
-Natural = Annotated[int, Field(strict=True, ge=0)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # ranks are added to it, and 2**64 is the end
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -59,9 +58,9 @@ class TextConfig(Section):
     """Column that holds the text."""
     tokenizer: Name | None = None
     """Folder or hub name of a tokenizer; None to train a byte-level BPE on the text."""
-    vocab_size: Annotated[int, Field(strict=True, ge=257)] = 4096
+    vocab_size: Annotated[int, Field(strict=True, ge=257), Bits64] = 4096
     """Tokens of a tokenizer that is trained here: its 256 bytes and at least one more."""
-    block_size: Annotated[int, Field(strict=True, ge=2)] = 128
+    block_size: Annotated[int, Field(strict=True, ge=2), Bits64] = 128
     """Tokens in an example."""
     packing: StrictBool | Literal["concat"] = True
     """Fill each block with whole and partial documents, which do not see one another; `concat` to let them, as GPT-2's

@@ -97,7 +97,7 @@ class TrainFile:
     def _named(self, kind: str, where: str, name: str, among: Mapping[str, T]) -> T:
         if name not in among:
             hint = nearest(name, among) if among else "the file has none"
-            raise ConfigError(f"{self.path}: there is no {kind} {name!r} in {where}; {hint}")
+            raise ConfigError(f"{self.path}: there is no {kind} {shown(name)} in {where}; {hint}")
         return among[name]
 
 

@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchacc.errors import ConfigError
+from torchacc.config.text_file import read_json
+from torchacc.errors import ConfigError, shown
 from torchacc.logging import get_logger
 from torchacc.train.history import read_history
 
@@ -136,8 +137,11 @@ def _replaced(run: "StageRun") -> Path:
 
 def _identity(folder: Path) -> dict[str, Any]:
     try:
-        identity: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        facts = read_json(folder / RUN)
+        identity = facts.get("identity") if isinstance(facts, dict) else None
+        if not isinstance(identity, dict):
+            raise ConfigError("it names no run")
+    except ConfigError as error:
         raise ConfigError(
             f"output folder {folder}: {RUN}, which says whose run it holds, cannot be read ({error}); pass --overwrite "
             "to remove the run, or change output_dir"
@@ -149,7 +153,7 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     now = json.loads(json.dumps(now))
     absent = "nothing"
     return [
-        f"{name} was {before.get(name, absent)!r} and is {now.get(name, absent)!r}"
+        f"{name} was {shown(before.get(name, absent))} and is {shown(now.get(name, absent))}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name, absent) != now.get(name, absent)
     ]

@@ -7,16 +7,38 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchacc.config.text_file import read_text
+from torchacc.errors import ConfigError, in_one_line, shown
+
+_MAX_BYTES = 1 << 30
+
 Row = dict[str, Any]
 """What was measured at a step, by name."""
 
 
 def read_history(path: Path) -> list[Row]:
-    """Return the lines of a file; none where there is no file. A line that was cut off by a crash is left out."""
+    """Return the lines of a file; none where there is no file. A line that was cut off by a crash is left out.
+
+    Raises:
+        ConfigError: Another line is not what a run has measured; names it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = read_text(path, _MAX_BYTES).split("\n")
+    return [_read_line(path, i, line) for i, line in enumerate(lines[:-1], 1)]
+
+
+def _read_line(path: Path, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+        problem = "expected an object with a step"
+    except (ValueError, RecursionError) as error:
+        problem = in_one_line(error)
+    raise ConfigError(
+        f"{path}:{number}: {shown(line)} is nothing that a run has measured: {problem}; move the file away"
+    )
 
 
 class History:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.train.sources import is_path
 
 
@@ -29,7 +29,7 @@ def check_hub(option: str, name: str) -> None:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # of the library for HTTP, which differs from version to version
         raise ConfigError(
-            f"{option} = {name!r}: there is no such folder, and the Hugging Face hub does not answer at "
+            f"{option} = {shown(name)}: there is no such folder, and the Hugging Face hub does not answer at "
             f"{constants.ENDPOINT} ({str(error) or type(error).__name__}): name a folder, or set HF_HUB_OFFLINE=1 to "
             "use what was downloaded before"
         ) from None

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchacc.errors import shown
 from torchacc.train.config import SchedulerConfig, TextConfig, TrainingConfig
 
 
@@ -33,4 +34,4 @@ def idle_options(
     for section, name, is_idle, reason in idle:
         value = getattr(section, name)
         if is_idle and name in section.model_fields_set and value != type(section).model_fields[name].default:
-            yield f"{section.path_of(name)} = {value!r} has no effect: {reason}"
+            yield f"{section.path_of(name)} = {shown(value)} has no effect: {reason}"

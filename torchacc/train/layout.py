@@ -12,7 +12,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.topology import Topology, from_config
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
@@ -128,7 +128,7 @@ def _set_precision(config: Config, precision: str | int | None) -> None:
     if precision is None:
         return
     if str(precision) not in _PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is not one of {', '.join(_PRECISIONS)}")
+        raise ConfigError(f"precision {shown(precision)} is not one of {', '.join(_PRECISIONS)}")
     for name, value in _PRECISIONS[str(precision)].items():
         setattr(config.compute, name, value)
 
@@ -171,7 +171,7 @@ def _set_sharding(
     else:
         into.sharding_strategy = "NO_SHARD"
         notes += [
-            f"distributed.fsdp.{name} = {getattr(fsdp, name)!r} has no effect: nothing is sharded"
+            f"distributed.fsdp.{name} = {shown(getattr(fsdp, name))} has no effect: nothing is sharded"
             for name in sorted(fsdp.model_fields_set - {"enabled"})
             if getattr(fsdp, name) != StageFSDPConfig.model_fields[name].default
         ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.logging import get_logger, make_console
 from torchacc.train.config import LoggingConfig
 from torchacc.train.folder import FINISHED, LOGS, METRICS, RUN
@@ -35,7 +35,7 @@ def check_log_file(folder: Path, options: LoggingConfig) -> None:
         return
     problem = _problem(folder.absolute(), options.log_file)
     if problem:
-        raise ConfigError(f"logging.log_file = {options.log_file!r}: {problem}; name another, as 'training.log'")
+        raise ConfigError(f"logging.log_file = {shown(options.log_file)}: {problem}; name another, as 'training.log'")
 
 
 def _problem(folder: Path, name: str) -> str | None:

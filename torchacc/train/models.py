@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchacc.engines.deferred import deferred_init
-from torchacc.errors import ConfigError, in_one_line
+from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import WithoutValues
 
 _LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -39,7 +39,9 @@ def local_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=_LOADED_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"{source!r} is no folder, and cannot be had from the Hugging Face hub: {error}") from None
+        raise ConfigError(
+            f"{shown(source)} is no folder, and cannot be had from the Hugging Face hub: {error}"
+        ) from None
 
 
 def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig:

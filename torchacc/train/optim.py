@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchacc.config.sections import nearest
 from torchacc.engines.base import sharded_model
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, in_one_line, shown
 
 _NEED_MORE = {
     "LBFGS": "it computes the loss several times for each step",
@@ -34,9 +34,11 @@ def optimizer_class(name: str) -> type[Optimizer]:
     by_lower = {key.lower(): key for key in classes}
     found = by_lower.get(name.lower())
     if found is None:
-        raise ConfigError(f"optimizer.name = {name!r}: torch.optim has no such optimizer; {nearest(name, classes)}")
+        raise ConfigError(
+            f"optimizer.name = {shown(name)}: torch.optim has no such optimizer; {nearest(name, classes)}"
+        )
     if found in _NEED_MORE:
-        raise ConfigError(f"optimizer.name = {name!r} cannot train here, as {_NEED_MORE[found]}: use adamw")
+        raise ConfigError(f"optimizer.name = {shown(name)} cannot train here, as {_NEED_MORE[found]}: use adamw")
     return classes[found]
 
 
@@ -55,15 +57,15 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if option not in known:
             raise ConfigError(
-                f"optimizer.{option} = {value!r}: {cls.__name__} has no such option; {nearest(option, known)}"
+                f"optimizer.{option} = {shown(value)}: {cls.__name__} has no such option; {nearest(option, known)}"
             )
         if option in _OF_OTHER_LOOPS and value:
-            raise ConfigError(f"optimizer.{option} = {value!r}: {_OF_OTHER_LOOPS[option]}; leave it out")
+            raise ConfigError(f"optimizer.{option} = {shown(value)}: {_OF_OTHER_LOOPS[option]}; leave it out")
     try:
         _step_once(cls, options)
     except Exception as error:  # of any class, as not every option is checked before it is used
-        problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"optimizer: {cls.__name__} refuses {dict(options)}: {problem}") from None
+        problem = f"{type(error).__name__}: {in_one_line(error)}"
+        raise ConfigError(f"optimizer: {cls.__name__} refuses {shown(dict(options))}: {problem}") from None
 
 
 def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> Optimizer:

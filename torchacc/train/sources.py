@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from torchacc import env
-from torchacc.errors import DataError
+from torchacc.errors import DataError, shown
 from torchacc.train.corpus import stdlib_documents, stdlib_files
 from torchacc.train.tokens import load_tokenizer
 
@@ -181,7 +181,7 @@ def find_sources(config: "TextConfig") -> list[Source]:
         raise DataError("data.validation: give one of split and files")
     for option, name in (("dataset", config.dataset), ("tokenizer", config.tokenizer)):
         if name is not None and is_path(name) and not Path(name).expanduser().exists():
-            raise DataError(f"data.{option} = {name!r}: there is no such folder, seen from {Path.cwd()}")
+            raise DataError(f"data.{option} = {shown(name)}: there is no such folder, seen from {Path.cwd()}")
     if config.streaming and config.tokenizer is None:
         raise DataError(
             "data.streaming = True: no tokenizer can be trained on text that is streamed; name one as data.tokenizer"
@@ -192,8 +192,8 @@ def find_sources(config: "TextConfig") -> list[Source]:
     for option, files in given.items():
         if files is not None:
             raise DataError(
-                f"data.{option} = {_plain(files)!r}: files go with dataset: {', '.join(FILE_KINDS)}, "
-                f"not {config.dataset!r}"
+                f"data.{option} = {shown(_plain(files))}: files go with dataset: {', '.join(FILE_KINDS)}, "
+                f"not {shown(config.dataset)}"
             )
     if config.dataset == "stdlib":
         return [_stdlib_source(config)]
@@ -202,7 +202,7 @@ def find_sources(config: "TextConfig") -> list[Source]:
 
 def _stdlib_source(config: "TextConfig") -> Source:
     if config.name is not None:
-        raise DataError(f"data.name = {config.name!r}: stdlib has no configurations; leave it out")
+        raise DataError(f"data.name = {shown(config.name)}: stdlib has no configurations; leave it out")
     if config.split != "train" or config.validation is not None:
         raise DataError("data.split: stdlib has the split 'train' alone; data.validation_share holds a part of it out")
     return StdlibSource(config.text_column)
@@ -211,16 +211,18 @@ def _stdlib_source(config: "TextConfig") -> Source:
 def _hub_sources(config: "TextConfig") -> list[Source]:
     splits = [config.split] if config.validation is None else [config.split, config.validation.split]
     if len(set(splits)) < len(splits):
-        raise DataError(f"data.validation.split = {config.split!r}: it is trained on; name another, or leave it out")
+        raise DataError(
+            f"data.validation.split = {shown(config.split)}: it is trained on; name another, or leave it out"
+        )
     dataset = str(Path(config.dataset).expanduser()) if is_path(config.dataset) else config.dataset
     return [HubSource(dataset, config.name, split) for split in splits if split is not None]
 
 
 def _file_sources(config: "TextConfig") -> list[Source]:
     if config.files is None:
-        raise DataError(f"data.dataset = {config.dataset!r}: it reads files; name them in data.files")
+        raise DataError(f"data.dataset = {shown(config.dataset)}: it reads files; name them in data.files")
     if config.name is not None:
-        raise DataError(f"data.name = {config.name!r}: files have no configurations; leave it out")
+        raise DataError(f"data.name = {shown(config.name)}: files have no configurations; leave it out")
     if config.split != "train" or (config.validation is not None and config.validation.split is not None):
         raise DataError("data.split: files have no splits; name those to validate on in data.validation.files")
     files = _existing(config.files, "data.files")
@@ -240,10 +242,10 @@ def _existing(patterns: Sequence[str], option: str) -> tuple[str, ...]:
         found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
         if os.path.isdir(path):
             raise DataError(
-                f"{option} = {pattern!r}: it is a folder; write {os.path.join(pattern, '*')!r} for its files"
+                f"{option} = {shown(pattern)}: it is a folder; write {os.path.join(pattern, '*')!r} for its files"
             )
         if not found:
-            raise DataError(f"{option} = {pattern!r}: there is no such file, seen from {Path.cwd()}")
+            raise DataError(f"{option} = {shown(pattern)}: there is no such file, seen from {Path.cwd()}")
         files.update(dict.fromkeys(os.path.realpath(file) for file in found))
     for file in files:
         if not os.path.getsize(file):
@@ -264,7 +266,9 @@ def check_column(documents: Iterable[Any], column: str, source: Source) -> None:
     if row is None:
         raise DataError(f"data: {source} has no document")
     if column not in row:
-        raise DataError(f"data.text_column = {column!r}: {source} has no such column, but {', '.join(map(repr, row))}")
+        raise DataError(
+            f"data.text_column = {shown(column)}: {source} has no such column, but {', '.join(map(repr, row))}"
+        )
     has_text(row[column], column, source)
 
 
@@ -277,7 +281,7 @@ def has_text(value: Any, column: str, source: Source, index: int = 0) -> bool:
     if not isinstance(value, str | None):
         kind = type(value).__name__
         where = f"row {index + 1} of {source}" if index else str(source)
-        raise DataError(f"data.text_column = {column!r}: it holds {kind}, not text, in {where}: {str(value)[:60]}")
+        raise DataError(f"data.text_column = {shown(column)}: it holds {kind}, not text, in {where}: {str(value)[:60]}")
     return bool(value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchacc.config import Config
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.train import checks
 from torchacc.train.config import (
     DistributedConfig,
@@ -253,13 +253,13 @@ def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tu
         chosen = next(iter(file.models))
     if chosen is None:
         raise ConfigError(
-            f"{file.path}: stage {name!r} names no model: write model_config: … there, or choose one with "
+            f"{file.path}: stage {shown(name)} names no model: write model_config: … there, or choose one with "
             f"--model-config; the file has {', '.join(file.models) or 'no section model_config_…'}"
         )
     full, model = file.model(chosen)
     if "pretrained" in model:
         given = model["pretrained"]
-        checks.check_pretrained(file.source, f"{full}.pretrained = {given!r}", given)
+        checks.check_pretrained(file.source, f"{full}.pretrained = {shown(given)}", given)
     return full, model
 
 
@@ -271,7 +271,7 @@ def _training(file: TrainFile, at: str, stage: StageConfig) -> tuple[TrainingCon
     if training.resume in _RESUME:
         return training, *_RESUME[training.resume]
     folder = Path(training.resume).expanduser()
-    at = f"{at}.training.resume = {training.resume!r}"
+    at = f"{at}.training.resume = {shown(training.resume)}"
     if not training.resume or not folder.is_dir():
         raise ConfigError(
             file.source.at(f"{at}: there is no such folder; write 'auto', 'never', or a checkpoint's folder")
@@ -283,7 +283,7 @@ def _training(file: TrainFile, at: str, stage: StageConfig) -> tuple[TrainingCon
 def _init_from(
     file: TrainFile, name: str, stage: StageConfig, model_name: str, model: Mapping[str, Any]
 ) -> Path | str | None:
-    given, at = stage.init_from, f"training_stages.{name}.init_from = {stage.init_from!r}"
+    given, at = stage.init_from, f"training_stages.{name}.init_from = {shown(stage.init_from)}"
     if given is None:
         return None
     if "pretrained" in model:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from torchacc.errors import DataError
+from torchacc.errors import DataError, in_one_line, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,12 +47,12 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"data.tokenizer = {name!r}: there is no tokenizer that can be loaded ({str(error).splitlines()[0]}); name "
-            "the folder or the hub id of one, or leave it out to train one on the text"
+            f"data.tokenizer = {shown(name)}: there is no tokenizer that can be loaded ({in_one_line(error)}); "
+            "name the folder or the hub id of one, or leave it out to train one on the text"
         ) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"data.tokenizer = {name!r}: it has no end-of-text token, with which documents end; save it with its "
+            f"data.tokenizer = {shown(name)}: it has no end-of-text token, with which documents end; save it with its "
             "`eos_token` set, or choose another"
         )
     return tokenizer

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+from torchacc.errors import ConfigError
 from torchacc.train.history import History, read_history
 
 
@@ -51,3 +52,10 @@ def test_what_is_not_finite_is_null_so_that_any_reader_takes_the_file(tmp_path):
 
 def test_no_file_has_no_rows(tmp_path):
     assert read_history(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ["{", "3", "{}", '{"step": "x"}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}"])
+def test_a_line_that_no_run_has_written_is_refused(line, path):
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:2: .* is nothing that a run has measured"):
+        read_history(path)

@@ -485,7 +485,7 @@ def test_two_runs_do_not_share_a_folder(make):
     check_folder(run)
 
 
-@pytest.mark.parametrize("text", ["{bro", "{}", "[]"])
+@pytest.mark.parametrize("text", ["{bro", "{}", "[]", '{"identity": 3}', "[" * 100_000])
 def test_a_damaged_note_of_whose_run_it_is_is_refused(make, text):
     run = make()
     begin(run)
