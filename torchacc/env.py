@@ -3,8 +3,12 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchacc.errors import ConfigError, shown
+
+_OWN = Path("/proc/self/environ")
+"""The variables that this process was started with."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,16 @@ def set_default(name: str, value: str) -> bool:
         return False
     os.environ[name] = value
     return True
+
+
+def replace_default(name: str, default: str, value: str) -> None:
+    """Set a variable that a library has set to its default in this process, and not the user before it started."""
+    try:
+        given = _OWN.read_bytes().split(b"\0")
+    except OSError:
+        return
+    if os.environ.get(name) == default and not any(entry.startswith(f"{name}=".encode()) for entry in given):
+        os.environ[name] = value
 
 
 def add_flag(name: str, flag: str) -> bool:

@@ -1,6 +1,7 @@
 """The library's logger: silent until `accelerate()` runs, and then spoken by rank 0 only."""
 
 import logging
+import sys
 
 _ROOT = "torchacc"
 
@@ -19,10 +20,19 @@ def start_logging(rank: int) -> None:
     logger = logging.getLogger(_ROOT)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    if logger.hasHandlers():
+    root = logging.getLogger()
+    if logger.handlers or (root.handlers and not _are_of_torch_xla(root)):
         return
     logger.addHandler(make_console(rank))
     logger.propagate = False  # torch_xla gives the root logger a handler when it is imported
+
+
+def _are_of_torch_xla(root: logging.Logger) -> bool:
+    """Return whether nobody has set logging up but torch_xla, which calls `logging.basicConfig()` when imported."""
+    handler, *others = root.handlers
+    has_defaults = type(handler) is logging.StreamHandler and root.level == logging.WARNING and not others
+    form = handler.formatter._fmt if handler.formatter is not None else None
+    return "torch_xla" in sys.modules and has_defaults and form == logging.BASIC_FORMAT
 
 
 def make_console(rank: int) -> logging.Handler:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from torchacc import env
@@ -65,3 +67,18 @@ def test_a_flag_is_added_beside_others_and_never_over_the_users(monkeypatch):
     assert env.get("SOME_FLAGS") == "--theirs=1 --ours=false"
     assert not env.add_flag("SOME_FLAGS", "--ours=true")
     assert env.get("SOME_FLAGS") == "--theirs=1 --ours=false"
+
+
+def test_what_a_library_has_set_is_replaced_and_what_the_user_has_given_is_not(tmp_path, monkeypatch):
+    own = tmp_path / "environ"
+    own.write_bytes(b"GIVEN=1\0OTHER=2\0")
+    monkeypatch.setattr(env, "_OWN", own)
+    for name, value in (("GIVEN", "1"), ("MADE", "1"), ("CHANGED", "3")):
+        monkeypatch.setenv(name, value)
+        env.replace_default(name, default="1", value="2")
+    env.replace_default("ABSENT", default="1", value="2")
+    assert [os.environ.get(name) for name in ("GIVEN", "MADE", "CHANGED", "ABSENT")] == ["1", "2", "3", None]
+    monkeypatch.setattr(env, "_OWN", tmp_path / "none")
+    monkeypatch.setenv("MADE", "1")
+    env.replace_default("MADE", default="1", value="2")
+    assert os.environ["MADE"] == "1"

@@ -71,10 +71,7 @@ def save(
         CheckpointError: It could not be written, or holds something that is neither numbers nor text; on every process.
             What was there before is as it was.
     """
-    began = time.monotonic()
-    engine = sharded_model(model).engine
-    drawn = engine.random_state()
-    pending = snapshot(
+    said = save_silently(
         path,
         model=model,
         optimizer=optimizer,
@@ -83,12 +80,20 @@ def save(
         extra=extra,
         tokenizer=tokenizer,
         max_shard_size=max_shard_size,
-        copied=False,
     )
+    _log.info("%s", said)
+
+
+def save_silently(path: str | PathLike[str], *, model: nn.Module, **others: Any) -> str:
+    """Save a checkpoint as `save()` does, and return what it would log. Collective: every process."""
+    began = time.monotonic()
+    engine = sharded_model(model).engine
+    drawn = engine.random_state()
+    pending = snapshot(path, model=model, **others, copied=False)
     # Also so that no rank goes on, and moves the folder, before all have seen that it is complete.
     engine.group.agreed(pending.write)
     engine.set_random_state(drawn)
-    _log.info("saved %s in %.1f s (%s bytes)", path, time.monotonic() - began, f"{pending.nbytes:,}")
+    return f"saved {path} in {time.monotonic() - began:.1f} s ({pending.nbytes:,} bytes)"
 
 
 def snapshot(

@@ -1,5 +1,6 @@
 """Save a training run now and then, keep the newest checkpoints, and find the one to go on from."""
 
+import logging
 import re
 import shutil
 import signal
@@ -32,6 +33,8 @@ _PRUNED = re.compile(r"\.step-\d{8,}\.pruned")
 _AGREE_SECS = 1.0
 """How long, about, a signal may wait for the processes to speak of it: in time for any grace period, and so seldom that
 a meeting, which takes longer the more processes there are, costs a run of short steps nothing."""
+_TELL_SECS = 60.0
+"""How long the log says nothing of further saves."""
 EXIT_CODE = 128 + signal.SIGTERM
 """What a run that SIGTERM has ended exits with, once it is saved. Not 0, which would tell a scheduler that the work is
 done: a Kubernetes job, say, would never be started again."""
@@ -117,6 +120,7 @@ class CheckpointManager:
         self._is_rank0 = self._group.job.rank == 0
         self._writer: _Writer | None = None
         self._saved_step: int | None = None
+        self._told: float | None = None
         self._meeting = _Meeting()
         self._on_rank0(self._tidy)
         self._signal = _Signal()
@@ -248,9 +252,16 @@ class CheckpointManager:
             self._writer = _Writer(pending, lambda: self._prune(step))
             self._writer.start()
         else:
-            live.save(path, **contents)
+            self._tell(live.save_silently(path, **contents))
             self._prune(step)
         self._saved_step = step
+
+    def _tell(self, said: str) -> None:
+        """Log a save, and no more than one in a minute: a run may save after each step."""
+        now = time.monotonic()
+        is_new = self._told is None or now - self._told >= _TELL_SECS
+        self._told = now if is_new else self._told
+        _log.log(logging.INFO if is_new else logging.DEBUG, "%s", said)
 
     def _end(self, step: int, extra: Any) -> NoReturn:
         # Still listening: a scheduler and the launcher may each send the signal, and the second would end the save.

@@ -4,7 +4,8 @@ import glob
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,8 @@ class FileSource(Source):
         if self.kind == "text":
             options["sample_by"] = "document"
         try:
-            return datasets.load_dataset(self.kind, data_files=list(self.files), split="train", **options)
+            with _without_bars():
+                return datasets.load_dataset(self.kind, data_files=list(self.files), split="train", **options)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             raise DataError(f"data: {self} cannot be read: {_cause(error)}") from error
 
@@ -131,7 +133,8 @@ class HubSource(Source):
         import datasets
 
         try:
-            return datasets.load_dataset(self.dataset, self.name, split=self.split, streaming=streaming)
+            with _without_bars() if Path(self.dataset).is_dir() else nullcontext():
+                return datasets.load_dataset(self.dataset, self.name, split=self.split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             raise DataError(f"data: {self} cannot be read: {_cause(error)}") from error
 
@@ -294,6 +297,21 @@ def file_facts(paths: Iterable[Path]) -> list[list[Any]]:
     """Return name, size and time of change of files."""
     stats = [(path, path.stat()) for path in paths]
     return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep `datasets` from showing the progress of a download where nothing is downloaded."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def _cause(error: BaseException) -> str:

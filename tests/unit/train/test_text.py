@@ -335,3 +335,10 @@ def test_the_tokenizer_that_was_trained_is_that_of_the_folder(configure):
     data = load_text(configure(tokenizer=None, vocab_size=280), seed=0)
     (folder,) = (path for path in Path(configure().cache_dir).iterdir() if path.is_dir())
     assert AutoTokenizer.from_pretrained(folder / "tokenizer").get_vocab() == data.tokenizer.get_vocab()
+
+
+def test_reading_files_shows_no_download(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("a document")
+    FileSource("text", (str(tmp_path / "one.txt"),)).read(tmp_path / "scratch")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -174,8 +175,10 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
 
 
 def _hush() -> None:
-    # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it.
-    env.set_default("TF_CPP_MIN_LOG_LEVEL", "2")
+    # XLA's C++ announces at every compile that GSPMD is deprecated; a user can do nothing about it. It reads the
+    # variable at its first line, and torch_xla sets it to 1 where it is imported first.
+    if not env.set_default("TF_CPP_MIN_LOG_LEVEL", "2") and "torch_xla" in sys.modules:
+        env.replace_default("TF_CPP_MIN_LOG_LEVEL", default="1", value="2")
 
 
 @contextmanager
