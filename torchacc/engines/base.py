@@ -280,7 +280,11 @@ class ShardedModel(ABC):
 
         Returns:
             The norm before clipping over all parameters of the unsharded model, a tensor without dimensions.
+
+        Raises:
+            EngineError: The gradients are those of an accumulation window that was not completed.
         """
+        self.check_window("clip_grad_norm_()")
         return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     @contextmanager
@@ -326,6 +330,18 @@ class ShardedModel(ABC):
         if self.unusable is not None:
             raise EngineError(f"the model cannot run, step or be saved: {self.unusable}")
 
+    def check_window(self, call: str) -> None:
+        """Refuse a call that needs gradients while those of an accumulation window are not complete.
+
+        Raises:
+            EngineError: They are not.
+        """
+        if self._window_is_open:
+            raise EngineError(
+                f"{call} after a backward inside of torchacc.accumulate(): the gradients are not reduced over the "
+                "devices yet. Leave the last micro-batch of each window outside of the context"
+            )
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on with state that was not loaded as a whole.
 
@@ -368,11 +384,7 @@ class ShardedModel(ABC):
         self.before_change()
         self.check_usable()
         self.check_optimizer(optimizer)
-        if self._window_is_open:
-            raise EngineError(
-                "optimizer.step() after a backward inside of torchacc.accumulate(): the gradients are not reduced over "
-                "the devices yet. Leave the last micro-batch of each window outside of the context"
-            )
+        self.check_window("optimizer.step()")
         if optimizer not in self._watched:
             self.on_first_step(optimizer)
             self.watch_zero_grad(optimizer)

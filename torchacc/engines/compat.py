@@ -46,6 +46,11 @@ def cuda_autocast_is_optional() -> Iterator[None]:
         common.amp_definitely_not_available = original
 
 
+def knows_clipping() -> bool:
+    """Return whether this PyTorch's clipping asks for a total norm as `total_norm_over_shards()` knows it."""
+    return importlib.metadata.version("torch") in _CLIPPING_ASKS_FOR_TOTAL_NORM
+
+
 @contextmanager
 def total_norm_over_shards(
     total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
@@ -55,7 +60,7 @@ def total_norm_over_shards(
     Args:
         total_norm: Returns the norm of gradients, given them and the norm's order; None where they are no shards.
     """
-    if importlib.metadata.version("torch") not in _CLIPPING_ASKS_FOR_TOTAL_NORM:
+    if not knows_clipping():
         raise EngineError(
             f"torch {importlib.metadata.version('torch')}: its clip_grad_norm_() would see a shard of each gradient, "
             f"which is only mended for torch {_CLIPPING_ASKS_FOR_TOTAL_NORM}"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines import native_layers, recompute
+from torchacc.engines import native_clipping, native_layers, recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.meta import materialise_parameters
@@ -199,6 +199,7 @@ class NativeModel(ShardedModel):
             self._shard_unit(unit)
         self._set_prefetch()
         self._take_over_groups()
+        native_clipping.know(self)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {
@@ -299,7 +300,7 @@ class NativeModel(ShardedModel):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
         norm = super().clip_grad_norm_(max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that computes other numbers on shards; warn of float16 gradients that nothing scales."""

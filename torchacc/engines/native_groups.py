@@ -7,6 +7,7 @@ and go where no backward can follow, or another forward begins.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,13 @@ class Group(FSDPParamGroup):
             self._to_sharded()
         if self.is_sharded and self._all_gather_result is None:
             self._note_versions()
-        super().unshard(async_op)
+        with _no_inference_mode():
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather, and make what modules show."""
+        with _no_inference_mode():
+            super().wait_for_unshard()
 
     def reshard(self) -> None:
         """Let modules show their shards; keep whole weights only where backward may use them."""
@@ -89,6 +96,16 @@ class Group(FSDPParamGroup):
                 increment_version(_tensors_of(parameter))
 
 
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """Make tensors that a later training step can use, where an evaluation in inference mode is what gathers first."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
     whole: Any = parameter._unsharded_param
     return [whole, whole._local_tensor] if parameter.is_dtensor else [whole]
@@ -120,11 +137,15 @@ class Groups:
     def _all_groups(self) -> Iterator[Group]:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)
 
+    def _prepare(self) -> None:
+        with _no_inference_mode():
+            self._root._lazy_init()
+
     def _begin_part(self, module: nn.Module, args: Any) -> None:
-        self._root._lazy_init()  # otherwise a unit that is called by itself would take itself for the model
+        self._prepare()  # otherwise a unit that is called by itself would take itself for the model
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._root._lazy_init()
+        self._prepare()
         if _is_in_backward():  # the model is recomputed
             return
         if self._root._state_ctx.post_backward_final_callback_queued:

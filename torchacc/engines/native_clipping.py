@@ -1,0 +1,76 @@
+"""The norm of gradients that are DTensors, which PyTorch's own clipping asks for.
+
+Where it looks for the largest element, PyTorch's own raises on a rank whose part of a gradient is empty, and the others
+wait.
+"""
+
+import functools
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from torchacc.engines import compat
+from torchacc.engines.base import ShardedModel
+
+_models: WeakSet[ShardedModel] = WeakSet()
+
+
+def know(model: ShardedModel) -> None:
+    """Let PyTorch's clipping, however a script has imported it, know of a model's gradients."""
+    _models.add(model)
+    _hold()
+
+
+@functools.cache
+def _hold() -> None:
+    if compat.knows_clipping():
+        compat.hold_until_exit(compat.total_norm_over_shards(_checked_norm))
+
+
+def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    given = {id(gradient) for gradient in gradients}
+    for model in _models:
+        # In a window FSDP2 holds the gradients, so that there may be none to clip.
+        if not given or any(id(parameter.grad) in given for parameter in model.model.parameters()):
+            model.check_window("clip_grad_norm_()")
+    return total_norm(gradients, norm_type)
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    """Return the norm of whole gradients, or None for others than DTensors in shards. Collective: every process.
+
+    Args:
+        gradients: Those of which each process holds its parts.
+        norm_type: The order of the norm, above 0.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    if norm_type <= 0 or not gradients or not all(isinstance(gradient, DTensor) for gradient in gradients):
+        return None
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor)
+        if any(isinstance(placement, Partial) for placement in gradient.placements):
+            return None
+        split = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+        alike.setdefault((gradient.device_mesh, split), []).append(gradient.to_local())
+    parts = [_combined(mesh, split, local, norm_type) for (mesh, split), local in alike.items()]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    return norm
+
+
+def _combined(mesh: Any, split: Sequence[int], parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of tensors that are split alike, from this process's parts of them."""
+    import torch.distributed as dist
+
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    norms = torch._foreach_norm([part for part in parts if part.numel()], norm_type, dtype)
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype)
+    total = (own.max() if norm_type == inf else own.pow(norm_type).sum()).to(mesh.device_type)
+    for dim in split:
+        operation = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group=mesh.get_group(dim))
+    return total if norm_type == inf else total.pow(1 / norm_type)
