@@ -1,4 +1,4 @@
-"""What a forward may do that XLA does in another way than PyTorch: the same numbers; `behaviour_worker.py` runs them."""
+"""Cases about what XLA does in another way than PyTorch in a forward; `behaviour_worker.py` runs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ import torchacc
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(3))
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]).expand(4, 8).contiguous()
 POSITIONS = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand(4, 8).contiguous()
+THREE = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2]).expand(4, 8).contiguous()
 UNEVEN = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]] * 2)
 
 
@@ -65,6 +66,7 @@ def on(batch: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
 
 PACKED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], dict[str, torch.Tensor]]] = {
     "renamed": (lambda batch: batch["places"], {"places": POSITIONS}),
+    "three-documents": (lambda batch: batch["places"], {"places": THREE}),
     "in-some-rows": (lambda batch: batch["places"], {"places": UNEVEN}),
     "from-documents": (from_documents, {"documents": DOCUMENTS}),
     "from-tokens": (from_tokens, {}),
@@ -158,4 +160,5 @@ def plain_documents_get_no_mask_and_ask_nothing() -> None:
     assert (runtime.count("ExecuteReplicated"), runtime.compile_stats()[0]) == before
     model(input_ids=part(TOKENS), position_ids=part(POSITIONS))
     assert (runtime.count("ExecuteReplicated"), runtime.compile_stats()[0]) == before
-    assert masks[0] is None and masks[1] is not None
+    assert masks[0] is None
+    assert masks[1] is not None

@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from packaging.specifiers import SpecifierSet
 
 from torchacc.errors import EngineError
 
 _CUDA_AUTOCAST_ASKS_FOR_TORCH_XLA = SpecifierSet(">=2.9,<2.14")
 _CLIPPING_ASKS_FOR_TOTAL_NORM = SpecifierSet(">=2.9,<2.14")
+_CHECKPOINT_LOOKS_FOR_A_FUNCTION = SpecifierSet(">=2.9,<2.10")
 _OPTIMIZERS_UPDATE_ONE_BY_ONE = SpecifierSet(">=2.9,<2.10")
 
 
@@ -89,6 +91,26 @@ def total_norm_over_shards(
     finally:
         clip_grad._get_total_norm = original
         utils.clip_grad_norm_ = replaced
+
+
+@contextmanager
+def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint()` be another function, however a script has imported it.
+
+    What a script has is a function that looks up, as an attribute of the one that it wraps, what to call.
+
+    Args:
+        run: Called with PyTorch's own function, and the arguments of the call.
+    """
+    if importlib.metadata.version("torch") not in _CHECKPOINT_LOOKS_FOR_A_FUNCTION:
+        yield
+        return
+    own = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+    vars(own)["__dynamo_disable"] = functools.partial(run, own)
+    try:
+        yield
+    finally:
+        del vars(own)["__dynamo_disable"]
 
 
 @contextmanager

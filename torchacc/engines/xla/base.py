@@ -21,11 +21,11 @@ from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.memory import Memory
-from torchacc.engines.xla import hardware, quirks, runtime
+from torchacc.engines.xla import hardware, lowerings, quirks, runtime
 from torchacc.engines.xla.compiles import CompileWatch
 from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
 from torchacc.engines.xla.optimizer import prime
-from torchacc.engines.xla.recompute import Recompute
+from torchacc.engines.xla.recompute import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -180,6 +180,8 @@ class XlaModel(ShardedModel):
         self._numbers: dict[torch.Tensor, UpdateNumbers] = {}
         """By the first of the parameters that are updated together."""
         _keep_numbers_on_device()
+        know_checkpoint()
+        lowerings.install()
 
     def install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
         """Gather a unit's weights around its forward."""
@@ -237,6 +239,7 @@ class XlaModel(ShardedModel):
         self.engine.has_recorded = True
         runtime.note_random_seed()
         with ExitStack() as stack:
+            stack.enter_context(self._recompute.running())
             stack.enter_context(self.patched())
             if self.plan.compute_dtype != "float32":
                 stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))

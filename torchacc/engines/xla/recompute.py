@@ -4,11 +4,15 @@ PyTorch's non-reentrant checkpoint does the bookkeeping. What it does not know i
 only while a unit's forward runs, and that XLA sees that the second computation is the first one and merges them, unless
 an optimization barrier stands before it. XLA's CPU client takes barriers away, and merges after that once more; there
 the second computation begins with the sum of its inputs and a zero that is a program's input, and so no zero to XLA.
+
+A model that calls `torch.utils.checkpoint.checkpoint()` by itself comes here, too.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchacc.data.tree import map_tensors
+from torchacc.engines import compat
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import Gatherer, UnitHooks
@@ -34,7 +39,15 @@ class Recompute:
         """
         self._units, self._patches = units, patches
         self._units_of: dict[nn.Module, tuple[list[UnitHooks], list[UnitHooks]]] = {}
-        self._zero: torch.Tensor | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold a context in which functions that the model has computed again are run here."""
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.pop()
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -42,58 +55,124 @@ class Recompute:
         """Run a module's forward; without gradients, just that."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if module not in self._units_of:
-            self._units_of[module] = self._find_units(module)
-        around, own = self._units_of[module]
-        if self._zero is None and runtime.runs_on_cpu():
-            (self._zero,) = runtime.to_device([torch.zeros(1)])  # torch_xla writes one without dimensions into programs
-        call = _Call(module, forward, args, kwargs, around=around, own=own, patches=self._patches, zero=self._zero)
+        around, own = self._units_around_and_in(module)
+        # PyTorch's counts the batch of a function that it runs twice twice, and so does this; not that of a module.
+        return self._run(forward, args, kwargs, around, own, again=partial(statistics_kept, module))
+
+    def run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function of the model's own choice; the options of PyTorch's `checkpoint()` are among `kwargs`."""
+        options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        if options.pop("use_reentrant", True) in (True, None) and not _needs_gradient(args):
+            with torch.no_grad():  # as PyTorch's reentrant checkpoint() runs it, and says so
+                return function(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        own = [unit for unit in self._units if not unit.whole]
+        around = [unit for unit in self._units if unit.whole]
+        if isinstance(function, nn.Module):
+            inside = set(function.modules())
+            around = [unit for unit in around if unit.has_weights_in(inside)]
+        return self._run(function, args, kwargs, around, own, again=nullcontext, **options)
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        around: Sequence[UnitHooks],
+        own: Sequence[UnitHooks],
+        *,
+        again: Callable[[], AbstractContextManager[None]],
+        **options: Any,
+    ) -> Any:
+        @contextmanager
+        def patches() -> Iterator[None]:
+            with self.running(), self._patches(), again():
+                yield
+
+        call = _Call(function, args, kwargs, around=around, own=own, patches=patches)
+        options = {**options, "use_reentrant": False, "preserve_rng_state": False}
         # Without tensors among its arguments PyTorch's checkpoint() looks for no device.
-        output = checkpoint(call, use_reentrant=False, preserve_rng_state=False)
+        output = checkpoint.__wrapped__(call, **options)  # type: ignore[attr-defined]
         map_tensors(call.watch_gradient, output)
         return output
 
-    def _find_units(self, module: nn.Module) -> tuple[list[UnitHooks], list[UnitHooks]]:
+    def _units_around_and_in(self, module: nn.Module) -> tuple[list[UnitHooks], list[UnitHooks]]:
         """Return the units that have gathered weights for a module before it runs, and those inside of it."""
-        inside = set(module.modules())
-        own = [unit for unit in self._units if unit.module in inside and unit.module is not module]
-        return [unit for unit in self._units if unit not in own and unit.has_weights_in(inside)], own
+        if module not in self._units_of:
+            inside = set(module.modules())
+            own = [unit for unit in self._units if unit.module in inside and unit.module is not module]
+            around = [unit for unit in self._units if unit not in own and unit.has_weights_in(inside)]
+            self._units_of[module] = around, own
+        return self._units_of[module]
+
+
+_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Arguments of PyTorch's `checkpoint()` that are not the function's."""
+
+_running: list[Recompute] = []
+"""The recompute of each model whose forward runs."""
+
+
+@functools.cache
+def know_checkpoint() -> None:
+    """Let PyTorch's `checkpoint()` run on XLA devices, inside of a sharded model and outside."""
+    compat.hold_until_exit(compat.checkpoint_through(_checkpoint))
+
+
+def _checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _running:
+        return _running[-1].run_function(function, args, kwargs)
+    on_device: list[torch.Tensor] = []
+    map_tensors(lambda tensor: on_device.append(tensor) if tensor.device.type == "xla" else None, (args, kwargs))
+    if on_device:
+        return Recompute([], nullcontext).run_function(function, args, kwargs)
+    return original(function, *args, **kwargs)
+
+
+def _needs_gradient(args: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+
+
+@functools.cache
+def _zero() -> torch.Tensor:
+    """Return a zero on the device, of shape (1,): torch_xla writes one without dimensions into programs."""
+    (zero,) = runtime.to_device([torch.zeros(1)])
+    return zero
 
 
 class _Call:
-    """One run of a module in forward, and its repetition in backward."""
+    """One run of a function in forward, and its repetition in backward."""
 
     def __init__(
         self,
-        module: nn.Module,
-        forward: Callable[..., Any],
+        function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
         around: Sequence[UnitHooks],
         own: Sequence[UnitHooks],
         patches: Callable[[], AbstractContextManager[None]],
-        zero: torch.Tensor | None,
     ) -> None:
         """Note all that the repetition needs.
 
         Args:
-            module: The module.
-            forward: Its forward.
+            function: A module's forward, or another function.
             args: Positional arguments.
             kwargs: Keyword arguments.
-            around: Units with weights in the module whose hooks have run already.
-            own: Units inside of the module, whose hooks will run with it.
-            patches: Makes the context that the model's forward runs in.
-            zero: What to add to the inputs of the repetition, of shape (1,), in float32; None where barriers last.
+            around: Units with weights that the function may use whose hooks have run already.
+            own: Units that may run within the function.
+            patches: Makes the context that it is repeated in.
         """
-        self._module, self._forward, self._inputs = module, forward, (tuple(args), dict(kwargs))
-        self._around, self._own, self._patches, self._zero = around, own, patches, zero
+        self._function, self._inputs = function, (tuple(args), dict(kwargs))
+        self._around, self._own, self._patches = around, own, patches
+        self._zero = _zero() if runtime.runs_on_cpu() else None  # what barriers do not hold up
         self._kept = {unit.gatherer: unit.whole for unit in around if unit.gatherer.keeps_weights}
         self._answers = Answers()
         self._has_run = False
         self._again: list[torch.Tensor] | None = None
-        """The tensors among the inputs, behind a barrier, once backward has come to the module."""
+        """The tensors among the inputs, behind a barrier, once backward has come to the function."""
         self._seed, self._host_seed = runtime.random_seed(), torch.get_rng_state()
         self._autocast: dict[str, Any] = {
             "enabled": torch.is_autocast_enabled("xla"),
@@ -102,16 +181,16 @@ class _Call:
         }
 
     def __call__(self) -> Any:
-        """Run the module, and at every later call repeat it."""
+        """Run the function, and at every later call repeat it."""
         if self._has_run:
             return self._repeat()
         self._has_run = True
         args, kwargs = self._inputs
         with self._answers.noted(), self._gathering_for_own_units():
-            return self._forward(*args, **kwargs)
+            return self._function(*args, **kwargs)
 
     def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
-        """Return the whole weights of a unit inside of the module."""
+        """Return the whole weights of a unit whose weights the function may use."""
         if self._again is None:
             whole = gatherer.gather()
             if gatherer.keeps_weights:
@@ -125,7 +204,7 @@ class _Call:
         ]
 
     def watch_gradient(self, output: torch.Tensor) -> torch.Tensor:
-        """Put the inputs behind a barrier together with the first gradient that comes back to the module.
+        """Put the inputs behind a barrier together with the first gradient that comes back to the function.
 
         So the repetition depends on that gradient, and no scheduler can have it run earlier.
         """
@@ -167,23 +246,23 @@ class _Call:
                 torch.set_rng_state(self._host_seed)
                 stack.enter_context(runtime.random_numbers_from(self._seed))
                 stack.enter_context(torch.autocast("xla", **self._autocast))
-                stack.enter_context(statistics_kept(self._module))
                 stack.enter_context(self._weights_around())
                 stack.enter_context(self._gathering_for_own_units())
-                return self._forward(*args, **kwargs)
+                return self._function(*args, **kwargs)
         finally:
             self._again = None
 
     @contextmanager
     def _gathering_for_own_units(self) -> Iterator[None]:
-        """Let the units inside of the module gather through this object, and save nothing for backward."""
+        """Let the units within the function gather through this object, and save nothing for backward."""
+        around = [unit.within for unit in self._own]
         for unit in self._own:
             unit.within = self
         try:
             yield
         finally:
-            for unit in self._own:
-                unit.within = None
+            for unit, outer in zip(self._own, around, strict=True):
+                unit.within = outer
 
     @contextmanager
     def _weights_around(self) -> Iterator[None]:

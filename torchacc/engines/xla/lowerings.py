@@ -1,0 +1,184 @@
+"""Operations that torch_xla computes in another way than PyTorch, or not at all, written with those that it has right.
+
+They are registered with PyTorch's dispatcher for the device `xla`, once for the process: so they hold wherever the
+operation is called from, PyTorch itself included, and in backward.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_library: torch.library.Library | None = None  # what is registered lasts as long as this
+
+
+@functools.cache
+def install() -> None:
+    """Register the operations."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of overriding torch_xla's own
+        for key, lowerings in _LOWERINGS.items():
+            for name, lowering in lowerings.items():
+                _library.impl(name, lowering, key, allow_override=True)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """Normalise each channel; torch_xla's keeps a biased running variance, and has no backward in eval mode.
+
+    From means, as LayerNorm in `quirks.py`, XLA can partition it, too.
+    """
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if training:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x.to(dtype)
+        mean = wide.mean(dims)
+        var = (wide - mean.view(shape)).square().mean(dims)
+        _update(running_mean, mean, momentum)
+        count = x.numel() // x.shape[1]
+        _update(running_var, var * (count / max(count - 1, 1)), momentum)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        wide, mean, var = x.to(dtype), running_mean.to(dtype), running_var.to(dtype)
+    scale = torch.rsqrt(var + eps)
+    y = (wide - mean.view(shape)) * (scale if weight is None else scale * weight).view(shape)
+    return (y if bias is None else y + bias.view(shape)).to(x.dtype)
+
+
+def _update(running: torch.Tensor | None, new: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+
+def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Put the source's values, in their order, where the mask is set; torch_xla's shapes would depend on the data."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    place = mask.reshape(-1).long().cumsum(0) - 1
+    values = source.reshape(-1)
+    # More places than values is an error that only the device could find; the last value is repeated.
+    chosen = values[place.clamp(0, values.numel() - 1)]
+    return torch.where(mask, chosen.view(x.shape), x)
+
+
+def _masked_scatter_(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return x.copy_(_masked_scatter(x.clone(), mask.expand_as(x), source))
+
+
+def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Count values in bins of one width; torch_xla asks the host, which has none for whole numbers."""
+    flat = x.reshape(-1)
+    low, high = (flat.amin(), flat.amax()) if min == max else (flat.new_full((), min), flat.new_full((), max))
+    if min == max:
+        low, high = torch.where(low == high, low - 1, low), torch.where(low == high, high + 1, high)
+    scaled = (flat - low) * bins
+    place = scaled // (high - low) if not x.is_floating_point() else (scaled / (high - low)).floor()
+    place = place.long().clamp(0, bins - 1)
+    counted = (flat >= low) & (flat <= high)
+    return torch.zeros(bins, dtype=x.dtype, device=x.device).index_add_(0, place, counted.to(x.dtype))
+
+
+class _CumSum(torch.autograd.Function):
+    """Sum up in int64 what is no number with a point; torch_xla stays in the input's dtype, where bools are bools."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        if dtype is None and not (x.is_floating_point() or x.is_complex()):
+            dtype = torch.int64
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.cumsum(x if dtype is None else x.to(dtype), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.to(ctx.dtype).flip(ctx.dim).cumsum(ctx.dim).flip(ctx.dim), None, None
+
+
+def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    summed: torch.Tensor = _CumSum.apply(x, dim, dtype)
+    return summed
+
+
+def _count_nonzero(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> torch.Tensor:
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return (x != 0).long().sum(dims)
+
+
+def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    """Return the ELU, and SELU and CELU with it; torch_xla's gradient of it is another one."""
+    negative = torch.expm1(x.clamp(max=0) * input_scale) * (alpha * scale)
+    return torch.where(x > 0, x * scale, negative)
+
+
+def _elu_(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    return x.copy_(_elu(x.clone(), alpha, scale, input_scale))
+
+
+def _shift_right(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    """Divide by a power of two and round down; torch_xla rounds negative numbers towards zero."""
+    bits = torch.iinfo(x.dtype).bits
+    if not isinstance(by, torch.Tensor):
+        by = torch.full((), int(by), dtype=x.dtype, device=x.device)
+    dtype = torch.promote_types(x.dtype, by.dtype)
+    x, by = x.to(dtype), by.to(dtype)
+    low = torch.where(by < bits - 1, by, bits - 2)
+    halved = torch.div(x, torch.bitwise_left_shift(torch.ones_like(low), low), rounding_mode="floor")
+    return torch.where(by < bits - 1, halved, torch.where(x < 0, -1, 0).to(dtype))
+
+
+def _amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    return _extreme(torch.max, x, dim, keepdim)
+
+
+def _amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    return _extreme(torch.min, x, dim, keepdim)
+
+
+def _extreme(find: Callable[..., Any], x: torch.Tensor, dim: Sequence[int], keepdim: bool) -> torch.Tensor:
+    """Return the largest or smallest values over dimensions, or over all if none is named, which torch_xla fails at."""
+    dims = sorted({d % x.dim() for d in dim}) or list(range(x.dim()))
+    for d in reversed(dims):
+        x = find(x, d, keepdim=keepdim).values
+    return x
+
+
+_COMPOSED: dict[str, Callable[..., Any]] = {
+    "batch_norm": _batch_norm,
+    "masked_scatter": _masked_scatter,
+    "masked_scatter_": _masked_scatter_,
+    "elu": _elu,
+    "elu_": _elu_,
+}
+"""Of differentiable operations, so that autograd's part of each follows."""
+
+_LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
+    "AutogradXLA": {**_COMPOSED, "cumsum": _cumsum},
+    "XLA": {
+        **_COMPOSED,
+        "histc": _histc,
+        "count_nonzero": _count_nonzero,
+        "count_nonzero.dim_IntList": _count_nonzero,
+        "__rshift__.Scalar": _shift_right,
+        "__rshift__.Tensor": _shift_right,
+        "bitwise_right_shift.Tensor": _shift_right,
+        "bitwise_right_shift.Tensor_Scalar": _shift_right,
+        "amax": _amax,
+        "amin": _amin,
+    },
+}
+"""By the dispatcher's key, which says whether autograd has had its part yet."""
