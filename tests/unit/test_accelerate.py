@@ -176,14 +176,6 @@ def test_levers_that_xla_does_not_have(monkeypatch, path, value, message):
         torchacc.accelerate(make_model(), config=config)
 
 
-def test_recompute_of_transformers_under_xla(monkeypatch):
-    monkeypatch.setattr(runtime, "check_versions", lambda: None)
-    model = make_model()
-    model[0].gradient_checkpointing = True  # as transformers notes it on its layers
-    with pytest.raises(torchacc.ConfigError, match="gradient_checkpointing_disable"):
-        torchacc.accelerate(model, config=torchacc.Config(backend="xla"))
-
-
 def test_layers_are_not_split_with_one_xla_process_per_device(monkeypatch):
     launched_with(monkeypatch, 2)
     monkeypatch.setattr(runtime, "check_versions", lambda: None)

@@ -23,13 +23,22 @@ from torchacc.engines.deferred import take_values
 from torchacc.engines.memory import Memory
 from torchacc.engines.xla import hardware, lowerings, quirks, runtime
 from torchacc.engines.xla.compiles import CompileWatch
-from torchacc.engines.xla.gather import Gatherer, UnitHooks, Weight, find_slots, install_unit, replace_parameter
+from torchacc.engines.xla.gather import (
+    EACH_ITS_OWN,
+    Gatherer,
+    UnitHooks,
+    Weight,
+    edit_is_lost,
+    find_slots,
+    install_unit,
+    replace_parameter,
+)
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.plan import PlannedParameter, WrapPlan, is_checkpointing_layer
+from torchacc.plan import PlannedParameter, WrapPlan
 
 _log = get_logger(__name__)
 
@@ -68,20 +77,13 @@ class XlaEngine(Engine):
         return torch.device("xla:0")
 
     def check(self, model: nn.Module) -> None:
-        """Refuse what XLA's devices cannot do, and a model's own recompute: PyTorch's checkpoint() knows no `xla`."""
+        """Refuse what XLA's devices cannot do."""
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
                 "whose compiled programs XLA can write and not read again: set config.compute.compile_cache = None"
-            )
-        by_itself = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-        if by_itself and not any(map(is_checkpointing_layer, by_itself)):
-            raise ConfigError(
-                f"gradient checkpointing is on in this {type(by_itself[0]).__name__}, which calls "
-                "torch.utils.checkpoint() by itself, and that knows no device `xla`: call "
-                "model.gradient_checkpointing_disable(), and set config.memory.gc = True"
             )
 
     def seed(self, seed: int) -> None:
@@ -243,7 +245,14 @@ class XlaModel(ShardedModel):
             stack.enter_context(self.patched())
             if self.plan.compute_dtype != "float32":
                 stack.enter_context(torch.autocast("xla", dtype=getattr(torch, self.plan.compute_dtype)))
-            return inner(*args, **kwargs)
+            try:
+                return inner(*args, **kwargs)
+            except (
+                RuntimeError
+            ) as error:  # autograd refuses it first where all weights of a unit are one tensor's parts
+                if "GatherBackward is a view" in str(error):
+                    raise edit_is_lost(None, EACH_ITS_OWN) from error
+                raise
 
     def patched(self) -> AbstractContextManager[None]:
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""

@@ -52,6 +52,14 @@ class Gatherer(ABC):
         """Return a whole weight for use in backward; not called where `keeps_weights` is set."""
         raise NotImplementedError
 
+    def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:
+        """Give the shard what the module's own forward has made of the whole weight.
+
+        Raises:
+            EngineError: It cannot be given.
+        """
+        raise edit_is_lost(weight.name, EACH_ITS_OWN)
+
     def gather_all_again(self) -> list[torch.Tensor]:
         """Return the unit's whole weights for use in backward; not called where `keeps_weights` is set."""
         return [self.gather_again(weight) for weight in self.weights]
@@ -125,6 +133,8 @@ class UnitHooks:
         self.within: WeightSource | None = None
         """The recomputed module that this unit runs in, which saves for backward by itself."""
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._as_laid: list[tuple[Any, int]] = []
+        """The storage of each whole weight, and how often that had been edited when it was laid over the shard."""
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Gather."""
@@ -140,11 +150,26 @@ class UnitHooks:
         """Free."""
         if self._saving:
             self._saving.pop().__exit__()
+        edited = self.edited()
         self.lift()
+        for weight, whole in edited:
+            if self.within is not None:
+                raise edit_is_lost(weight.name, MADE_TWICE)
+            self.gatherer.keep_edit(weight, whole)
+        for weight in self.gatherer.weights:
+            for owner, name in weight.slots:
+                if owner._parameters.get(name, weight.shard) is not weight.shard:
+                    raise edit_is_lost(weight.name, "it puts another one in its place, which no optimizer knows")
+
+    def edited(self) -> list[tuple[Weight, torch.Tensor]]:
+        """Return the weights that were edited since they were laid over the shards, each with its whole."""
+        laid = zip(self.gatherer.weights, self.whole, self._as_laid, strict=False)  # all or none of them
+        return [(weight, whole) for weight, whole, before in laid if storage_and_edits(whole) != before]
 
     def lay(self, whole: list[torch.Tensor]) -> None:
         """Lay whole weights over the shards."""
         self.whole = whole
+        self._as_laid = [storage_and_edits(tensor) for tensor in whole]
         for weight, tensor in zip(self.gatherer.weights, whole, strict=True):
             for owner, name in weight.slots:
                 owner.__dict__[name] = tensor
@@ -152,7 +177,7 @@ class UnitHooks:
 
     def lift(self) -> None:
         """Take the whole weights away from the shards."""
-        self.whole = []
+        self.whole, self._as_laid = [], []
         for weight in self.gatherer.weights:
             for owner, name in weight.slots:
                 owner.__dict__.pop(name, None)
@@ -188,6 +213,29 @@ def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.auto
         return apply_view_meta_sequence(gatherer.gather_again(weight), views)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+EACH_ITS_OWN = "each process would edit a copy of its own, by the samples that it has itself"
+MADE_TWICE = "that forward is computed again in backward, where the edit would be made once more"
+
+
+def edit_is_lost(name: str | None, reason: str) -> EngineError:
+    """Return what says that a forward has edited a weight where that cannot be kept.
+
+    Args:
+        name: The weight's, where it is known.
+        reason: Why it cannot.
+    """
+    which = "one of its parameters" if name is None else f"its parameter {name!r}"
+    return EngineError(
+        f"the model's own forward edits {which}: {reason}. Edit parameters between two steps, under torch.no_grad(), "
+        "or keep what the forward edits as a buffer"
+    )
+
+
+def storage_and_edits(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return what tells whether a tensor was edited, by itself, by an alias as `.data` is, or in part."""
+    return tensor.untyped_storage()._cdata, torch._functionalize_mutation_counter(tensor)  # type: ignore[attr-defined]
 
 
 def _storage(tensor: torch.Tensor) -> int:

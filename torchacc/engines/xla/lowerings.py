@@ -120,13 +120,21 @@ def _count_nonzero(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> t
 
 
 def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
-    """Return the ELU, and SELU and CELU with it; torch_xla's gradient of it is another one."""
+    """Return the ELU, of which SELU is a case; torch_xla's gradient of it is another one."""
     negative = torch.expm1(x.clamp(max=0) * input_scale) * (alpha * scale)
     return torch.where(x > 0, x * scale, negative)
 
 
 def _elu_(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
     return x.copy_(_elu(x.clone(), alpha, scale, input_scale))
+
+
+def _celu(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    return _elu(x, alpha, 1, 1 / alpha)
+
+
+def _celu_(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
+    return _elu_(x, alpha, 1, 1 / alpha)
 
 
 def _shift_right(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
@@ -163,6 +171,8 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "masked_scatter_": _masked_scatter_,
     "elu": _elu,
     "elu_": _elu_,
+    "celu": _celu,
+    "celu_": _celu_,
 }
 """Of differentiable operations, so that autograd's part of each follows."""
 

@@ -23,7 +23,7 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines import compat
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import Gatherer, UnitHooks
+from torchacc.engines.xla.gather import MADE_TWICE, Gatherer, UnitHooks, edit_is_lost
 from torchacc.engines.xla.masks import Answers
 
 
@@ -186,8 +186,15 @@ class _Call:
             return self._repeat()
         self._has_run = True
         args, kwargs = self._inputs
+        edited = self._edited_around()
         with self._answers.noted(), self._gathering_for_own_units():
-            return self._function(*args, **kwargs)
+            output = self._function(*args, **kwargs)
+        if names := self._edited_around() - edited:
+            raise edit_is_lost(min(names), MADE_TWICE)
+        return output
+
+    def _edited_around(self) -> set[str]:
+        return {weight.name for unit in self._around for weight, _ in unit.edited()}
 
     def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
         """Return the whole weights of a unit whose weights the function may use."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchacc.data.tree import map_tensors
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import find_slots
+from torchacc.engines.xla.gather import edit_is_lost, find_slots, storage_and_edits
 from torchacc.errors import EngineError
 
 Patches = Callable[[], AbstractContextManager[None]]
@@ -133,8 +133,10 @@ class LayerScan:
     @contextmanager
     def _laid(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
         places = [slot for name in self._names for slot in self._slots[name]]
+        laid: list[tuple[str, torch.Tensor, Any]] = []
         for name, shard in zip(self._names, shards, strict=True):
             tensor = self._whole(name, shard)
+            laid.append((name, tensor, storage_and_edits(tensor)))
             for owner, attribute in self._slots[name]:
                 owner.__dict__[attribute] = tensor
         try:
@@ -142,6 +144,9 @@ class LayerScan:
         finally:
             for owner, attribute in places:
                 owner.__dict__.pop(attribute, None)
+        for name, tensor, before in laid:
+            if storage_and_edits(tensor) != before:
+                raise edit_is_lost(name, "compute.scan_layers = True runs one layer's code for all of them")
 
 
 class _Scan(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torchacc.engines.base import remap_optimizer
 from torchacc.engines.xla import hardware, quirks, runtime
 from torchacc.engines.xla.attention import HeadsStayApart
 from torchacc.engines.xla.base import XlaEngine, XlaModel
-from torchacc.engines.xla.gather import Gatherer, Weight
+from torchacc.engines.xla.gather import Gatherer, Weight, edit_is_lost
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.env import Job
@@ -350,6 +350,14 @@ class _SpmdGatherer(Gatherer):
             self.split(copy, weight)
         self._engine.annotate(copy, tuple(axis if axis == "tp" else None for axis in self._specs[weight.shard]))
         return copy
+
+    def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:
+        if whole.dtype != weight.shard.dtype:
+            raise edit_is_lost(weight.name, f"it computes with a copy in {whole.dtype}, of fewer digits")
+        kept = whole.detach().clone()
+        self.split(kept, weight)
+        # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
+        weight.shard.data.copy_(kept)
 
     def split(self, tensor: torch.Tensor, weight: Weight) -> None:
         self._engine.annotate(tensor, self._specs[weight.shard])
