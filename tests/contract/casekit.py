@@ -140,12 +140,9 @@ def plain_value(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_gradient(parameter: nn.Parameter, num_rows: int) -> torch.Tensor | None:
     """Return the gradient of the unsharded parameter; None where no rank has any."""
-    mine = None if parameter.grad is None else plain_value(parameter.grad)
-    if ENGINE != MULTIPROCESS:
-        return mine
-    shards = by_rank(mine)
-    assert len({shard is None for shard in shards}) == 1, "only some ranks have a gradient"
-    return None if mine is None else torch.cat(shards)[:num_rows]
+    if ENGINE == MULTIPROCESS:
+        assert len(set(by_rank(parameter.grad is None))) == 1, "only some ranks have a gradient"
+    return None if parameter.grad is None else plain_value(parameter.grad)
 
 
 def check_gradients(model: nn.Module, plain: nn.Module) -> None:

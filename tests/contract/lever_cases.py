@@ -7,7 +7,6 @@ import pytest
 import torch
 from casekit import (
     ADAM_ABSOLUTE,
-    ENGINE,
     MLP,
     MULTIPROCESS,
     NATIVE,
@@ -118,7 +117,7 @@ def gradients_are_summed_in(dtype: str) -> None:
     loss_of(plain(X)).backward()
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        mine = parameter.grad.to_local() if ENGINE == NATIVE else parameter.grad.cpu()
+        mine = parameter.grad.to_local().cpu()
         assert mine.dtype == torch.float32
         assert is_bfloat16(mine) == (dtype == "bfloat16"), name
         rows = expected[name].grad.tensor_split(2)[RANK]  # all have an even number of them

@@ -484,7 +484,10 @@ def states_are_copies() -> None:
 
 
 COPIES: dict[str, Any] = {
-    "moved": lambda model: {name: value.cpu().clone() for name, value in model.state_dict().items()},
+    "moved": lambda model: {
+        name: getattr(value, "to_local", lambda value=value: value)().cpu().clone()
+        for name, value in model.state_dict().items()
+    },
     "with-metadata": lambda model: {
         "model": {name: value.clone() for name, value in model.state_dict().items()},
         "shard_metadata": model.get_shard_metadata(),

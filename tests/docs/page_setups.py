@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import torchacc
@@ -72,6 +73,32 @@ def _sharded(*, use_spmd: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     return {**names, "model": model, "loader": loader, "optimizer": optimizer, "scheduler": scheduler, "num_epochs": 1}
+
+
+class _Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts = nn.Linear(8, 4), nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            nn.functional.normalize(self.images(images)),
+            nn.functional.normalize(self.texts(texts)),
+            self.scale.exp(),
+        )
+
+
+@setup
+def two_towers() -> dict[str, Any]:
+    """Shard two encoders of images and texts over all processes."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8, 8), torch.randn(8, 6))
+    config = torchacc.Config(backend="native")
+    model, loader = torchacc.accelerate(_Towers(), DataLoader(data, batch_size=2), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    names = {"torch": torch, "torchacc": torchacc, "cross_entropy": nn.functional.cross_entropy}
+    return {**names, "model": model, "loader": loader, "optimizer": optimizer}
 
 
 @setup

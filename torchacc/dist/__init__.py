@@ -3,12 +3,16 @@
 A process is not a device: under SPMD one process drives many devices.
 """
 
+import torch
+
 from torchacc.api import mark_step
 from torchacc.dist import fsdp as fsdp
+from torchacc.engines import registry
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import read_job
+from torchacc.errors import DataError, EngineError
 
-__all__ = ["fsdp", "is_master_ordinal", "local_rank", "mark_step", "rank", "rendezvous", "world_size"]
+__all__ = ["all_gather", "fsdp", "is_master_ordinal", "local_rank", "mark_step", "rank", "rendezvous", "world_size"]
 
 
 def rank() -> int:
@@ -33,6 +37,44 @@ def is_master_ordinal(local: bool = True) -> bool:
         local: Ask for one process on each machine; False for one in the whole job.
     """
     return (local_rank() if local else rank()) == 0
+
+
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all data-parallel devices, one after another, in every engine. Collective: every process.
+
+    For a loss that compares each sample with all others, such as a contrastive one: with one process per device the
+    samples of this process alone would be compared. Autograd goes through it: a loss of the rows of all devices, as
+    each process computes it, gives the gradients of an unsharded run, as does a loss of this process's rows against
+    those of all. The loss of every process has to depend on what is returned.
+
+    Args:
+        tensor: Of shape (rows, …), any dtype, on any device; the same shape and dtype on every process.
+
+    Returns:
+        A tensor of shape (rows * data-parallel devices, …) on the same device, in the order of the global batch: this
+        process's rows begin at its data-parallel device times `rows`. Devices that share layers (`dist.tp`) have the
+        same data, which is there once. Under SPMD a tensor has the rows of all devices already, and is returned.
+
+    Raises:
+        DataError: The tensor has no dimension, or another shape or dtype on other processes; on every process.
+        EngineError: There are several processes, and accelerate() has not been called.
+
+    Example:
+        >>> images, texts = torchacc.dist.all_gather(images), torchacc.dist.all_gather(texts)
+        >>> similarities = images @ texts.T * scale
+        >>> loss = cross_entropy(similarities, torch.arange(len(similarities), device=similarities.device))
+    """
+    if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        raise DataError(
+            f"torchacc.dist.all_gather() of {'a tensor without dimensions' if torch.is_tensor(tensor) else tensor!r}: "
+            "it puts rows one after another; give a tensor of shape (rows, …), or tensor.view(1)"
+        )
+    engine = registry.active_engine()
+    if engine is None:
+        if read_job().launched:
+            raise EngineError("torchacc.dist.all_gather() before accelerate(), which says which devices there are")
+        return tensor
+    return engine.all_gather(tensor)
 
 
 def rendezvous(tag: str, payload: bytes = b"") -> list[bytes]:

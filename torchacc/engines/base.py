@@ -17,6 +17,7 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.rows import HostRowGatherer, RowGatherer
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
@@ -109,6 +110,15 @@ class Engine(ABC):
     @abstractmethod
     def put(self, batch: Any) -> Any:
         """Move a host batch, of any nesting, to this process's devices."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all data-parallel devices. Collective: every process; see `torchacc.dist.all_gather()`."""
+        return self.row_gatherer(tensor)
+
+    @cached_property
+    def row_gatherer(self) -> RowGatherer:
+        """The collectives of rows between processes. Made by a collective: every process."""
+        return HostRowGatherer(self.group, self.topology)
 
     def sync(self) -> None:
         """Run what has been recorded so far, where an engine records at all."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,9 @@ from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 
 _T = TypeVar("_T")
+_MEET_SECS = 300
+"""How long a process that reads a sharded parameter waits for the others to do the same."""
+_MEET_BYTES = 256
 _OURS = (CheckpointError, ConfigError, DataError, EngineError)
 
 _DRAIN_SECS = 2.0
@@ -161,6 +165,32 @@ class ProcessGroup:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
 
+    def prepare_meetings(self) -> None:
+        """Get ready for `meet()`. Collective: every process."""
+        if self.job.launched:
+            _meetings()
+
+    def meet(self, what: str) -> None:
+        """Raise on every process unless all of them read the same now. Collective: every process.
+
+        Raises:
+            EngineError: They read different things, or some do not come within five minutes.
+        """
+        if not self.job.launched:
+            return
+        words = bytearray(what.encode()[:_MEET_BYTES].ljust(_MEET_BYTES))
+        found = torch.empty(self.job.num_processes, _MEET_BYTES, dtype=torch.uint8)
+        try:
+            dist.all_gather_into_tensor(found.view(-1), torch.frombuffer(words, dtype=torch.uint8), group=_meetings())
+        except RuntimeError as error:
+            raise EngineError(
+                f"this process read {what}, and others did not within {_MEET_SECS} s: {_READ_ALIKE}"
+            ) from error
+        read = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in found]
+        if len(set(read)) > 1:
+            told = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(read))
+            raise EngineError(f"the processes read different tensors at the same time: {told}. {_READ_ALIKE}")
+
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.
 
@@ -178,6 +208,19 @@ class ProcessGroup:
                 "Every process must call the same rendezvous in the same order"
             )
         return [other for _, other in met]
+
+
+_READ_ALIKE = (
+    "a value of a sharded parameter is put together by all processes. Read it on every rank, or call "
+    "torchacc.full_state_dict(model) on every rank before"
+)
+
+
+@functools.cache
+def _meetings() -> dist.ProcessGroup:
+    """Return a group of all processes for meetings, whose members do not wait long. Collective: every process."""
+    made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=_MEET_SECS))
+    return made
 
 
 def _described(error: Exception) -> str:

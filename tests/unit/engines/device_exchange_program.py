@@ -18,7 +18,7 @@ from torchacc.topology import Topology
 
 
 def exchange(dp, fsdp):
-    return DeviceExchange(Topology((("dp", dp), ("fsdp", fsdp))), device=0)
+    return DeviceExchange(Topology((("dp", dp), ("fsdp", fsdp))), rank=0, ordinals=range(dp * fsdp))
 
 
 def shard_layer(layer, through):

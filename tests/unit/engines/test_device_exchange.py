@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from torchacc.engines.xla.exchange_device import DeviceExchange
+from torchacc.topology import Topology
+
 pytestmark = pytest.mark.xla
 
 
@@ -36,3 +39,17 @@ def test_weights_are_gathered_inside_of_a_replica_and_with_their_padding(result)
 def test_gradients_are_reduced_inside_of_a_replica_then_across(result):
     assert ["f32[2,6]", "reduce-scatter", "{{0,1},{2,3}}"] in result["calls"]
     assert ["f32[2,6]", "all-reduce", "{{0,2},{1,3}}"] in result["calls"]
+
+
+@pytest.mark.parametrize("ordinals", [[0, 1, 2, 3], [1, 0, 3, 2], [2, 0, 3, 1], [3, 1, 0, 2]])
+def test_shards_lie_by_rank_whatever_the_devices_numbers(ordinals):
+    topology = Topology((("dp", 2), ("fsdp", 2)))
+    for rank, ordinal in enumerate(ordinals):
+        exchange = DeviceExchange(topology, rank, ordinals)
+        own = next(group for group in exchange._shards if ordinal in group)
+        assert [ordinals.index(other) for other in own] == [rank - rank % 2, rank - rank % 2 + 1]
+        assert own.index(ordinal) == exchange.shard_index == rank % 2
+        assert [ordinals.index(o) for o in next(g for g in exchange._replicas if ordinal in g)] == [
+            rank % 2,
+            rank % 2 + 2,
+        ]

@@ -36,6 +36,7 @@ from torchacc.engines.xla.gather import (
 from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
+from torchacc.engines.xla.shards import local_of
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan
@@ -227,7 +228,7 @@ class XlaModel(ShardedModel):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""
         runtime.sync()
-        return [tensor.reshape(-1) for tensor in runtime.to_host([tensor.detach() for tensor in tensors])]
+        return [tensor.reshape(-1) for tensor in runtime.to_host([local_of(tensor) for tensor in tensors])]
 
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
         """Give a parameter new values as data, which needs no program."""

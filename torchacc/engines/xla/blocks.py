@@ -36,7 +36,7 @@ class Rows:
     def pad(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor with rows of zeros up to `num_shards * per_shard`."""
         missing = self.num_shards * self.per_shard - self.shape[0]
-        return torch.cat([whole, whole.new_zeros(missing, *self.shape[1:])]) if missing else whole
+        return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
     def cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return a copy of one shard of the whole tensor."""

@@ -1,32 +1,43 @@
 """What processes with one XLA device each exchange: weights, gradients, and a few scalars."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
 from torchacc.engines.xla.blocks import Block
 from torchacc.engines.xla.gather import Gatherer, Weight
+from torchacc.engines.xla.shards import Reader
 from torchacc.topology import Topology
 
 
 class BlockGatherer(Gatherer):
     """A unit whose weights lie in blocks of which this process holds shards."""
 
-    shards_stand_alone = False
-
     def __init__(self, blocks: list[Block]) -> None:
         super().__init__([weight for block in blocks for weight in block.weights])
         self.blocks = blocks
 
+    @abstractmethod
+    def read(self, block: Block) -> torch.Tensor:
+        """Return a whole block in the dtype of its shards, connected to them for autograd. Collective."""
 
-class Exchange(ABC):
+
+class Exchange(Reader):
     """The collectives of one model, by one means of communication."""
 
-    def __init__(self, topology: Topology, device: int) -> None:
+    def __init__(self, topology: Topology, rank: int, meet: Callable[[str], None]) -> None:
+        """Take a process's place on the mesh.
+
+        Args:
+            topology: The mesh.
+            rank: The process, which is as many on the mesh.
+            meet: Raises unless every process calls it with the same words.
+        """
         self.num_devices = topology.num_devices
         self.num_shards = topology.size("fsdp")
-        self.shard_index = topology.coordinates(device)["fsdp"]
+        self.shard_index = topology.coordinates(rank)["fsdp"]
+        self._meet = meet
         self.holds_gradients = False
         """Whether backward keeps whole gradients, to be reduced by a later one."""
         self.reduce_dtype = torch.float32
@@ -35,6 +46,10 @@ class Exchange(ABC):
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the gradients of parameters of a dtype are summed."""
         return torch.promote_types(dtype, torch.float32) if self.reduce_dtype == torch.float32 else self.reduce_dtype
+
+    def meet(self, what: str) -> None:
+        """Raise unless every process reads the same now. Collective: every process."""
+        self._meet(what)
 
     @abstractmethod
     def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
@@ -49,14 +64,6 @@ class Exchange(ABC):
     @abstractmethod
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices of a device tensor of shape (n,). Collective: every process."""
-
-    @abstractmethod
-    def combine_norms(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the norm over all shards from this process's norms, of shape (n,). Collective: every process.
-
-        Returns:
-            A device tensor without dimensions.
-        """
 
 
 def weight_places(blocks: Sequence[Block]) -> dict[Weight, tuple[Block, int]]:

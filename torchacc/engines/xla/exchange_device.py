@@ -1,23 +1,37 @@
 """Exchange by PJRT's own collectives, as part of the program: on a TPU or GPU, with one process per device."""
 
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 import torch
 
-from torchacc.engines.xla.blocks import Block
+from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.rows import RowGatherer
+from torchacc.engines.xla.blocks import Block, Rows
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange, weight_places
 from torchacc.engines.xla.gather import Weight
+from torchacc.engines.xla.shards import local_of
 from torchacc.topology import Topology
 
 
 class DeviceExchange(Exchange):
     """Collectives on device tensors along the mesh's axes."""
 
-    def __init__(self, topology: Topology, device: int) -> None:
-        super().__init__(topology, device)
-        self._shards = topology.groups("fsdp")
-        self._replicas = topology.groups("dp")
+    def __init__(
+        self, topology: Topology, rank: int, ordinals: Sequence[int], meet: Callable[[str], None] = lambda what: None
+    ) -> None:
+        """Take a process's place on the mesh, where it is its rank, as for the host's collectives.
+
+        Args:
+            topology: The mesh.
+            rank: The process.
+            ordinals: PJRT's number of the device of each process, by rank: collectives on devices are told these.
+            meet: Raises unless every process calls it with the same words.
+        """
+        super().__init__(topology, rank, meet)
+        self._shards = [[ordinals[rank] for rank in group] for group in topology.groups("fsdp")]
+        self._replicas = [[ordinals[rank] for rank in group] for group in topology.groups("dp")]
 
     def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
@@ -40,12 +54,12 @@ class DeviceExchange(Exchange):
         total: torch.Tensor = xm.all_reduce(kind, local, groups=self._shards, pin_layout=False)
         return total if norm_type == inf else total.pow(1 / norm_type)
 
-    def all_gather(self, block: Block, shard: torch.Tensor) -> torch.Tensor:
-        """Return a whole block from this process's shard of it."""
+    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the unsharded tensor from this process's shard of it."""
         import torch_xla.core.xla_model as xm
 
         gathered = xm.all_gather(shard, dim=0, groups=self._shards, pin_layout=False)
-        return block.rows.join(gathered.reshape(self.num_shards, -1))
+        return rows.join(gathered.reshape(self.num_shards, -1))
 
     def reduce_scatter_mean(self, block: Block, whole: torch.Tensor) -> torch.Tensor:
         """Return this process's shard of the mean of a whole block over all devices."""
@@ -65,6 +79,41 @@ class DeviceExchange(Exchange):
         return shard
 
 
+class DeviceRowGatherer(RowGatherer):
+    """Collectives of rows in the program of the devices."""
+
+    def __init__(self, group: ProcessGroup, topology: Topology, ordinals: Sequence[int]) -> None:
+        """Take PJRT's number of each process's device. Collective: every process."""
+        super().__init__(group, topology)
+        self._devices = [[ordinals[rank] for rank in self.ranks]]  # there is no axis but those of data
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes."""
+        import torch_xla.core.xla_model as xm
+
+        if rows.device.type == "cpu":
+            return self.gather_on_host(rows)
+        gathered: torch.Tensor = xm.all_gather(rows, dim=0, groups=self._devices, pin_layout=False)
+        return gathered
+
+    def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of this process's rows."""
+        import torch_xla.core.xla_model as xm
+
+        if gradient.device.type == "cpu":
+            return self.sum_of_own_on_host(gradient)
+        total: torch.Tensor = xm.reduce_scatter(
+            xm.REDUCE_SUM,
+            gradient.to(torch.promote_types(gradient.dtype, torch.float32)),
+            scale=1.0,
+            scatter_dim=0,
+            shard_count=len(self.ranks),
+            groups=self._devices,
+            pin_layout=False,
+        )
+        return total.to(gradient.dtype)
+
+
 class _DeviceGatherer(BlockGatherer):
     def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, gathers_again: bool) -> None:
         super().__init__(blocks)
@@ -73,29 +122,36 @@ class _DeviceGatherer(BlockGatherer):
         self._places = weight_places(blocks)
 
     def gather(self) -> list[torch.Tensor]:
-        whole = [_DeviceGather.apply(block.shard, block, self._exchange) for block in self.blocks]
+        whole = [_DeviceGather.apply(block.shard, block, self._exchange, block.dtype) for block in self.blocks]
         return [part for block, tensor in zip(self.blocks, whole, strict=True) for part in block.parts(tensor)]
+
+    def read(self, block: Block) -> torch.Tensor:
+        """Return a whole block in the dtype of its shards, connected to them for autograd."""
+        read: torch.Tensor = _DeviceGather.apply(block.shard, block, self._exchange, block.shard.dtype)
+        return read
 
     def gather_again(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
 
         block, index = self._places[weight]
-        shard = block.shard.detach().clone()
+        shard = local_of(block.shard).clone()
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
-        return block.parts(self._exchange.all_gather(block, shard.to(block.dtype)))[index]
+        return block.parts(self._exchange.whole(shard.to(block.dtype), block.rows))[index]
 
 
 class _DeviceGather(torch.autograd.Function):
     """The whole of a block; its gradient is the mean over all devices of the block's."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, block: Block, exchange: DeviceExchange) -> torch.Tensor:
+    def forward(
+        ctx: Any, shard: torch.Tensor, block: Block, exchange: DeviceExchange, dtype: torch.dtype
+    ) -> torch.Tensor:
         ctx.block, ctx.exchange = block, exchange
-        return exchange.all_gather(block, shard.to(block.dtype))
+        return exchange.whole(local_of(shard).to(dtype), block.rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         dtype = ctx.block.shard.dtype
         mean = ctx.exchange.reduce_scatter_mean(ctx.block, grad.to(ctx.exchange.sum_dtype(dtype)))
-        return mean.to(dtype), None, None
+        return mean.to(dtype), None, None, None

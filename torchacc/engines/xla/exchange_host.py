@@ -4,7 +4,7 @@ They run between the programs. Weights come in as data before the forward, and s
 reduced once when the backward has run: forward and backward would be cut at each unit otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.blocks import Block, flatten
+from torchacc.engines.xla.blocks import Block, Rows, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
+from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.topology import Topology
 
@@ -26,7 +28,7 @@ class HostExchange(Exchange):
 
     def __init__(self, topology: Topology, group: ProcessGroup) -> None:
         """Make the process groups. Collective: every process."""
-        super().__init__(topology, group.job.rank)
+        super().__init__(topology, group.job.rank, group.meet)
         self._group = group
         self._shards = group.own_subgroup(topology.groups("fsdp"))
         self._replicas = group.own_subgroup(topology.groups("dp"))
@@ -57,6 +59,13 @@ class HostExchange(Exchange):
         if self.num_shards > 1:
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=self._shards)
         return runtime.to_device([(total if norm_type == inf else total.pow(1 / norm_type)).float()])[0]
+
+    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the unsharded tensor on the device. Collective: every process."""
+        host = runtime.to_host([shard])[0].reshape(-1)
+        # As bytes: gloo does not know all dtypes.
+        gathered = self.all_gather(host.view(torch.uint8)).view(host.dtype)
+        return runtime.to_device([rows.join(gathered)])[0]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the shards, of shape (n,) each, as a tensor of shape (num_shards, n)."""
@@ -102,6 +111,29 @@ class HostExchange(Exchange):
                 gatherer.reduce()
 
 
+class XlaRowGatherer(RowGatherer):
+    """Collectives of rows on the host: what has been recorded runs before each of them."""
+
+    def __init__(self, group: ProcessGroup, topology: Topology, run: Callable[[], None]) -> None:
+        """Take a call that runs what has been recorded. Collective: every process."""
+        super().__init__(group, topology)
+        self._run = run
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes."""
+        return self._by_host(self.gather_on_host, rows)
+
+    def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of this process's rows."""
+        return self._by_host(self.sum_of_own_on_host, gradient)
+
+    def _by_host(self, act: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return act(tensor)
+        self._run()
+        return runtime.to_device([act(runtime.to_host([tensor])[0])])[0]
+
+
 class _HostGatherer(BlockGatherer):
     keeps_weights = True
 
@@ -112,13 +144,19 @@ class _HostGatherer(BlockGatherer):
         """The whole gradients of this process that have not been reduced yet."""
 
     def gather(self) -> list[torch.Tensor]:
-        whole = runtime.to_device(self._gather([block.dtype for block in self.blocks]))
+        whole = runtime.to_device(self._gather(self.blocks, [block.dtype for block in self.blocks]))
         parts = []
         for block, tensor in zip(self.blocks, whole, strict=True):
             if block.shard.requires_grad and torch.is_grad_enabled():
                 tensor = _HostGather.apply(block.shard, tensor, block, self)
             parts += block.parts(tensor)
         return parts
+
+    def read(self, block: Block) -> torch.Tensor:
+        """Return a whole block in the dtype of its shards, connected to them for autograd."""
+        (whole,) = runtime.to_device(self._gather([block], [block.shard.dtype]))
+        read: torch.Tensor = _HostGather.apply(block.shard, whole, block, self)
+        return read
 
     def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
         """Keep a whole gradient for the reduction."""
@@ -156,18 +194,19 @@ class _HostGatherer(BlockGatherer):
         moved = runtime.to_device(host_shards)
         for index, gradient in zip(kept, moved, strict=True):
             shard = blocks[index].shard
+            gradient = as_shard_like(shard, gradient)
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
-    def _gather(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Return the whole blocks in these dtypes; those of one dtype travel together."""
-        shards = runtime.to_host([block.shard.detach() for block in self.blocks])
+    def _gather(self, blocks: Sequence[Block], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return whole blocks in these dtypes; those of one dtype travel together."""
+        shards = runtime.to_host([local_of(block.shard) for block in blocks])
         whole: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(dtypes):
             chosen = [index for index, other in enumerate(dtypes) if other == dtype]
             gathered = self._exchange.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
-            parts = gathered.split([self.blocks[index].rows.shard_numel for index in chosen], dim=1)
-            whole |= {index: self.blocks[index].rows.join(part) for index, part in zip(chosen, parts, strict=True)}
-        return [whole[index] for index in range(len(self.blocks))]
+            parts = gathered.split([blocks[index].rows.shard_numel for index in chosen], dim=1)
+            whole |= {index: blocks[index].rows.join(part) for index, part in zip(chosen, parts, strict=True)}
+        return [whole[index] for index in range(len(blocks))]
 
 
 class _HostGather(torch.autograd.Function):

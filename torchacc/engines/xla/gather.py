@@ -38,8 +38,6 @@ class Gatherer(ABC):
 
     keeps_weights: bool = False
     """Whether backward uses the whole weights of forward, instead of gathering them again."""
-    shards_stand_alone: bool = True
-    """Whether a module that is run outside of its unit's forward finds a usable weight in the shard."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
@@ -77,10 +75,6 @@ def install_unit(module: nn.Module, gatherer: Gatherer) -> "UnitHooks":
         return hooks
     module.register_forward_pre_hook(hooks.before)
     module.register_forward_hook(hooks.after, always_call=True)
-    if not gatherer.shards_stand_alone:
-        for weight in gatherer.weights:
-            for owner, name in weight.slots:
-                owner.register_forward_pre_hook(_WholeWeightNeeded(weight.name, name))
     return hooks
 
 
@@ -97,22 +91,6 @@ def find_slots(model: nn.Module, names: Sequence[str]) -> list[Slot]:
     """Return the places of a parameter with these names."""
     paths = [name.rpartition(".") for name in names]
     return [(model.get_submodule(path), leaf) for path, _, leaf in paths]
-
-
-@dataclass(frozen=True)
-class _WholeWeightNeeded:
-    """A hook that stops a module from computing with a shard as if it were the weight."""
-
-    weight_name: str
-    attribute: str
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.attribute not in vars(module):
-            raise EngineError(
-                f"{type(module).__name__} was called by itself, while its parameter {self.weight_name!r} is a shard: "
-                "weights are whole only while the model's own forward runs. Call the model that accelerate() gave, "
-                "or load torchacc.full_state_dict(model) into a copy of it"
-            )
 
 
 class WeightSource(Protocol):

@@ -2,25 +2,27 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
 from torchacc.engines import compat
 from torchacc.engines.base import average_scalars, remap_optimizer
+from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, quirks, runtime
 from torchacc.engines.xla.base import XlaEngine, XlaModel
 from torchacc.engines.xla.blocks import Block, Rows, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
-from torchacc.engines.xla.exchange_device import DeviceExchange
-from torchacc.engines.xla.exchange_host import HostExchange
+from torchacc.engines.xla.exchange_device import DeviceExchange, DeviceRowGatherer
+from torchacc.engines.xla.exchange_host import HostExchange, XlaRowGatherer
 from torchacc.engines.xla.gather import Weight
+from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layout import Holding
@@ -78,6 +80,7 @@ class MultiprocessEngine(XlaEngine):
     def setup(self, plan: WrapPlan) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()
+        self.group.prepare_meetings()
         if runtime.runs_on_cpu():
             runtime.pin_to_share_of_cores(self.job)
         if plan.recomputed:
@@ -85,22 +88,35 @@ class MultiprocessEngine(XlaEngine):
         self.open_compile_cache()
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank, job=self.job)
 
-    @cached_property
-    def ordinal(self) -> int:
-        """This process's device on the mesh; the CPU client, which knows itself only, has the launcher's rank."""
-        return self.job.rank if runtime.runs_on_cpu() else runtime.ordinal()
-
     @property
     def data_shards(self) -> range:
-        """This process's one device."""
-        shard = self.topology.data_shard(self.ordinal)
+        """This process's one device, which is on the mesh where its rank is, whatever PJRT's number of it."""
+        shard = self.topology.data_shard(self.job.rank)
         return range(shard, shard + 1)
 
     def make_exchange(self) -> Exchange:
         """Return the collectives for one model. Collective: every process."""
         if runtime.runs_on_cpu():
             return HostExchange(self.topology, self.group)
-        return DeviceExchange(self.topology, self.ordinal)
+        return DeviceExchange(self.topology, self.job.rank, self.ordinals, self.group.meet)
+
+    @cached_property
+    def ordinals(self) -> list[int]:
+        """PJRT's number of the device of each process, by rank. Made by a collective: every process."""
+        return self.group.all_gather_objects(runtime.ordinal())
+
+    @cached_property
+    def row_gatherer(self) -> RowGatherer:
+        """The collectives of rows between processes. Made by a collective: every process."""
+        if runtime.runs_on_cpu():
+            return XlaRowGatherer(self.group, self.topology, self._run_recorded)
+        return DeviceRowGatherer(self.group, self.topology, self.ordinals)
+
+    def _run_recorded(self) -> None:
+        """Run what has been recorded so far of a step that goes on."""
+        goes_on = self.has_recorded
+        self.sync()
+        self.has_recorded = goes_on
 
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "MultiprocessModel":
         """Shard a model in place between the processes."""
@@ -133,10 +149,14 @@ class MultiprocessModel(XlaModel):
             blocks = [block for _, block in made]
             self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again_in(unit)))
             self.install_unit(module, self._gatherers[-1])
+            for block in blocks:
+                assert isinstance(block.shard, ShardTensor)
+                names = [weight.name for weight in block.weights]
+                block.shard._name = f"the parameter {names[0]!r}" if len(names) == 1 else f"a parameter of {names}"
+                block.shard._read = partial(self._gatherers[-1].read, block)
         self.install_recompute()
         self.move_buffers()
         self.install(self.run)
-        _models.add(self)
         _know_total_norm()
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
@@ -175,7 +195,7 @@ class MultiprocessModel(XlaModel):
             shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
         else:
             shard = rows.cut(whole.detach().cpu(), self._exchange.shard_index)
-        return self.engine.to_device([shard])[0]
+        return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._exchange))
 
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
@@ -207,16 +227,11 @@ class MultiprocessModel(XlaModel):
                 "False, or hand the optimizer to accelerate(…, optimizer=optimizer), which flattens group by group"
             )
 
-    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the whole gradients of which these are the shards. Collective: every process."""
-        norms = torch.stack([torch.linalg.vector_norm(gradient.float(), norm_type) for gradient in gradients])
-        return self._exchange.combine_norms(norms, norm_type)
-
     @property
     def replica(self) -> tuple[int, int]:
         """This process's place on the axis of replicas."""
         topology = self.engine.topology
-        return topology.coordinates(self.engine.ordinal)["dp"], topology.size("dp")
+        return topology.coordinates(self.engine.job.rank)["dp"], topology.size("dp")
 
     @property
     def num_shards(self) -> int:
@@ -233,18 +248,27 @@ class MultiprocessModel(XlaModel):
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter's shard, the padding zeros."""
-        padded = local
-        if len(local) < parameter.numel():
-            padded = local.new_zeros(parameter.numel())
+        assert isinstance(parameter, ShardTensor)
+        rows, padded = parameter._layout.rows, local
+        if len(local) < rows.shard_numel:
+            padded = local.new_zeros(rows.shard_numel)
             padded[: len(local)] = local
-        return self.engine.to_device([padded.view(parameter.shape)])[0]
+        return as_shard(self.engine.to_device([padded.view(rows.shard_shape)])[0], parameter._layout)
+
+    def numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context for an update, which also knows nothing of shards where it makes no state."""
+        context = super().numbers_on_device(update, parameters)
+        return context if update == "_single_tensor_sgd" else _on_plain_tensors(context)
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
         return sum(block.rows.shard_numel for gatherer in self._gatherers for block in gatherer.blocks)
 
 
-_models: WeakSet[MultiprocessModel] = WeakSet()
+@contextmanager
+def _on_plain_tensors(context: AbstractContextManager[None]) -> Iterator[None]:
+    with context, DisableTorchFunctionSubclass():
+        yield
 
 
 @functools.cache
@@ -254,20 +278,28 @@ def _know_total_norm() -> None:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Return the norm of gradients that are shards of sharded models', all or some of them, or None for others."""
-    owners = {id(p.grad): model for model in _models for p in model.model.parameters() if p.grad is not None}
-    # By the order of the gradients, which is the same on every rank; that of the models is not.
-    of_model: dict[MultiprocessModel, list[torch.Tensor]] = {}
+    """Return the norm of gradients that are shards, all or some of them, or None for others."""
+    of_model: dict[Reader, list[torch.Tensor]] = {}
     others: list[torch.Tensor] = []
     for gradient in gradients:
-        owner = owners.get(id(gradient))
-        (others if owner is None else of_model.setdefault(owner, [])).append(gradient)
+        if isinstance(gradient, ShardTensor):
+            of_model.setdefault(gradient._layout.reader, []).append(without_padding(gradient))
+        else:
+            others.append(gradient)
     if not of_model:
         return None
-    norms = [model.total_norm(shards, norm_type) for model, shards in of_model.items()]
-    norms += [torch.linalg.vector_norm(gradient.float(), norm_type).to(norms[0].device) for gradient in others]
+    norms = [
+        model.combine_norms(torch.stack([_norm(shard, norm_type) for shard in shards]), norm_type)
+        for model, shards in of_model.items()
+    ]
+    norms += [_norm(gradient, norm_type).to(norms[0].device) for gradient in others]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
+
+
+def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor.float(), norm_type)
+    return norm
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchacc.engines.xla import runtime
+from torchacc.engines.xla.shards import local_of
 
 Place = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 """Returns a tensor that lies like a parameter, as plain data, from a flat one on the host."""
@@ -53,7 +54,7 @@ def _initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
 ) -> dict[str, torch.Tensor]:
     """Return what the optimizer makes for a parameter before its first step, on the host."""
-    stand_in = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+    stand_in = nn.Parameter(torch.zeros(local_of(parameter).shape, dtype=parameter.dtype))
     stand_in.grad = torch.zeros_like(stand_in)
     kind: Any = type(optimizer)
     settings = {key: group[key] for key in inspect.signature(kind).parameters if key in group}
@@ -70,7 +71,7 @@ def _laid_out(
     value: torch.Tensor, parameter: nn.Parameter, group: dict[str, Any], place: Place, put: Put
 ) -> torch.Tensor:
     """Return a host tensor where a step wants it: on the device, but for the numbers that the host computes with."""
-    if value.shape == parameter.shape:
+    if value.shape == local_of(parameter).shape:
         return place(parameter, value.detach().reshape(-1))
     return put(value) if value.dim() or _computes_on_device(group) else value
 

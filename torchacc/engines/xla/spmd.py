@@ -116,6 +116,10 @@ class SpmdEngine(XlaEngine):
     def _op_shardings(self) -> dict[Spec, Any]:
         return {}
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: this process has the rows of all devices."""
+        return tensor
+
     def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "SpmdModel":
         """Shard a model in place by annotations."""
         sharded = SpmdModel(self, model, plan)

@@ -1,0 +1,518 @@
+"""A tensor of which this process holds a shard, and which says so: a parameter, its gradient, an optimizer's state.
+
+A script sees the unsharded tensor's shape, and PyTorch's functions do one of these:
+
+- What goes element by element, as optimizers, clipping, averages of weights and changes in place do, runs on the shard.
+- What else reads a value, such as a norm, a product with activations or an index, gets the unsharded tensor. That is
+  collective: every process has to do the same.
+- What else changes values in place is refused, as a copy would be changed.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchacc.engines.xla.blocks import Rows
+from torchacc.errors import EngineError
+
+_QUESTIONS = {
+    "_backward_hooks", "_base", "_cdata", "_grad_fn", "_is_view", "_version", "device", "dim", "dtype",
+    "element_size", "get_device", "grad_fn", "has_names", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda",
+    "is_floating_point", "is_inference", "is_leaf", "is_meta", "is_neg", "is_nested", "is_quantized", "is_signed",
+    "is_sparse", "is_sparse_csr", "is_xla", "itemsize", "layout", "name", "names", "ndim", "ndimension", "output_nr",
+    "requires_grad", "requires_grad_", "result_type", "retain_grad", "retains_grad", "storage_offset", "stride",
+    "untyped_storage", "data_ptr", "is_mps", "is_xpu", "is_mtia", "is_mkldnn", "is_vulkan", "is_maia", "is_ipu",
+    "can_cast", "is_tensor", "is_same_size",
+}  # fmt: skip
+"""Names of what asks for no value and no size."""
+
+_ELEMENTWISE = {
+    "abs", "absolute", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "atan2", "bfloat16", "bitwise_and",
+    "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "clone", "constant",
+    "contiguous", "copy", "copysign", "cos", "cosh", "deg2rad", "detach", "div", "divide", "double", "empty_like", "eq",
+    "erf", "erfc", "exp", "exp2", "expm1", "fill", "float", "float_power", "floor", "floor_divide", "fmax", "fmin",
+    "fmod", "full_like", "ge", "greater", "greater_equal", "gt", "half", "hardshrink", "heaviside", "hypot", "isfinite",
+    "isinf", "isnan", "isneginf", "isposinf", "ldexp", "le", "lerp", "less", "less_equal", "log", "log10", "log1p",
+    "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill",
+    "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal",
+    "ones_like", "positive", "pow", "rad2deg", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn",
+    "sigmoid", "sign", "signbit", "sin", "sinh", "softshrink", "sqrt", "square", "sub", "subtract", "tan", "tanh",
+    "threshold", "to", "true_divide", "truediv", "trunc", "type", "type_as", "where", "xlogy", "zero", "zeros_like",
+}  # fmt: skip
+"""Names, without underscores, of functions of which each element of the result depends on one of each operand."""
+
+_WITHOUT_GRADIENT = {
+    "empty_like", "eq", "full_like", "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "isneginf",
+    "isposinf", "le", "less", "less_equal", "lt", "ne", "not_equal", "ones_like", "sign", "signbit", "zeros_like",
+}  # fmt: skip
+"""Names of element-wise functions that pass no gradient on."""
+
+_OPERATORS = {
+    f"__{prefix}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    for prefix in ("", "r", "i")
+} | {f"__{name}__" for name in ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")}
+
+_RANDOM = {"rand_like", "randn_like", "randint_like", "bernoulli", "poisson", "normal"}
+
+_VIEWS = {
+    "as_strided", "chunk", "diag", "diagonal", "expand", "expand_as", "flatten", "getitem", "mT", "T", "H", "mH",
+    "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze",
+    "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+    "view_as", "iter",
+}  # fmt: skip
+"""Names, without underscores, of what gives a part of a tensor that a script may then change in place."""
+
+_INSTEAD = (
+    "Change the parameter itself by functions that go element by element (parameter.mul_(…), "
+    "parameter.data.copy_(unsharded)), or give new values to model.load_state_dict()"
+)
+
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+
+
+class Reader(ABC):
+    """How the shards of a model come together where a script reads a value of one."""
+
+    num_shards: int
+    shard_index: int
+
+    @abstractmethod
+    def meet(self, what: str) -> None:
+        """Raise unless every process reads the same now. Collective: every process.
+
+        Raises:
+            EngineError: They do not.
+        """
+
+    @abstractmethod
+    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the unsharded tensor on the device. Collective: every process."""
+
+    @abstractmethod
+    def combine_norms(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the norm over all shards from this process's norms, of shape (n,). Collective: every process.
+
+        Returns:
+            A device tensor without dimensions.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Of which tensor a shard is a part, and of which model."""
+
+    rows: Rows
+    reader: Reader
+
+    def fits(self, other: "Layout") -> bool:
+        """Return whether shards of both have the same places in their tensors."""
+        return self is other or (
+            self.rows == other.rows and self.reader.shard_index == other.reader.shard_index
+        )  # the number of shards is a part of the rows
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of an operand that is broadcast against the unsharded tensor."""
+        shape = self.rows.shape
+        if tensor.dim() > len(shape) or any(
+            size not in (1, whole) for size, whole in zip(reversed(tensor.shape), reversed(shape), strict=False)
+        ):
+            raise EngineError(
+                f"a tensor of shape {tuple(tensor.shape)} beside a sharded one, whose unsharded shape is {shape}: give "
+                "a number, or a tensor that fits the unsharded shape"
+            )
+        is_cut = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        return self.rows.cut(tensor, self.reader.shard_index) if is_cut else tensor
+
+
+class ShardTensor(torch.Tensor):
+    """This process's shard of a tensor, padding included, under the shape of the unsharded one."""
+
+    _layout: Layout
+    _read: Callable[[], torch.Tensor] | None = None
+    """Returns the unsharded tensor, connected to this shard for autograd; only of a model's parameter."""
+    _name: str = "a tensor that lies like a parameter"
+
+    __hash__ = object.__hash__
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The unsharded tensor's shape."""
+        return torch.Size(self._layout.rows.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the unsharded tensor's shape, or its size along a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the unsharded tensor."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of the unsharded tensor."""
+        return self.numel() * self.element_size()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, as a shard like this one."""
+        with DisableTorchFunctionSubclass():
+            gradient = _GRAD.__get__(self)
+            if gradient is not None and not isinstance(gradient, ShardTensor):
+                gradient = as_shard(gradient, self._layout)  # autograd's own, once: its identity is to last
+                _GRAD.__set__(self, gradient)
+        return gradient  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            value = self._own_part(value, "grad")
+        with DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same shard without autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        value = self._own_part(value, "data")
+        with DisableTorchFunctionSubclass():
+            _DATA.__set__(self, value)
+
+    def detach(self) -> "ShardTensor":
+        """Return the same shard without autograd."""
+        with DisableTorchFunctionSubclass():
+            return as_shard(super().detach(), self._layout, self._name)
+
+    def to_local(self) -> torch.Tensor:
+        """Return what this process holds, padding included, as a plain tensor."""
+        with DisableTorchFunctionSubclass():
+            return super().detach()
+
+    def _own_part(self, value: torch.Tensor, attribute: str) -> torch.Tensor:
+        if isinstance(value, ShardTensor):
+            if not value._layout.fits(self._layout):
+                raise EngineError(f"{self._name}.{attribute} was given a shard of shape {tuple(value.shape)}")
+            return value
+        if tuple(value.shape) != tuple(self.shape):
+            raise EngineError(
+                f"{self._name}.{attribute} was given a tensor of shape {tuple(value.shape)}; the unsharded one has the "
+                f"shape {tuple(self.shape)}"
+            )
+        return as_shard(self._layout.part_of(value.detach()).to(self.device), self._layout)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse a hook of the gradient, which is not this process's own once it is there."""
+        raise EngineError(
+            f"a hook on the gradient of {self._name}: each process holds a shard of it, which is there once backward "
+            "has ended. Change parameter.grad after backward(), or hook an output of a module"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        index, count = self._layout.reader.shard_index, self._layout.rows.num_shards
+        return f"shard {index} of {count} of {self._name}, shape {tuple(self.shape)}, {self.dtype}"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(whole_of(self), spec) if spec else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
+        if id(self) not in memo:
+            with torch.no_grad():
+                copied = as_shard(self.to_local().clone(), self._layout, self._name)
+            copied.requires_grad_(self.requires_grad)
+            if getattr(self, "_is_param", False):
+                copied._is_param = True
+            memo[id(self)] = copied
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            f"{self._name} is pickled, as torch.save() does: the file would have this process's shard alone. "
+            "torchacc.save(model.state_dict(), path) and torchacc.checkpoint.save(), called by every process, write "
+            "all of it, and torchacc.full_state_dict(model) returns unsharded tensors"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch on shards, or on unsharded tensors, or refuse it."""
+        kwargs = kwargs or {}
+        call = _call_of(func)
+        if call.is_question:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if call.method is not None:
+            return call.method(*args, **kwargs)
+        written = _written(args, kwargs) if call.writes else kwargs.get("out")
+        if call.is_each:
+            return _run_each(call, func, args, kwargs)
+        if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(written)):
+            return _write(call, func, written, args, kwargs)
+        if call.is_elementwise and (layout := _common_layout(args, kwargs, call)) is not None:
+            return _run_on_shards(func, args, kwargs, layout)
+        return _run_on_whole(call, func, args, kwargs)
+
+
+class WholeCopy(torch.Tensor):
+    """A view of an unsharded copy, which is not to be changed in place, as nobody would see it."""
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch, unless it changes the copy."""
+        call = _call_of(func)
+        if call.writes and isinstance(_written(args, kwargs or {}), WholeCopy):
+            raise EngineError(f"{call.name}() on a part of a sharded tensor would change a copy of it. {_INSTEAD}")
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return _as_copies(result) if call.is_view or call.base in ("data", "detach") else result
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a function of PyTorch is, by its name."""
+
+    name: str
+    base: str
+    """The name without what marks operators, methods in place, and functions of lists."""
+    is_question: bool
+    is_elementwise: bool
+    is_each: bool
+    """Whether it takes lists, of which it does the same to each."""
+    is_view: bool
+    is_random: bool
+    writes: bool
+    """Whether it changes its first argument."""
+    method: Callable[..., Any] | None
+    """What `ShardTensor` has in its place."""
+
+
+@functools.cache
+def _call_of(func: Any) -> _Call:
+    name: str = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__
+    is_each = name.startswith("_foreach_")
+    is_dunder = name.startswith("__") and name.endswith("__")
+    base = name.removeprefix("_foreach_").strip("_")
+    in_place = (is_dunder and name in _IN_PLACE_OPERATORS) or (not is_dunder and name.endswith("_"))
+    own = name in vars(ShardTensor) and callable(vars(ShardTensor)[name]) and name not in ("__torch_function__",)
+    return _Call(
+        name=name,
+        base=base,
+        is_question=name in _QUESTIONS,
+        is_elementwise=name in _OPERATORS if is_dunder else base in _ELEMENTWISE,
+        is_each=is_each,
+        is_view=base in _VIEWS,
+        is_random=base in _RANDOM,
+        writes=(in_place and name not in _QUESTIONS) or getattr(func, "__name__", "") in ("__set__", "__delete__"),
+        method=vars(ShardTensor)[name] if own else None,
+    )
+
+
+_IN_PLACE_OPERATORS = {name for name in _OPERATORS if name.startswith("__i") and name != "__invert__"} | {"__setitem__"}
+
+
+def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a function changes: its first argument, which those of nn.init pass on by name."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def as_shard(local: torch.Tensor, layout: Layout, name: str | None = None) -> ShardTensor:
+    """Return what this process holds of a tensor, padding included, as a `ShardTensor` of the same memory."""
+    with DisableTorchFunctionSubclass():
+        shard: ShardTensor = torch.Tensor._make_subclass(ShardTensor, local)
+    shard._layout = layout
+    if name is not None:
+        shard._name = name
+    return shard
+
+
+def as_shard_like(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor that lies like another."""
+    return as_shard(local, other._layout) if isinstance(other, ShardTensor) else local
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, as a plain one without autograd."""
+    return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor.detach()
+
+
+def without_padding(shard: ShardTensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, as a plain one, with zeros for padding, whatever came to be there.
+
+    Every process runs the same program, as collectives on devices ask for.
+    """
+    local, rows, index = shard.to_local(), shard._layout.rows, shard._layout.reader.shard_index
+    if rows.shape[0] == rows.num_shards * rows.per_shard:
+        return local
+    held = torch.arange(rows.per_shard) + index * rows.per_shard < rows.shape[0]
+    mask = held.to(local.device).view(-1, *(1 for _ in rows.shape[1:]))
+    return torch.where(mask, local, torch.zeros((), dtype=local.dtype, device=local.device))
+
+
+def whole_of(shard: ShardTensor) -> torch.Tensor:
+    """Return the unsharded tensor, connected to a parameter's shard for autograd. Collective: every process."""
+    layout = shard._layout
+    layout.reader.meet(f"{shard._name}, shape {tuple(shard.shape)}")
+    if shard.requires_grad and torch.is_grad_enabled():
+        if shard._read is None:
+            raise EngineError(
+                f"{shard._name} is a copy of a shard that asks for a gradient, and would get this process's own alone: "
+                "compute with the model's own parameters, or with a copy from torchacc.full_state_dict(model)"
+            )
+        return shard._read()
+    return layout.reader.whole(shard.to_local(), layout.rows)
+
+
+def _shards_in(*trees: Any) -> Iterator[ShardTensor]:
+    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, ShardTensor))
+
+
+def _common_layout(args: Sequence[Any], kwargs: Mapping[str, Any], call: _Call) -> Layout | None:
+    """Return how all operands lie, where they are shards that lie alike, and numbers; None where they are not.
+
+    A gradient goes through the unsharded tensor, so that it is reduced with all others.
+    """
+    grad_enabled = torch.is_grad_enabled() and call.base not in _WITHOUT_GRADIENT
+    layout = None
+    for leaf in (*args, *kwargs.values()):
+        if isinstance(leaf, ShardTensor):
+            layout = layout or leaf._layout
+            if not leaf._layout.fits(layout) or (grad_enabled and leaf.requires_grad):
+                return None
+        elif isinstance(leaf, torch.Tensor):
+            if leaf.dim() or (grad_enabled and leaf.requires_grad):
+                return None
+        elif isinstance(leaf, list | tuple):  # of no element-wise function's arguments
+            return None
+    return layout
+
+
+def _run_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout) -> Any:
+    with DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if isinstance(result, ShardTensor) or not isinstance(result, torch.Tensor):
+        return result
+    if result.device.type != "xla":  # a copy on the host is one that is read
+        return _run_on_whole(_call_of(func), func, args, kwargs)
+    return as_shard(result, layout)
+
+
+def _run_on_whole(call: _Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if call.is_random and any(True for _ in _shards_in(args, kwargs)):
+        raise EngineError(
+            f"{call.name}() of a sharded tensor: each process would draw numbers of its own, also for copies of one "
+            "shard. Draw them for the unsharded shape with a generator that has the same seed on every rank, on the "
+            "CPU: parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device))"
+        )
+    found: dict[int, torch.Tensor] = {}
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardTensor):
+            return leaf
+        if id(leaf) not in found:
+            found[id(leaf)] = whole_of(leaf)
+        return found[id(leaf)]
+
+    args, kwargs = tree_map(whole, (tuple(args), dict(kwargs)))
+    result = func(*args, **kwargs)
+    return _as_copies(result) if call.is_view else result
+
+
+def _write(call: _Call, func: Any, written: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Change a shard in place, element by element."""
+    if call.name == "__setitem__" and (same := _as_whole_assignment(*args)) is not None:
+        return getattr(written, same[0])(*same[1:])
+    if not isinstance(written, ShardTensor) or not call.is_elementwise:
+        raise EngineError(
+            f"{call.name}() of {getattr(written, '_name', 'sharded tensors')}: this process holds a shard of it, and "
+            f"what it computes is not element by element, or random. {_INSTEAD}"
+        )
+    layout = written._layout
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, ShardTensor) and leaf._layout.fits(layout)):
+            return leaf
+        whole = whole_of(leaf) if isinstance(leaf, ShardTensor) else leaf
+        return layout.part_of(whole) if whole.dim() else whole
+
+    args, kwargs = tree_map(part, (tuple(args), dict(kwargs)))
+    with DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
+    return written
+
+
+def _as_whole_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
+    """Return the method and its arguments that stand for an assignment to all elements, or to those of a mask."""
+    if isinstance(index, ShardTensor) and index.dtype == torch.bool and index._layout.fits(target._layout):
+        return ("masked_fill_", index, value) if not isinstance(value, torch.Tensor) or not value.dim() else None
+    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        return ("copy_", value) if isinstance(value, torch.Tensor) else ("fill_", value)
+    return None
+
+
+def _run_each(call: _Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a function of lists: on shards where it goes element by element, and on unsharded tensors otherwise."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    rest = [arg for arg in args if not isinstance(arg, list | tuple)]
+    if not call.is_elementwise:
+        if call.writes:
+            raise EngineError(f"{call.name}() of sharded tensors is not element by element. {_INSTEAD}")
+        return _run_on_whole(call, func, args, kwargs)
+    layouts = [_common_layout((*each, *rest), kwargs, call) for each in zip(*lists, strict=True)]
+    mixed = [index for index, layout in enumerate(layouts) if layout is None and _are_sharded(lists, index)]
+    if mixed and (call.writes or len(mixed) < len(layouts)):
+        raise EngineError(
+            f"{call.name}() of sharded tensors beside others in one list: a loop over them, with one function for each "
+            "tensor, gives each what belongs to it"
+        )
+    if mixed:
+        return _run_on_whole(call, func, args, kwargs)
+    with DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if not isinstance(result, list | tuple):
+        return result
+    return [
+        as_shard(each, layout) if layout is not None and not isinstance(each, ShardTensor) else each
+        for each, layout in zip(result, layouts, strict=True)
+    ]
+
+
+def _are_sharded(lists: Sequence[Sequence[Any]], index: int) -> bool:
+    return any(isinstance(each[index], ShardTensor) for each in lists)
+
+
+def _as_copies(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.as_subclass(WholeCopy) if result._is_view() else result  # an index by a tensor gives a new one
+    if isinstance(result, list | tuple):
+        return [_as_copies(part) for part in result]
+    return map(_as_copies, result) if isinstance(result, Iterator) else result
