@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
 
-from launching import environment
+from launching import environment, run_all
 from matrix import REFERENCE, SECONDS_TO_RUN, Case, all_cases, chosen_cases
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -69,9 +69,13 @@ class Launcher:
         cases_file.write_text(json.dumps([*self._inputs[engine].values()]))
         kind, _, num_devices = engine.rpartition("-")
         launched = kind == "xla-multiprocess" or (kind == "native" and num_devices != "1")
+        if not launched or num_devices != "2":  # two devices are launched as users do: see forkrun.py
+            return run_all(
+                WORKER, cases_file, out, num_ranks=int(num_devices) if launched else 0, seconds=SECONDS_TO_RUN
+            )
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_devices}"]
         process = subprocess.Popen(
-            [sys.executable, *(launcher if launched else []), str(WORKER), str(cases_file), str(out)],
+            [sys.executable, *launcher, str(WORKER), str(cases_file), str(out)],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

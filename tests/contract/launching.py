@@ -1,7 +1,10 @@
-"""The environment in which workers of the contract run."""
+"""How workers of the contract run, and in which environment."""
 
 import os
+import subprocess
 from pathlib import Path
+
+from tests import forkrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -11,3 +14,13 @@ def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     flags = " ".join([os.environ["XLA_FLAGS"], *xla_flags])
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags} | variables
+
+
+def run_all(worker: Path, *arguments: object, num_ranks: int = 0, seconds: float, **variables: str) -> str:
+    """Run a worker to its end, or until its time is up; return what it printed."""
+    try:
+        return forkrun.run(
+            worker, *arguments, num_ranks=num_ranks, env=environment(**variables), timeout=seconds, merged=True
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        return f"{late.output}\n(ended after {seconds} s)"

@@ -6,15 +6,13 @@ and tolerances say how closely. A test here looks at how its case ended, on ever
 
 import json
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from casekit import CASES
-from launching import environment
+from launching import run_all
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -31,23 +29,10 @@ Outcomes = dict[str, list[dict[str, Any]]]
 
 
 def launch(engine: str, out: Path, *names: str) -> tuple[Outcomes, str]:
-    """Run cases of an engine, all without names; return how they ended and what was printed."""
+    """Run cases of an engine; return how they ended and what was printed."""
     out.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS[engine]}"]
-    process = subprocess.Popen(
-        [sys.executable, *(launcher if NUM_RANKS[engine] > 1 else []), str(WORKER), engine, str(out), *names],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        printed = process.communicate(timeout=SECONDS_TO_RUN)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        printed = process.communicate()[0] + f"\n(ended after {SECONDS_TO_RUN} s)"
-    finally:  # of an interrupted session, too; the launcher ends its processes
-        process.terminate()
+    num_ranks = NUM_RANKS[engine] if NUM_RANKS[engine] > 1 else 0
+    printed = run_all(WORKER, engine, out, *names, num_ranks=num_ranks, seconds=SECONDS_TO_RUN)
     outcomes: Outcomes = {}
     for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
         outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))
@@ -55,14 +40,18 @@ def launch(engine: str, out: Path, *names: str) -> tuple[Outcomes, str]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcomes, str]]:
-    """Launches an engine when the first of its tests asks, and keeps what came of it."""
+def launched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Outcomes, str]]:
+    """Launches an engine when the first of its tests asks, with all that are selected, and keeps what came of it."""
     folder = tmp_path_factory.mktemp("behaviour")
     found: dict[str, tuple[Outcomes, str]] = {}
 
     def of(engine: str) -> tuple[Outcomes, str]:
         if engine not in found:
-            found[engine] = launch(engine, folder / engine)
+            given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+            names = [each["name"] for each in given if each.get("engine") == engine and each.get("name") in CASES]
+            found[engine] = launch(engine, folder / engine, *dict.fromkeys([RANDOM, *names]))
         return found[engine]
 
     return of

@@ -8,15 +8,13 @@ does so as well, and writes what came of it to `docs/checkpoint_matrix.md`.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, environment
+from launching import ROOT, run_all
 from layouts import LAYOUTS, Launch, Way, chosen_ways, every_way, launches
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -63,18 +61,10 @@ class Runs:
 
     def _launch(self, launch: Launch) -> str:
         layout = LAYOUTS[launch.name]
-        launcher = [str(ROOT / "tests" / "forkrun.py"), str(layout.num_processes)] if layout.is_launched else []
+        num_ranks = layout.num_processes if layout.is_launched else 0
         what = "save" if launch.saves else "load"
-        done = subprocess.run(
-            [sys.executable, *launcher, str(WORKER), what, launch.name, str(self._folder), *launch.loads],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS_TO_RUN,
-            check=False,
-        )
-        return done.stdout
+        given = (what, launch.name, self._folder, *launch.loads)
+        return run_all(WORKER, *given, num_ranks=num_ranks, seconds=SECONDS_TO_RUN)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

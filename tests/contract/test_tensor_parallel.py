@@ -6,15 +6,13 @@ four devices runs all cases of an engine; a test here looks at how its case ende
 
 import json
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from casekit import CASES
-from launching import environment
+from launching import environment, run_all
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 SECONDS_TO_RUN = 300  # many times what it takes on two cores that do nothing else
 
-LAUNCHERS = {"native": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"], "xla-spmd": []}
+NUM_RANKS = {"native": 4, "xla-spmd": 0}
 
 others = set(CASES)
 runpy.run_path(str(WORKER))  # registers the cases
@@ -35,19 +33,12 @@ Outcomes = dict[str, list[dict[str, Any]]]
 def launch(engine: str, out: Path, programs: Path) -> tuple[Outcomes, str]:
     """Run all cases of an engine; return how they ended, and what was printed."""
     dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[engine], str(WORKER), engine, str(out)],
-        env=environment(dump, TORCHACC_TEST_PROGRAMS=str(programs)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS_TO_RUN,
-        check=False,
-    )
+    variables = {"XLA_FLAGS": environment(dump)["XLA_FLAGS"], "TORCHACC_TEST_PROGRAMS": str(programs)}
+    printed = run_all(WORKER, engine, out, num_ranks=NUM_RANKS[engine], seconds=SECONDS_TO_RUN, **variables)
     outcomes: Outcomes = {}
     for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
         outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))
-    return outcomes, done.stdout
+    return outcomes, printed
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +53,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
         ranks = outcomes.get(name, [])
         failures = [f"rank {rank}: {each['failed']}" for rank, each in enumerate(ranks) if each["failed"]]
         assert not failures, "\n".join(failures)
-        expected = 4 if LAUNCHERS[engine] else 1
+        expected = NUM_RANKS[engine] or 1
         assert len(ranks) == expected, f"{engine} did not come as far as {name}; it printed:\n{printed[-6000:]}"
         return ranks[0]["returned"]
 
@@ -71,7 +62,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
 
 CASES_OF_ENGINES = [
     pytest.param(engine, name, id=f"{engine}-4-{name}", marks=[pytest.mark.xla] if engine == "xla-spmd" else [])
-    for engine in LAUNCHERS
+    for engine in NUM_RANKS
     for name in sorted(OWN)
     if engine in OWN[name].engines
 ]

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forkrun
+
 SCRIPT = Path(__file__).with_name("hub_script.py")
-FOUR_RANKS = [str(Path(__file__).parents[1] / "forkrun.py"), "4"]
 NUM_ROWS = 36  # 4 devices x 2 rows: four steps and a half
 
 pytestmark = pytest.mark.slow
@@ -40,13 +39,10 @@ def hub_folder(tmp_path_factory):
     return folder
 
 
-def run(folder, launcher, *, backend, use_spmd=False, bf16=False):
+def run(folder, num_ranks, *, backend, use_spmd=False, bf16=False):
     options = json.dumps({"backend": backend, "use_spmd": use_spmd, "bf16": bf16})
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), options],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    done = forkrun.run(SCRIPT, options, num_ranks=num_ranks, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     facts = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FACTS ")]
     return sorted(facts, key=lambda fact: fact["rank"])
@@ -54,17 +50,17 @@ def run(folder, launcher, *, backend, use_spmd=False, bf16=False):
 
 @pytest.fixture(scope="module")
 def native(hub_folder):
-    return run(hub_folder, FOUR_RANKS, backend="native")
+    return run(hub_folder, 4, backend="native")
 
 
 @pytest.fixture(scope="module")
 def multiprocess(hub_folder):
-    return run(hub_folder, FOUR_RANKS, backend="xla")
+    return run(hub_folder, 4, backend="xla")
 
 
 @pytest.fixture(scope="module")
 def spmd(hub_folder):
-    return run(hub_folder, [], backend="xla", use_spmd=True)
+    return run(hub_folder, 0, backend="xla", use_spmd=True)
 
 
 def check_shares(facts):
@@ -95,6 +91,6 @@ def test_every_engine_prints_the_same_losses(native, multiprocess, spmd):
 
 @pytest.mark.xla
 def test_bfloat16_stays_near(hub_folder, native):
-    low = run(hub_folder, FOUR_RANKS, backend="xla", bf16=True)
+    low = run(hub_folder, 4, backend="xla", bf16=True)
     assert low[0]["losses"] != native[0]["losses"]
     assert low[0]["losses"] == pytest.approx(native[0]["losses"], rel=5e-3)

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 WORKER = Path(__file__).with_name("run_log_worker.py")
 
@@ -21,14 +21,11 @@ WORKER = Path(__file__).with_name("run_log_worker.py")
     ],
 )
 def test_what_a_run_shows_and_leaves(tmp_path, engine, num_processes):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     folder = tmp_path / "demo"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), engine, str(folder)],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "WANDB_MODE": "offline"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    environ = os.environ | {"PJRT_DEVICE": "CPU", "WANDB_MODE": "offline"}
+    num_ranks = num_processes if num_processes > 1 else 0
+    done = forkrun.run(WORKER, engine, folder, num_ranks=num_ranks, env=environ, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
 

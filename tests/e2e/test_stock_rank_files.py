@@ -1,14 +1,13 @@
 """Files that stock torch_xla saved: put together as it does that itself, and resharded as it would have saved them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forkrun
 from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.copying import carry_out
 
@@ -24,14 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what 2 ranks saved and what 4 ranks did."""
     folder = tmp_path_factory.mktemp("saved")
     for world in (2, 4):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(SCRIPT), str(folder / str(world))],
-            env=os.environ | {"PJRT_DEVICE": "CPU"},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        done = forkrun.run(SCRIPT, folder / str(world), num_ranks=world, env=os.environ | {"PJRT_DEVICE": "CPU"})
         assert done.returncode == 0, done.stderr
     return folder
 

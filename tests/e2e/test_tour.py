@@ -3,18 +3,17 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("tour_worker.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ALL = ("resnet_acc", "resnet_group", "bert_classification", "t5_summarise", "llama_lora")
 SAME_LOSS = 1e-4  # relative, in float32, after a few steps
 
@@ -24,16 +23,14 @@ SPMD_4 = pytest.param("spmd_4", id="spmd-4", marks=pytest.mark.xla)
 pytestmark = pytest.mark.slow
 
 
-def run(*command, cwd):
+def run(*command, cwd, num_ranks=0):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=500
-    )
+    return forkrun.run(*command, num_ranks=num_ranks, cwd=cwd, env=environ)
 
 
-def tour(folder, engine, *, launcher=()):
-    done = run(*launcher, WORKER, folder, engine, *ALL, cwd=folder)
+def tour(folder, engine, *, num_ranks=0):
+    done = run(WORKER, folder, engine, *ALL, cwd=folder, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = {name: json.loads((folder / name / "metrics.json").read_text()) for name in ALL}
     return metrics | {"lines": done.stdout.splitlines(), "folder": folder}
@@ -46,7 +43,7 @@ def native_1(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def native_2(tmp_path_factory):
-    return tour(tmp_path_factory.mktemp("native-2"), "native", launcher=TORCHRUN)
+    return tour(tmp_path_factory.mktemp("native-2"), "native", num_ranks=2)
 
 
 @pytest.fixture(scope="module")

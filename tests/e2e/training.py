@@ -3,11 +3,11 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+
+from tests import forkrun
 
 WORKER = Path(__file__).with_name("train_worker.py")
 ROOT = Path(__file__).parents[2]
@@ -43,12 +43,9 @@ def data(folder: Path) -> dict:
 
 def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int = 0) -> dict:
     """Carry stages out in processes of their own, and return what rank 0 has found."""
-    launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(path), *stages],
-        env=os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    environ = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
+    num_ranks = num_processes if num_processes > 1 else 0
+    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, env=environ, timeout=400)
     assert done.returncode == returncode, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]) if returncode == 0 else {}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import torchacc
+from tests import forkrun
 from torchacc.checkpoint import load, plain, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.dcp_files import DcpFolder, DcpWriter
@@ -441,10 +442,7 @@ def test_an_altered_checkpoint_is_not_exported(saved, tmp_path):
 
 
 def fsdp2(task, folder):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, FSDP2_PROGRAM, task, folder], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = forkrun.run(FSDP2_PROGRAM, task, folder, num_ranks=2, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in done.stdout.partition("LOSSES ")[2].split()]
 

@@ -4,8 +4,6 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torchacc
+from tests import forkrun
 from torchacc.checkpoint import hub
 from torchacc.checkpoint.folder import Folder
 from torchacc.engines.base import sharded_model
@@ -522,12 +521,10 @@ class TestSeveralDevices:
         model.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
         fsdp = {"size": 2, "use_spmd": engine == "xla-spmd", "flatten_parameters": flat}
         config = {"backend": engine.partition("-")[0], "dist": {"fsdp": fsdp}}
-        launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
-        done = subprocess.run(
-            [sys.executable, *(launcher if num_processes > 1 else []), str(PROGRAM), json.dumps(config)]
-            + [str(tmp_path / "hub"), str(tmp_path / "new")],
+        done = forkrun.run(
+            PROGRAM, json.dumps(config), tmp_path / "hub", tmp_path / "new",
+            num_ranks=num_processes if num_processes > 1 else 0,
             env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-            capture_output=True, text=True, timeout=500, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-5000:]
         torchacc.checkpoint.verify(tmp_path / "new")

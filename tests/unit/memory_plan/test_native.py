@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 pytest.importorskip("transformers")
 
@@ -20,16 +20,10 @@ TOLERANCE = 0.1
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", CASES)
 def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
-    launcher = [str(ROOT / "tests" / "forkrun.py"), str(num_processes)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else []), str(WORKER), str(tmp_path), *CASES[num_processes]],
-        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    num_ranks = num_processes if num_processes > 1 else 0
+    done = forkrun.run(WORKER, tmp_path, *CASES[num_processes], num_ranks=num_ranks, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(num_processes):
         found = json.loads((tmp_path / str(rank) / "found.json").read_text())
