@@ -15,10 +15,10 @@ from casekit import CASES
 from launching import run_all
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("behaviour_worker.py")
-SECONDS_TO_RUN = 540  # many times what an engine's cases take on two cores that do nothing else
+SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS_TO_RUN + 60)]
 NUM_RANKS = {"native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
 
 runpy.run_path(str(WORKER))  # registers the cases
