@@ -234,11 +234,10 @@ def _write(
     runs: Iterator[tuple[Slot, int, torch.Tensor]],
 ) -> None:
     writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
-    writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
+    others = {**indices(layouts), **files}
+    writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     writer.join()
-    Pending(
-        writer, runs, {**indices(layouts), **files}, nbytes=sum(layout.nbytes for layout in layouts.values())
-    ).write()
+    Pending(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
 
 
 @contextmanager

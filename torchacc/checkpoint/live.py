@@ -146,7 +146,7 @@ def snapshot(
         other = other_state(sharded, [_as_tensors(draws) for _, draws in met], optimizer, scheduler, loader, extra)
         other.files |= {**indices(layouts), **pretrained_files(sharded, tokenizer)}
         files = {**layouts, **other.lay_out()}
-        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()})
+        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, other.files)
         return other
 
     other = group.agreed(prepare)

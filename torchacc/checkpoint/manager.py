@@ -2,12 +2,13 @@
 
 import logging
 import re
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,10 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint import live
-from torchacc.checkpoint.manifest import MANIFEST, settle
+from torchacc.checkpoint.manifest import MANIFEST, read_manifest
+from torchacc.checkpoint.owner import FolderLock
+from torchacc.checkpoint.removal import foreign_names, listed, remove
+from torchacc.checkpoint.settling import settle
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
@@ -58,7 +62,10 @@ class CheckpointManager:
     """Saves a run to the folders `step-00000100` … of a folder, and restores the newest that is whole.
 
     A context manager; all its methods are collective: every process calls them, in the same order and with the same
-    step. One run at a time may use a folder.
+    step. One job at a time may use a folder: it is locked until `close()`, or until the process ends. Who only reads,
+    by `torchacc.checkpoint.load()` or `verify()`, needs no manager and no lock.
+
+    Files that somebody else has put into a checkpoint stay: it is kept, whatever `keep` says.
 
     SIGTERM, as sent before a preemption, to one process or to all, lets every process save after the same step, within
     about a second and a step, and exit with the code 143, from inside of `save_if_due()`.
@@ -104,7 +111,7 @@ class CheckpointManager:
                 between `optimizer.step()` and the save, or after `wait()`; where it does not, the save fails.
 
         Raises:
-            CheckpointError: The folder cannot be written.
+            CheckpointError: The folder cannot be written, or another job uses it.
             ConfigError: `every_steps` or `keep` is not a number of 1 or more.
         """
         for name, value in (("every_steps", every_steps), ("keep", keep)):
@@ -122,6 +129,9 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._told: float | None = None
         self._meeting = _Meeting()
+        self._lock = FolderLock(self.folder)
+        self._is_closed = False
+        self._kept: set[str] = set()
         self._on_rank0(self._tidy)
         self._signal = _Signal()
 
@@ -136,6 +146,8 @@ class CheckpointManager:
             self.close()
         else:
             self._signal.unhook(hand_on=True)
+            if self._writer is None or not self._writer.is_alive():  # else until the process ends
+                self._lock.release()
 
     def restore(self) -> Restored | None:
         """Load the newest checkpoint that is whole. Collective: every process.
@@ -231,9 +243,13 @@ class CheckpointManager:
                 raise writer.error
 
     def close(self) -> None:
-        """Wait as `wait()` does, and leave SIGTERM to whom it belonged before. Every process."""
+        """Wait as `wait()` does, leave SIGTERM to whom it belonged before, and the folder to others. Every process."""
         self._signal.unhook()
-        self.wait()
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, the newest first. Any process, by itself."""
@@ -246,6 +262,10 @@ class CheckpointManager:
         if not hasattr(step, "__index__") or (step := index(step)) < 0:
             raise ConfigError(f"step={step!r}: write a whole number of 0 or more; no other would be found again")
         self.wait()
+        if self._is_closed:
+            self._on_rank0(self._lock.take)
+        if self._is_rank0:
+            self._put_aside(step)
         path, contents = self._path(step), {**self._contents, "extra": extra, "tokenizer": self._tokenizer}
         if in_background:
             pending = live.snapshot(path, **contents)
@@ -279,13 +299,32 @@ class CheckpointManager:
     def _tidy(self) -> None:
         """Complete or remove what the saves of a run that was cut short have left."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.take()
         found = sorted(path.name for path in self.folder.iterdir())
         for name in filter(_PRUNED.fullmatch, found):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            remove(self.folder / name)
         for name in dict.fromkeys(match[1] for match in map(_INTERRUPTED.fullmatch, found) if match):
             settle(self.folder / name)
             if not (self.folder / name).exists():
                 _log.warning("%s is not complete: its save was cut short, and what there was of it is removed", name)
+
+    def _put_aside(self, step: int) -> None:
+        """Give a checkpoint another name whose manifest cannot be read, so that one of the same step can be saved.
+
+        The run has gone on from an older one; which files are of this one is not known, so that none is removed.
+        """
+        path = self._path(step)
+        with suppress(OSError):
+            if not (path / MANIFEST).is_file():
+                return
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                aside = next(
+                    other for n in count(1) if not (other := path.with_name(f"{path.name}.damaged-{n}")).exists()
+                )
+                path.rename(aside)
+                _log.warning("%s is now %s: %s", path.name, aside.name, error)
 
     def _prune(self, step: int) -> None:
         """Remove all but the newest checkpoints up to this one, which is complete. Rank 0 does it, in any thread.
@@ -296,10 +335,16 @@ class CheckpointManager:
             return
         try:
             for old in [other for other in _steps_in(self.folder) if other <= step][self.keep :]:
+                path = self._path(old)
+                if foreign := foreign_names(path):
+                    if path.name not in self._kept:
+                        _log.warning("%s is kept, as %s in it is not of the checkpoint", path.name, listed(foreign))
+                    self._kept.add(path.name)
+                    continue
                 # By another name first, lest half of it be taken for a checkpoint.
-                aside = self.folder / f".{self._path(old).name}.pruned"
-                self._path(old).rename(aside)
-                shutil.rmtree(aside)
+                aside = self.folder / f".{path.name}.pruned"
+                path.rename(aside)
+                remove(aside)
         except OSError as error:
             _log.warning("an old checkpoint could not be removed: %s", error)
 

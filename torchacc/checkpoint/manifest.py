@@ -3,9 +3,7 @@
 import glob
 import json
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,23 +111,10 @@ def locate(path: Path) -> Path:
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file: name the folder that it is in")
-    for other in _leftovers(path, "incomplete", "replaced"):
+    for other in leftovers(path, "incomplete", "replaced"):
         if (other / MANIFEST).exists():
             return other
     raise CheckpointError(f"there is no checkpoint {path}")
-
-
-def settle(path: Path) -> None:
-    """Complete a replacement that was cut short, and remove what interrupted saves of a path have left."""
-    if not path.exists():
-        with suppress(CheckpointError):
-            locate(path).rename(path)
-    for other in _leftovers(path, "incomplete", "replaced"):
-        # By another name first, lest a run that is still saving complete what is half removed.
-        with suppress(OSError):
-            other.rename(other.with_suffix(".removed"))
-    for other in _leftovers(path, "removed"):
-        shutil.rmtree(other, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -162,7 +147,7 @@ def aside(path: Path, token: str) -> Path:
     return path.parent / f".{path.name}.{token}.replaced"
 
 
-def _leftovers(path: Path, *kinds: str) -> list[Path]:
+def leftovers(path: Path, *kinds: str) -> list[Path]:
     """Return the folders of interrupted saves of a path, those of the first kind first."""
     name = glob.escape(path.name)
     found = [other for kind in kinds for other in path.parent.glob(f".{name}.*.{kind}")]

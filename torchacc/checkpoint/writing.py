@@ -6,9 +6,10 @@ and its guarantees are in `docs/design/checkpoints.md`.
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from torchacc.checkpoint.manifest import (
     as_bytes,
     aside,
     digest,
+    read_manifest,
     render_manifest,
-    settle,
     sync_folder,
     token_of,
     write_synced,
 )
+from torchacc.checkpoint.removal import announce, foreign_names, forget_announcement, listed, remove
+from torchacc.checkpoint.settling import settle
 from torchacc.checkpoint.tensor_files import Slot, preallocate, write_exactly
 from torchacc.errors import CheckpointError
 
@@ -35,6 +38,7 @@ _SEGMENT_BYTES = 8 << 20
 _POLL_SECS = 0.005
 _PATIENCE_SECS = 3600.0
 """How long a process waits for the others to write their parts."""
+_IS_TENSORS = re.compile(r"\.safetensors(\.index\.json)?$")
 _GIVE_UP_SECS = 10.0
 """How long rank 0 leaves the parts of a failed save for the others to see."""
 
@@ -63,15 +67,17 @@ class FolderWriter:
         self._files: dict[str, int] = {}
         self._segments: dict[str, list[Segment]] = {}
 
-    def prepare(self, files: Mapping[str, tuple[bytes, int]]) -> None:
+    def prepare(self, files: Mapping[str, tuple[bytes, int]], others: Iterable[str] = ()) -> None:
         """Make the folder, and in it room for files that several processes write. Called by rank 0 alone.
 
         Args:
             files: Name to what the file begins with, and its size in bytes.
+            others: Names of the files that one process writes by itself.
 
         Raises:
-            CheckpointError: There is no room, or no right to write.
+            CheckpointError: There is no room, or no right to write; or what is there now is not a checkpoint's.
         """
+        names = {*files, *others}
         try:
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final == Path.cwd():
@@ -85,7 +91,7 @@ class FolderWriter:
                     f"{self.final} holds files that are no torchacc checkpoint, and saving would replace them: name "
                     "another folder, or empty it"
                 )
-            _refuse_folders(self.final)
+            _refuse_foreign(self.final, names)
             settle(self.final)
             needed, free = sum(size for _, size in files.values()), shutil.disk_usage(self.final.parent).free
             if needed > free:
@@ -94,11 +100,12 @@ class FolderWriter:
                     "nothing was written"
                 )
             self.folder.mkdir()
+            announce(self.folder, names)
             for name, (header, size) in files.items():
                 preallocate(self.folder / name, header, size)
                 self._note(name, 0, header)
         except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
             raise CheckpointError(f"{self.final}: a checkpoint cannot be written here: {error.strerror}") from None
 
     def join(self) -> None:
@@ -161,7 +168,7 @@ class FolderWriter:
             deadline = time.monotonic() + _GIVE_UP_SECS
             while time.monotonic() < deadline and any(self.folder.glob("rank-*.[wd]*")):
                 time.sleep(_POLL_SECS)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
 
     def _mark(self, state: str) -> Path:
         return self.folder / f"rank-{self._rank}.{state}"
@@ -221,14 +228,13 @@ class FolderWriter:
             _check_cover(self.folder / name, segments, size)
             entries[name] = {"size": size, "segments": [[segment.size, segment.digest] for segment in segments]}
         write_synced(self.folder / MANIFEST, render_manifest({"token": self.token, "files": entries}))
-        for path in self.folder.glob("rank-*.done"):
-            path.unlink()
+        forget_announcement(self.folder)
         sync_folder(self.folder)
         if self.final.exists():
             self.final.rename(aside(self.final, self.token))
         self.folder.rename(self.final)
         sync_folder(self.final.parent)
-        shutil.rmtree(aside(self.final, self.token), ignore_errors=True)
+        remove(aside(self.final, self.token), heir=self.final)
 
     def _wait_for_commit(self) -> None:
         for _ in _polling(f"{self.folder}: rank 0 has not committed the checkpoint"):
@@ -240,12 +246,25 @@ class FolderWriter:
                 raise CheckpointError(f"{self.final} was not saved: rank 0 gave up")
 
 
-def _refuse_folders(path: Path) -> None:
-    """Refuse to replace a checkpoint that has a folder in it, such as another checkpoint: it would be removed, too."""
-    folders = [other.name for other in sorted(path.iterdir()) if other.is_dir()] if path.is_dir() else []
+def _refuse_foreign(path: Path, names: Set[str]) -> None:
+    """Refuse to replace a checkpoint beside whose files lie others that could not stay, or that would be taken for it.
+
+    Other files stay in the folder, beside those of the new checkpoint.
+    """
+    if not path.is_dir() or not (path / MANIFEST).exists():
+        return
+    read_manifest(path)  # raises where it cannot be known what is of the checkpoint
+    foreign = foreign_names(path)
+    folders = [name for name in foreign if (path / name).is_dir()]
     if folders:
         raise CheckpointError(
             f"{path} holds the folder {folders[0]}, which is not of the checkpoint there, and saving would remove it: "
+            "move it, or name another folder"
+        )
+    confused = [name for name in foreign if name in names or _IS_TENSORS.search(name)]
+    if confused:
+        raise CheckpointError(
+            f"{path} holds {listed(confused)}, not of the checkpoint there, and with a name of what is to be saved: "
             "move it, or name another folder"
         )
 

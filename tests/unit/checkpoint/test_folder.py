@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from torchacc.checkpoint import writing
 from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.manifest import as_bytes, locate, read_manifest, render_manifest, settle
+from torchacc.checkpoint.manifest import as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.settling import settle
 from torchacc.checkpoint.tensor_files import plan_safetensors, read_slots, safetensors_index
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError

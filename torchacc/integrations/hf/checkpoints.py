@@ -16,7 +16,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, _is_peft_model, so
 from torchacc import api
 from torchacc.checkpoint import live, state
 from torchacc.checkpoint.contents import random_state
-from torchacc.checkpoint.manifest import MANIFEST, settle
+from torchacc.checkpoint.manifest import MANIFEST
+from torchacc.checkpoint.settling import settle
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger

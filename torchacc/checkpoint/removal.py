@@ -1,0 +1,91 @@
+"""Remove checkpoints: the files that a manifest, or a save that was cut short, lists as its own, and never another.
+
+All of the package that deletes a checkpoint does it here. What somebody else has put beside a checkpoint's files stays.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from torchacc.checkpoint.manifest import MANIFEST, read_manifest
+from torchacc.errors import CheckpointError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_SAVE = "torchacc-save.json"
+"""File that names what a save is going to write, from before the first of it until the manifest does."""
+_MARK = re.compile(r"rank-\d+\.(writing|done|failed)")
+_SAVED = re.compile(
+    r"(model|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(state|optimizer|(generation_)?config)\.json"
+)
+"""What every save writes, also that of an earlier version, which announced nothing."""
+_MAX_NAMED = 8
+
+
+def announce(folder: Path, names: Iterable[str]) -> None:
+    """Note in a new folder what a save is going to write there, so that it can be told apart if it is cut short."""
+    (folder / _SAVE).write_text(json.dumps(sorted(names)), encoding="utf-8")
+
+
+def forget_announcement(folder: Path) -> None:
+    """Remove what `announce()` has written, and the marks of the ranks, once a manifest says what is in the folder."""
+    for name in _names(folder):
+        if name == _SAVE or _MARK.fullmatch(name):
+            (folder / name).unlink()
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names of what lies in a checkpoint's folder and is not of the checkpoint: all, where no one knows."""
+    return sorted(set(_names(folder)) - _own(folder))
+
+
+def remove(folder: Path, *, heir: Path | None = None) -> None:
+    """Remove a checkpoint's own files, and its folder where nothing else is in it. Never raises.
+
+    Args:
+        folder: The checkpoint, whole or half written, by a hidden name that no one but a save gives.
+        heir: The checkpoint that has taken its place: what is not of the removed one, if that is whole, is moved there.
+    """
+    own = _own(folder)
+    if MANIFEST not in own:
+        heir = None
+        own |= set(filter(_SAVED.fullmatch, _names(folder)))
+    for name in sorted(own, key=lambda name: name in (MANIFEST, _SAVE)):  # these last: they say what is left
+        with suppress(OSError):
+            (folder / name).unlink()
+    for name in _names(folder):
+        if heir is not None and name not in own and heir.is_dir() and not (heir / name).exists():
+            with suppress(OSError):
+                (folder / name).rename(heir / name)
+    with suppress(OSError):
+        folder.rmdir()
+    if left := _names(folder):
+        _log.warning("%s stays, as %s in it is not of a checkpoint: move or remove it yourself", folder, listed(left))
+
+
+def listed(names: list[str]) -> str:
+    """Return names for a message, the first few of them."""
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _own(folder: Path) -> set[str]:
+    """Return the names of the files that are provably of the checkpoint in a folder."""
+    found = {_SAVE}
+    with suppress(CheckpointError):
+        found |= {MANIFEST, *read_manifest(folder)["files"]}
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        announced = json.loads((folder / _SAVE).read_text(encoding="utf-8"))
+        found |= {name for name in announced if Path(name).name == name}
+        found |= set(filter(_MARK.fullmatch, _names(folder)))
+    return found
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return []
