@@ -1,39 +1,33 @@
-"""Kill a run again and again while it saves, and let it go on; test_checkpoint_faults.py looks at the report.
+"""Ask a run to end by SIGTERM, and let it go on; test_checkpoint_faults.py looks at the report. Kills are in kills.py.
 
-    python fault_worker.py kill KIND NUM_DEVICES FOLDER NUM_KILLS SEED
     python fault_worker.py sigterm KIND NUM_DEVICES FOLDER
     torchrun --nproc_per_node=NUM_DEVICES fault_worker.py train KIND NUM_DEVICES FOLDER
 
-Each attempt forks the processes of a run from this one, which has imported everything and started nothing. They
-restore, train, and save each step; in the middle of a save one of them or all are killed, and what the next attempt
-finds must be complete, no older than what the last one was told to be saved, and continue with the losses of an
-undisturbed run.
+Each attempt forks the processes of a run from this one, which has imported everything and started nothing. What it
+leaves must be complete, of the step at which it ended, and continue with the losses of an undisturbed run.
 """
 
+import contextlib
 import json
 import os
-import random
 import select
 import signal
 import socket
-import statistics
 import sys
 import time
 from pathlib import Path
 
-WIDTH = 2048  # with AdamW's state 50 MB: a save takes long enough to be hit anywhere
+WIDTH = 256
 ROWS_PER_DEVICE = 2
 NUM_BATCHES = 14
 SECONDS_TO_RUN = 120
-SURVIVORS_SECS = 0.4
-"""How long at most a launcher leaves the other processes when one has died."""
 
 
 class Attempt:
-    """The processes of one run, and what they tell."""
+    """The processes of one run, forked from this one, and what they tell."""
 
-    def __init__(self, kind: str, num_devices: int, **options) -> None:
-        self.num_processes = 1 if kind == "xla-spmd" else num_devices
+    def __init__(self, act, num_processes: int, **options) -> None:
+        self.num_processes = num_processes
         self.told: list[dict] = []
         self.codes: dict[int, int] = {}
         self._text = b""
@@ -42,10 +36,10 @@ class Attempt:
             port = free.getsockname()[1]
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
-        self.pids = [self._fork(rank, writer, port, kind, num_devices, options) for rank in range(self.num_processes)]
+        self.pids = [self._fork(rank, writer, port, act, options) for rank in range(self.num_processes)]
         os.close(writer)
 
-    def _fork(self, rank, writer, port, kind, num_devices, options) -> int:
+    def _fork(self, rank, writer, port, act, options) -> int:
         sys.stdout.flush()
         if pid := os.fork():
             return pid
@@ -59,18 +53,26 @@ class Attempt:
                 line = json.dumps({"rank": rank, "event": event, "at": time.monotonic(), **details})
                 os.write(writer, (line + "\n").encode())
 
-            train(kind, num_devices, tell, **options)
+            act(tell, **options)
             code = 0
         except SystemExit as end:
             code = end.code
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                tell("error", text=f"{type(error).__name__}: {error}"[:500])
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether any process was, before it had come to its end."""
+        return -signal.SIGKILL in self.codes.values()
+
+    def errors(self) -> list[str]:
+        """Return what the processes have ended with."""
+        return [event["text"] for event in self.events("error")]
 
     def events(self, name: str, rank: int | None = None) -> list[dict]:
         self._read()
@@ -120,7 +122,7 @@ class Attempt:
             self.told += [json.loads(line) for line in lines]
 
 
-def train(kind, num_devices, tell, *, folder=None, steps=0, async_save=False, every_steps=None, pause=0.0) -> None:
+def train(tell, *, kind, num_devices, folder=None, steps=0, every_steps=None, pause=0.0) -> None:
     """Train from the last checkpoint on, and tell of each step and each save."""
     import torch
     from torch import nn
@@ -148,7 +150,6 @@ def train(kind, num_devices, tell, *, folder=None, steps=0, async_save=False, ev
             optimizer=optimizer,
             loader=loader,
             keep=2,
-            async_save=async_save,
             every_steps=every_steps,
         )
         restored = manager.restore()
@@ -163,9 +164,7 @@ def train(kind, num_devices, tell, *, folder=None, steps=0, async_save=False, ev
             optimizer.step()
             step += 1
             tell("step", step=step, loss=loss.item())
-            if manager is not None and every_steps is None:
-                save(manager, step, tell)
-            elif manager is not None:
+            if manager is not None:
                 manager.save_if_due(step)
             time.sleep(pause)
             if step == last:
@@ -175,56 +174,19 @@ def train(kind, num_devices, tell, *, folder=None, steps=0, async_save=False, ev
         tell("saved", step=step)
 
 
-def save(manager, step, tell) -> None:
-    manager.wait()
-    tell("saved", step=step - 1)  # of the last step's save in the background
-    tell("saving", step=step)
-    manager.save(step)
-    if not manager.async_save:
-        tell("saved", step=step)
-
-
 class Supervisor:
-    """Kills attempts, and notes what is wrong with what they leave."""
+    """Ends attempts, and notes what is wrong with what they leave."""
 
-    def __init__(self, kind: str, num_devices: int, folder: Path, seed: int) -> None:
+    def __init__(self, kind: str, num_devices: int, folder: Path) -> None:
         self.kind, self.num_devices, self.folder = kind, num_devices, folder
-        self.random = random.Random(seed)
         self.steps: list[dict] = []
         """What was told of each step, some of them made more than once."""
         self.faults: list[str] = []
-        self.kills: list[dict] = []
-        self.durations: list[float] = []
         self.acknowledged = 0
 
     def start(self, **options) -> Attempt:
-        return Attempt(self.kind, self.num_devices, **options)
-
-    def kill_one(self) -> None:
-        """Run an attempt, and kill it while it saves."""
-        num_saves, is_async = self.random.choice((1, 2, 3)), len(self.kills) % 5 in (1, 3)
-        attempt = self.start(folder=str(self.folder), steps=num_saves + 1, async_save=is_async)
-        if not attempt.wait_for("saving", num_saves):
-            attempt.kill(range(attempt.num_processes))
-            attempt.end()
-            self.faults.append(f"an attempt did not come as far as saving: {attempt.codes}")
-            return
-        moment = self.random.random() * 1.25 * statistics.median(self.durations)  # some come late: they do not count
-        time.sleep(moment)
-        everyone = list(range(attempt.num_processes))
-        victims = self.random.choice([everyone, *([rank] for rank in everyone)])
-        attempt.kill(victims)
-        if victims != everyone:
-            time.sleep(self.random.random() * SURVIVORS_SECS)
-            attempt.kill(everyone)
-        attempt.end()
-        self.look_at(attempt)
-        left = [path for path in self.folder.iterdir() if path.name.startswith(".")]
-        step = attempt.events("saving", 0)[num_saves - 1]["step"]
-        in_call = not is_async and not any(event["step"] >= step for event in attempt.events("saved", victims[0]))
-        if left or in_call:
-            marks = sorted(path.name for folder in left for path in folder.iterdir() if path.suffix != ".safetensors")
-            self.kills.append({"step": step, "async": is_async, "victims": victims, "secs": moment, "marks": marks})
+        num_processes = 1 if self.kind == "xla-spmd" else self.num_devices
+        return Attempt(train, num_processes, kind=self.kind, num_devices=self.num_devices, **options)
 
     def look_at(self, attempt: Attempt) -> None:
         """Note what is wrong with what an attempt has told."""
@@ -232,15 +194,9 @@ class Supervisor:
             if event["step"] < self.acknowledged:
                 self.faults.append(f"restored step {event['step']}, and {self.acknowledged} had been saved")
         if not attempt.events("restored"):
-            self.faults.append(f"nothing was restored: {attempt.codes}")
+            self.faults.append(f"nothing was restored: {attempt.codes} {attempt.errors()}")
         self.steps += attempt.events("step")
         self.acknowledged = max([self.acknowledged, *(event["step"] for event in attempt.events("saved"))])
-        self.measure(attempt)
-
-    def measure(self, attempt: Attempt) -> None:
-        for event in attempt.events("saved", 0):
-            began = [e["at"] for e in attempt.events("saving", 0) if e["step"] == event["step"]]
-            self.durations += [event["at"] - at for at in began]
 
     def end_by_signal(self) -> None:
         """Send SIGTERM to one process."""
@@ -259,7 +215,7 @@ class Supervisor:
 
     def go_on(self) -> None:
         """Let the run go on undisturbed."""
-        attempt = self.start(folder=str(self.folder), steps=3)
+        attempt = self.start(folder=str(self.folder), steps=3, every_steps=1)
         attempt.end()
         self.look_at(attempt)
         if set(attempt.codes.values()) != {0}:
@@ -288,7 +244,7 @@ def import_everything(kind: str) -> None:
 
 
 def main() -> None:
-    mode, kind, num_devices, folder, *rest = sys.argv[1:]
+    mode, kind, num_devices, folder = sys.argv[1:]
     import_everything(kind)
     if mode == "train":
         rank = os.environ["RANK"]
@@ -297,18 +253,13 @@ def main() -> None:
         def tell(event, **details) -> None:
             os.write(1, f"{rank} {event} {details}\n".encode())  # print() lets ranks write into each other's lines
 
-        train(kind, int(num_devices), tell, **options)
+        train(tell, kind=kind, num_devices=int(num_devices), **options)
         return
-    run = Supervisor(kind, int(num_devices), Path(folder), int(rest[1]) if mode == "kill" else 0)
-    if mode == "kill":
-        run.go_on()
-        while len(run.kills) < int(rest[0]) and not run.faults:
-            run.kill_one()
-    else:
-        run.end_by_signal()
+    run = Supervisor(kind, int(num_devices), Path(folder))
+    run.end_by_signal()
     run.go_on()
     run.compare()
-    print("REPORT " + json.dumps({"faults": run.faults, "kills": run.kills}))
+    print("REPORT " + json.dumps({"faults": run.faults}))
 
 
 if __name__ == "__main__":

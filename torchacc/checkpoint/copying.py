@@ -6,7 +6,6 @@ it writes gets its name when all of it is complete, and the checksum of every re
 
 import os
 import resource
-import secrets
 import shutil
 import threading
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from typing_extensions import override
 
 from torchacc.checkpoint.crc import Crc
 from torchacc.checkpoint.manifest import sync_folder
+from torchacc.checkpoint.owner import clear_unfinished, unfinished
 from torchacc.checkpoint.pth import Blank, Written, blanks_in, create_pth, damaged_record, seal_pth
 from torchacc.checkpoint.records import RecordChecks, Run, damaged
 from torchacc.checkpoint.tensor_files import Layout, Slot, preallocate, read_exactly, write_exactly
@@ -390,11 +390,11 @@ def _refuse_targets(plan: Plan) -> None:
 @contextmanager
 def _temporary_names(plan: Plan) -> Iterator[dict[Path, Path]]:
     """Yield names to write under, hidden and beside the final ones; nothing is left there afterwards."""
-    token = secrets.token_hex(4)
-    names = {file.path: file.path.with_name(f".{file.path.name}.{token}.incomplete") for file in plan.files}
+    names = {file.path: unfinished(file.path) for file in plan.files}
     try:
         for folder in {path.parent for path in names}:
             folder.mkdir(parents=True, exist_ok=True)
+            clear_unfinished(folder)
             needed = sum(file.nbytes for file in plan.files if file.path.parent == folder)
             free = shutil.disk_usage(folder).free
             if needed > free:

@@ -5,7 +5,6 @@ Both run in one process, without a device and without a process group, in the me
 
 import json
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -19,11 +18,12 @@ import torch
 from torchacc.checkpoint import plain
 from torchacc.checkpoint.consolidate import pretrained_files, tied_head
 from torchacc.checkpoint.contents import MAX_SHARD_SIZE, Tensors, indices
-from torchacc.checkpoint.dcp_files import DcpFolder, DcpWriter
+from torchacc.checkpoint.dcp_files import FILES, DcpFolder, DcpWriter
 from torchacc.checkpoint.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.folder import Folder
 from torchacc.checkpoint.live import Pending
 from torchacc.checkpoint.manifest import sync_folder
+from torchacc.checkpoint.owner import clear_unfinished, remove_unfinished, unfinished
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.errors import CheckpointError
@@ -245,9 +245,11 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes the target when the context is left, and is removed where that fails."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already: name another folder, or remove it first")
-    made = target.with_name(f".{target.name}.{secrets.token_hex(4)}.incomplete")
+    made = unfinished(target)
     try:
-        made.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clear_unfinished(target.parent, *FILES)
+        made.mkdir()
         yield made
         if target.exists():
             target.rmdir()
@@ -256,4 +258,4 @@ def _new_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}; nothing is left of it") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        remove_unfinished(made, *FILES)

@@ -23,6 +23,8 @@ from torchacc.errors import CheckpointError
 
 METADATA = ".metadata"
 _FILE = "__0_0.distcp"
+FILES = (_FILE, METADATA)
+"""The files that a `DcpWriter` makes."""
 _VERSION = "1.0.0"
 _GARBAGE_BYTES = 64 << 20
 """How much of what was written may be left in memory."""

@@ -9,6 +9,7 @@ from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.convert import plan_consolidation, plan_conversion
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.forms import form_of
+from torchacc.checkpoint.owner import clear_unfinished
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if convert is None:
         to = ", ".join(_possible().get(form, ())) or "nothing"
         raise CheckpointError(f"{args.source} is a {form} checkpoint, which can be made {to}, and not {args.to}")
+    clear_unfinished(args.target)  # of a conversion that was killed there
     if args.target.is_file() or args.target.is_dir() and any(args.target.iterdir()):
         raise CheckpointError(f"{args.target} is there already: name another, or remove it first")
     if (args.ranks is not None) != (args.to == "rank-files"):
