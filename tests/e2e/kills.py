@@ -169,15 +169,16 @@ class Killer:
 class JobKiller(Killer):
     """Kills jobs that train."""
 
-    def __init__(self, kind: str, folder: Path, seed: int, log: Path | None) -> None:
+    def __init__(self, kind: str, folder: Path, seed: int, log: Path | None, number: int) -> None:
         super().__init__(kind, folder, seed, log)
+        self.steps_of_a_round = min(STEPS_OF_A_ROUND, SAVES_OF_AN_ATTEMPT * number)
         self.num_processes = 1 if kind == "xla-spmd" else NUM_DEVICES
         self.run = folder / "run"
         self.acknowledged = 0
         self.newest = 0
         self.pending: list[dict[str, Any]] = []
         """The last kills, whose outcome is what the next attempt restores that comes as far as that."""
-        undisturbed = self.start(folder=None, until=STEPS_OF_A_ROUND + 2 * SAVES_OF_AN_ATTEMPT)
+        undisturbed = self.start(folder=None, until=self.steps_of_a_round + 2 * SAVES_OF_AN_ATTEMPT)
         undisturbed.end()
         told = undisturbed.events("step")
         self.losses = {(event["rank"], event["step"]): event["loss"] for event in told}
@@ -197,7 +198,7 @@ class JobKiller(Killer):
 
     def attempt(self, *, kills: bool) -> None:
         """Let a job go on, which tells what became of the last kill, and kill it."""
-        if self.newest >= STEPS_OF_A_ROUND and not self.pending:
+        if self.newest >= self.steps_of_a_round and not self.pending:
             shutil.rmtree(self.run)
             self.acknowledged = self.newest = 0
         is_async = self.random.random() < 0.5
@@ -268,7 +269,7 @@ class JobKiller(Killer):
 class ConversionKiller(Killer):
     """Kills conversions of a small checkpoint."""
 
-    def __init__(self, kind: str, folder: Path, seed: int, log: Path | None) -> None:
+    def __init__(self, kind: str, folder: Path, seed: int, log: Path | None, number: int) -> None:
         super().__init__(kind, folder, seed, log)
         saving = Attempt(make_sources, 1, folder=str(folder))
         saving.end()
@@ -410,7 +411,8 @@ def main() -> int:
     logging.getLogger("torchacc").setLevel(logging.CRITICAL)
     import_everything("native" if args.kind in CONVERSIONS else args.kind)
     with tempfile.TemporaryDirectory(prefix="kills_") as folder:
-        killer = (JobKiller if args.kind in JOBS else ConversionKiller)(args.kind, Path(folder), args.seed, args.log)
+        make = JobKiller if args.kind in JOBS else ConversionKiller
+        killer = make(args.kind, Path(folder), args.seed, args.log, args.number)
         killer.kill(args.number)
     sys.stdout.write(summary(killer.kills) + "\n")
     return int(any(kill["outcome"] in ("lost", "torn") for kill in killer.kills))
