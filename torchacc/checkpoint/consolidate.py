@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from torchacc.checkpoint.copying import Copy, NewFile, Plan, PthFile, SafetensorsFile, SmallFile
+from torchacc.checkpoint.guarded import read_regular
 from torchacc.checkpoint.optimizer_files import OptimizerState, read_optimizer
 from torchacc.checkpoint.pth import Blank
 from torchacc.checkpoint.rank_files import RankFiles, Sharded
@@ -16,6 +17,7 @@ from torchacc.checkpoint.tensor_files import Slot, plan_safetensors, safetensors
 from torchacc.errors import CheckpointError
 
 _CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 27
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -204,10 +206,10 @@ def tied_head(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(read_regular(folder / _CONFIG, _MAX_CONFIG_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / _CONFIG} cannot be read: {error}") from None
     return found if isinstance(found, dict) else {}
 

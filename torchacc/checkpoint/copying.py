@@ -21,6 +21,7 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.crc import Crc
+from torchacc.checkpoint.guarded import open_regular
 from torchacc.checkpoint.manifest import sync_folder
 from torchacc.checkpoint.owner import clear_unfinished, unfinished
 from torchacc.checkpoint.pth import Blank, Written, blanks_in, create_pth, damaged_record, seal_pth
@@ -75,7 +76,7 @@ class Copy:
         """Return the bytes of the source; they lie in the buffer, which is as large as a chunk."""
         raw = memoryview(buffer)[: self.source_nbytes]
         try:
-            with self.source.path.open("rb", buffering=0) as file:
+            with open_regular(self.source.path) as file:
                 read_exactly(file.fileno(), raw, self.source_offset, self.source.path)
         except OSError as error:
             raise CheckpointError(f"{self.source.path} cannot be read: {error.strerror}") from None

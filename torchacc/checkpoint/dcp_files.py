@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from typing_extensions import Buffer, override
 
+from torchacc.checkpoint.guarded import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
 from torchacc.checkpoint.manifest import sync_folder
+from torchacc.checkpoint.pth import verify_records
 from torchacc.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -272,7 +274,7 @@ class DcpWriter:
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
 
     @override
@@ -301,11 +303,11 @@ class _Window(io.RawIOBase):
         return count
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     """Reads metadata, and refuses to look up anything that could be code."""
 
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
-        super().__init__(file)
+    def __init__(self, pickled: bytes, path: Path) -> None:
+        super().__init__(pickled)
         self._path, self._known = path, _known_classes()
 
     @override
@@ -348,8 +350,7 @@ def _read_metadata(folder: Path) -> Any:
 
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file, path).load()
+        metadata = _Unpickler(read_regular(path, MAX_PICKLE_BYTES), path).load()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {_what_instead(folder)}") from None
     except OSError as error:
@@ -398,8 +399,11 @@ def _check_cover(path: Path, key: str, stored: StoredTensor) -> None:
 
 def _load(piece: Piece, key: str) -> Any:
     try:
-        with piece.path.open("rb", buffering=0) as file:
-            return torch.load(_Window(file, piece.start, piece.nbytes), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        with open_regular(piece.path) as file, _Window(file, piece.start, piece.nbytes) as window:
+            verify_records(window, f"{piece.path}: {key}, at byte {piece.start},")  # type: ignore[arg-type]
+            return torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{piece.path} cannot be read: {error.strerror}") from None
     except pickle.UnpicklingError as error:

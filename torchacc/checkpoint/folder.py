@@ -7,6 +7,7 @@ import os
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
+from torchacc.checkpoint.guarded import open_regular
 from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, hasher, is_incomplete, locate, read_manifest
 from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_header, read_slots
 from torchacc.errors import CheckpointError
@@ -45,6 +47,9 @@ class _Segments:
     def __init__(self, starts: list[int], listed: list[tuple[int, str]]) -> None:
         self._starts = starts
         self._listed = listed
+
+    def __bool__(self) -> bool:
+        return bool(self._listed)
 
     def __getitem__(self, index: int) -> Segment:
         return Segment(self._starts[index], *self._listed[index])
@@ -116,7 +121,8 @@ class Folder:
 
     def read_file(self, name: str) -> bytes:
         """Return all of a file."""
-        buffer = bytearray((self.path / name).stat().st_size)
+        with self._naming(self.path / name):
+            buffer = bytearray((self.path / name).stat().st_size)
         for part in self._parts(name, 0, memoryview(buffer), name):
             self._read(part)
         return bytes(buffer)
@@ -173,7 +179,7 @@ class Folder:
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""
         for name, segments in self._segments.items():
-            if name.endswith(".safetensors"):
+            if name.endswith(".safetensors") and segments:
                 self._segment(name, segments[0], f"header of {name}")
             else:
                 self.read_file(name)
@@ -196,6 +202,8 @@ class Folder:
             starts = [0, *accumulate(size for size, _ in entry["segments"])]
             total = starts.pop()
             self._segments[name] = _Segments(starts, entry["segments"])
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"{path} is no file: torchacc has not written it")
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: the checkpoint is not complete")
             size = path.stat().st_size
@@ -216,6 +224,8 @@ class Folder:
         if path.name not in self._segments:
             raise CheckpointError(f"{path} is not of this checkpoint: its {MANIFEST} does not list it")
         segments = self._segments[path.name]
+        if not segments:
+            raise CheckpointError(f"{path} is empty: it is not a safetensors file")
         header = self._segment(path.name, segments[0], f"header of {path.name}")
         return header, segments[-1].start + segments[-1].size
 
@@ -233,8 +243,17 @@ class Folder:
         """Return a file's descriptor, and its path for an error's message."""
         if name not in self._files:
             path = self.path / name
-            self._files[name] = os.open(path, os.O_RDONLY), path
+            with self._naming(path), open_regular(path) as file:
+                self._files[name] = os.dup(file.fileno()), path
         return self._files[name]
+
+    @contextmanager
+    def _naming(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            gone = "" if self.path.is_dir() else ": the checkpoint was removed while it was read"
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}{gone}") from None
 
     def _parts(self, file: str, offset: int, buffer: memoryview, what: str, is_new: bool = False) -> list[_Part]:
         """Return what is to be read of each segment to fill a buffer from an offset on."""

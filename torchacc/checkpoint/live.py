@@ -27,7 +27,8 @@ from torchacc.checkpoint.contents import (
     random_state,
 )
 from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.manifest import as_bytes
+from torchacc.checkpoint.forged import check_alike, check_random_states, making_sense
+from torchacc.checkpoint.manifest import as_bytes, token_of
 from torchacc.checkpoint.staging import BackgroundCopy, Run, Staging
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.checkpoint.writing import FolderWriter
@@ -309,16 +310,36 @@ def load(
 def verify(path: str | PathLike[str]) -> None:
     """Read all of a torchacc checkpoint and compare it with its checksums. Any process, by itself.
 
+    Where another process replaces it in the meantime, the one that takes its place is read.
+
     Raises:
-        CheckpointError: It is torn or altered; the message names the file and the tensor.
+        CheckpointError: It is torn or altered: the message names the file and the tensor; or somebody has removed it.
     """
-    with Folder(path) as folder:
-        folder.verify()
+    target = Path(path)
+    while True:
+        before = token_of(target)
+        try:
+            with Folder(target) as folder, making_sense(target):
+                return folder.verify()
+        except CheckpointError:
+            now = token_of(target)
+            if now == before or (now is None and target.exists()):
+                raise
+            if now is None:
+                raise CheckpointError(
+                    f"{target} was removed while it was read, say by the run that keeps its newest checkpoints only: "
+                    "verify another one"
+                ) from None
 
 
 def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
     job = sharded.engine.job
     folder = Folder(path, begin=job.rank / job.num_processes)
+    with making_sense(folder.path):
+        return _planned(sharded, folder, optimizer, scheduler, loader)
+
+
+def _planned(sharded: ShardedModel, folder: Folder, optimizer: Any, scheduler: Any, loader: Any) -> "_Reader":
     needed = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
     absent = [name for name, wanted in needed.items() if wanted is not None and not folder.has(files[name])]
@@ -350,6 +371,7 @@ def _open(sharded: ShardedModel, path: Any, optimizer: Any, scheduler: Any, load
             f"{', '.join(sorted(differing))}"
         )
     reader = _Reader(sharded, folder, described, modules)
+    reader.check_other(scheduler, loader)
     reader.plan_model()
     if optimizer is not None:
         reader.plan_optimizer(optimizer)
@@ -391,6 +413,7 @@ class _Reader:
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[int, dict[str, Any]] = {}
         self._random_states: list[dict[str, Any]] = []
+        self._other: Any = None
 
     def __enter__(self) -> "_Reader":
         return self
@@ -413,6 +436,9 @@ class _Reader:
     def plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan to read an optimizer's state."""
         described = plain.decode(self._described["optimizer.json"], self._state_tensors)
+        for own, group in zip(optimizer.param_groups, described["groups"], strict=False):
+            own = {name: value for name, value in own.items() if name not in ("params", "param_names")}
+            check_alike(self.folder.path / "optimizer.json", "optimizer", own, group)
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
         )
@@ -454,18 +480,30 @@ class _Reader:
                     entries[key] = self._sharded.place(value.parameter, local)
         optimizer.load_state_dict(optimizer_state.LocalState({"state": self._entries, "param_groups": self._groups}))
 
-    def load_other(self, scheduler: Any, loader: Any) -> Any:
-        """Load the scheduler and the loader's position; return `extra`."""
+    def check_other(self, scheduler: Any, loader: Any) -> None:
+        """Read the small states, and see that they can be loaded."""
         if "state.json" not in self._described:
-            return None
-        described = plain.decode(self._described["state.json"], self._state_tensors)
-        for name, module in self._modules.items():
-            module.set_extra_state(described["modules"][name])
+            return
+        path = self.folder.path / "state.json"
+        self._other = plain.decode(self._described["state.json"], self._state_tensors)
+        check_random_states(path, self._other["random"])
+        self._other["extra"], [self._other["modules"][name] for name in self._modules]
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
             if part is not None:
-                part.load_state_dict(described[name])
-        self._random_states = described["random"]
-        return described["extra"]
+                check_alike(path, name, part.state_dict(), self._other[name])
+
+    def load_other(self, scheduler: Any, loader: Any) -> Any:
+        """Load the scheduler and the loader's position; return `extra`."""
+        if self._other is None:
+            return None
+        for name, module in self._modules.items():
+            module.set_extra_state(self._other["modules"][name])
+        for part, name in ((scheduler, "scheduler"), (loader, "loader")):
+            if part is not None:
+                with making_sense(f"{self.folder.path / 'state.json'}: the state of the {name}"):
+                    part.load_state_dict(self._other[name])
+        self._random_states = self._other["random"]
+        return self._other["extra"]
 
     def _read(self, holding: Holding, tensors: Mapping[str, hub.Stored], dtype: torch.dtype) -> torch.Tensor:
         """Return what this process holds of tensors, flat."""

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +12,17 @@ import numpy as np
 import torch
 import xxhash
 
+from torchacc.checkpoint.guarded import read_regular
 from torchacc.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = "torchacc-checkpoint"
 _VERSION = 1
+_MAX_BYTES = 1 << 29
+"""Of a manifest: ten times what the largest models' need."""
+MAX_SEGMENT_BYTES = 1 << 27
+"""What a checksum covers at most: a reader takes as much memory. A safetensors file's header may have 100 MB."""
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class Segment(NamedTuple):
@@ -73,7 +80,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        text = file.read_bytes()
+        text = read_regular(file, _MAX_BYTES)
         content = json.loads(text)["content"]
         intact = text == _seal(text[_SEAL_BYTES:-2])
     except OSError as error:
@@ -82,19 +89,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
         intact = False
     if not intact:
         raise CheckpointError(f"{file} is not as it was written: the checkpoint is altered or torn")
-    if content["format"] != _FORMAT or content["version"] != _VERSION:
-        raise CheckpointError(
-            f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads "
-            f"{_FORMAT} {_VERSION}"
-        )
     try:
+        if content["format"] != _FORMAT or content["version"] != _VERSION:
+            raise CheckpointError(
+                f"{file} is of {content['format']} {content['version']}, and this version of torchacc reads "
+                f"{_FORMAT} {_VERSION}"
+            )
+        if type(content["token"]) is not str or type(content["files"]) is not dict:
+            raise ValueError
         for name, entry in content["files"].items():
             if Path(name).name != name or name in ("", ".", ".."):
                 raise CheckpointError(f"{file} names {name!r}: only files in its own folder are read")
             sizes, digests = zip(*entry["segments"], strict=True) if entry["segments"] else ((), ())
-            if {int} != {type(entry["size"]), *map(type, sizes)} or not {str}.issuperset(map(type, digests)):
+            if {int} != {type(entry["size"]), *map(type, sizes)}:
                 raise ValueError(name)
-            if min(entry["size"], *sizes, 0) < 0:
+            if min(entry["size"], *sizes, 0) < 0 or max([0, *sizes]) > MAX_SEGMENT_BYTES:
+                raise ValueError(name)
+            if not all(type(digest) is str and _DIGEST.fullmatch(digest) for digest in digests):
                 raise ValueError(name)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{file} makes no sense: torchacc has not written it") from None

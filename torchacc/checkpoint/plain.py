@@ -70,7 +70,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None:
         return {key: decode(item, tensors) for key, item in value.items()}
     if kind == "bytes":
-        return base64.b64decode(inner)
+        return base64.b64decode(inner, validate=True)
     if kind == "dtype":
         return _DTYPES[inner]
     if kind == "counter":

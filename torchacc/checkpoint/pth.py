@@ -1,14 +1,12 @@
 """`.pth` files, as `torch.save` writes them: a zip file with a pickle and one uncompressed record for each storage."""
 
-import codecs
-import pickle
+import pickletools
 import struct
 import zipfile
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.crc import Crc
+from torchacc.checkpoint.guarded import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 
@@ -64,21 +63,18 @@ def read_pth(path: Path) -> Any:
         CheckpointError: The file is truncated, altered where that shows, not a `.pth` file, or names anything else.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            records = {_record(info): info for info in archive.infolist()}
-            if "data.pkl" not in records:
-                raise CheckpointError(f"{path} is a zip file, but not one that `torch.save` wrote")
-            if not any(info.CRC for info in records.values() if info.file_size):
-                raise CheckpointError(
-                    f"{path} has no checksums: save it again without torch.serialization.set_crc32_options(False)"
-                )
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            records = _checked_records(archive, path, size_of(file))
             if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
                 raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported")
-            pickled = BytesIO(archive.read(records["data.pkl"]))  # all of it, which compares its checksum
-            return _Unpickler(pickled, path, lambda key: _span(file, path, records[f"data/{key}"])).load()
+            pickled = archive.read(records["data.pkl"])  # all of it, which compares its checksum
+            found = _Unpickler(pickled, path, lambda key: _span(file, path, records[f"data/{key}"])).load()
+            check_tree(found, len(pickled), path)
+            return found
     except zipfile.BadZipFile as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): it is truncated, damaged, or not a file that `torch.save` wrote"
+            f"{path} cannot be read ({error}): it is truncated, damaged, or not a file that `torch.save` wrote. "
+            f"{_LEGACY}"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -86,6 +82,61 @@ def read_pth(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged pickle fails in any way
         raise CheckpointError(f"{path} is damaged: its pickle ends with {type(error).__name__}: {error}") from None
+
+
+def verify_records(file: IO[bytes], name: str) -> None:
+    """Read what `torch.save` wrote completely, and compare it with the checksums in it, which `torch.load` does not.
+
+    Args:
+        file: The file, or the part of one where it lies.
+        name: What it is called in messages.
+
+    Raises:
+        CheckpointError: It is truncated, altered, has no checksums, or would take more memory than it has bytes.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = _checked_records(archive, name, size_of(file))
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise CheckpointError(f"{name} is damaged: the checksum of its record {damaged} is another")
+            pickled = archive.read(records["data.pkl"])
+            if b"bytearray" in pickled and any(
+                opcode.name in _NAMES_CODE and str(value).endswith("bytearray")
+                for opcode, value, _ in pickletools.genops(pickled)
+            ):
+                raise CheckpointError(f"{name} holds a bytearray, which may be of any size: save bytes")
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            f"{name} cannot be read, it is truncated, damaged, or not a file of torch.save ({error}). {_LEGACY}"
+        ) from None
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a damaged directory fails in any way
+        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {error}") from None
+    finally:
+        file.seek(0)
+
+
+def _checked_records(archive: zipfile.ZipFile, path: Path | str, file_size: int) -> dict[str, zipfile.ZipInfo]:
+    """Return the records of a file by name, once their directory is such as `torch.save` writes it."""
+    infos = archive.infolist()
+    records = {_record(info): info for info in infos}
+    if "data.pkl" not in records:
+        raise CheckpointError(f"{path} is a zip file, but not one that `torch.save` wrote")
+    if len(records) < len(infos):
+        raise CheckpointError(f"{path} is damaged: it has two records of one name")
+    if not any(info.CRC for info in infos if info.file_size):
+        raise CheckpointError(
+            f"{path} has no checksums: save it again without torch.serialization.set_crc32_options(False)"
+        )
+    packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(info.file_size for info in infos) > file_size:
+        what = f"its record {packed[0]} is compressed" if packed else "its records are larger than it is"
+        raise CheckpointError(f"{path} is not as `torch.save` writes it: {what}")
+    if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
+        raise CheckpointError(f"{path} is damaged: its pickle has {records['data.pkl'].file_size:,} bytes")
+    return records
 
 
 def blanks_in(contents: Any) -> list[Blank]:
@@ -139,7 +190,7 @@ def tensor_records(path: Path) -> list[Record]:
         CheckpointError: The file is not a whole zip file.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if _record(info).startswith("data/")]
             return sorted(
                 (Record(info.filename, *_span(file, path, info), info.CRC) for info in infos),
@@ -165,7 +216,8 @@ def damaged_record(path: Path) -> tuple[str, range] | None:
         CheckpointError: The file is not a whole zip file.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            _checked_records(archive, path, size_of(file))
             name = archive.testzip()
             if name is None:
                 return None
@@ -192,10 +244,10 @@ class _Storage(NamedTuple):
     span: _Span
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     """Reads a pickle of `torch.save`, and refuses to look up anything that could be code."""
 
-    def __init__(self, pickled: IO[bytes], path: Path, span_of: Callable[[str], _Span]) -> None:
+    def __init__(self, pickled: bytes, path: Path, span_of: Callable[[str], _Span]) -> None:
         super().__init__(pickled, encoding="utf-8")
         self._path, self._span_of = path, span_of
 
@@ -255,6 +307,15 @@ def _slot(storage: _Storage, dtype: torch.dtype, offset: int, size: tuple[int, .
     return slot
 
 
+def _encoded(text: str, encoding: str = "latin1") -> bytes:
+    if encoding != "latin1":
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+_LEGACY = "What PyTorch before 1.6 wrote has no checksums: load it by torch.load(), and save it again"
+_NAMES_CODE = {"GLOBAL", "STACK_GLOBAL", "INST", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+"""Opcodes that name what is called, or strings that another one takes as such a name."""
 _STORAGE_DTYPES = {
     "Double": torch.float64,
     "Float": torch.float32,
@@ -273,7 +334,7 @@ _KNOWN: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
     "__builtin__.set": set,  # as it is called in the protocol that torch.save uses
-    "_codecs.encode": codecs.encode,  # bytes, in that protocol
+    "_codecs.encode": _encoded,  # bytes, in that protocol
     "torch.Size": torch.Size,
     "torch.device": torch.device,
     "torch._utils._rebuild_tensor_v2": _tensor,

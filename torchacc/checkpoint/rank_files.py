@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchacc.checkpoint.guarded import open_regular
 from torchacc.checkpoint.pth import read_pth
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
@@ -420,7 +421,7 @@ def _check_moment(files: Sequence[RankFile]) -> None:
 
 def _alike(file: RankFile) -> Any:
     """Return what every rank's optimizer has alike: all but the tensors with dimensions."""
-    with file.path.open("rb") as opened:
+    with open_regular(file.path) as opened:
 
         def read(value: Any) -> Any:
             if isinstance(value, Slot):

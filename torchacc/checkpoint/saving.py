@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint import optimizer_state, state
+from torchacc.checkpoint.guarded import open_regular
 from torchacc.checkpoint.manifest import as_bytes, digest
-from torchacc.checkpoint.pth import read_pth
+from torchacc.checkpoint.owner import clear_unfinished, unfinished
+from torchacc.checkpoint.pth import read_pth, verify_records
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -64,12 +66,14 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
         if not several_paths or target.is_dir():
             target = target / f"rank-{job.rank}-of-{job.num_processes}{_kind(obj)}.pth"
         content = _stamped(_on_host(obj), save_id)
+        older = group.agreed(lambda: _older_sets(target, job))
     else:
         group.agreed(lambda: _refuse_loss(obj))
         _refuse_other_copies(obj, group)
         content = _whole(obj) if sharded else _on_host(obj)
+        older = []
     writes = by_rank or job.rank == 0
-    partial = target.parent / f".{target.name}.{save_id}-{job.rank}.incomplete"
+    partial = unfinished(target)
     try:
         group.agreed(lambda: _write(content, target, partial) if writes else None)
         # Only now, lest a rank that could not write leave the others' files without its own, and none of the last save.
@@ -77,8 +81,9 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    if by_rank and job.rank == 0 and _RANK_FILE.fullmatch(target.name):
-        _remove_older_sets(target, job)
+    if job.rank == 0:
+        for path in older:
+            path.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
@@ -187,13 +192,29 @@ def _mappings(tree: Any) -> Iterator[Mapping[Any, Any]]:
         yield from _mappings(part)
 
 
-def _remove_older_sets(target: Path, job: Job) -> None:
-    """Remove the files of other numbers of ranks: a set that is complete again must not be mixed with an older one."""
+def _older_sets(target: Path, job: Job) -> list[Path]:
+    """Return the rank files of other numbers of ranks beside this one, which are to be removed once it is there.
+
+    A set that is complete again must not be mixed with an older one, nor an older one be loaded as the newest.
+
+    Raises:
+        CheckpointError: There are such files that do not say that `save()` has written them.
+    """
+    if not _RANK_FILE.fullmatch(target.name) or not target.parent.is_dir():
+        return []
     kind = target.name.partition(f"-of-{job.num_processes}")[2]
-    for path in target.parent.iterdir():
+    found = []
+    for path in sorted(target.parent.iterdir()):
         match = _RANK_FILE.fullmatch(path.name)
         if match and int(match[2]) != job.num_processes and path.name.endswith(f"-of-{match[2]}{kind}"):
-            path.unlink()
+            if not isinstance(_save_id(path), str):
+                raise CheckpointError(
+                    f"{target.parent} holds {path.name}, of {match[2]} ranks, which does not say that torchacc.save() "
+                    f"has written it; beside the files of {job.num_processes} ranks, either could be loaded for the "
+                    "other: move it, or name another folder"
+                )
+            found.append(path)
+    return found
 
 
 def _on_host(tree: Any) -> Any:
@@ -261,6 +282,7 @@ def _write(content: Any, target: Path, partial: Path) -> None:
     if target.exists() and not target.is_file():
         raise CheckpointError(f"{target} is a device or the like, which a file would replace: name a file")
     target.parent.mkdir(parents=True, exist_ok=True)
+    clear_unfinished(target.parent)
     try:
         with partial.open("wb") as file:
             torch.save(content, file)
@@ -274,10 +296,16 @@ def _write(content: Any, target: Path, partial: Path) -> None:
 
 
 def _read(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any:
-    """Read a file, called by another name in errors while it is still being written."""
+    """Read a file and verify it, called by another name in errors; while it is still being written, by its pickle."""
     name = name or path
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if mmap:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with open_regular(path) as file:
+            verify_records(file, str(name))
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except UnpicklingError as error:
         reason = next(
             (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""

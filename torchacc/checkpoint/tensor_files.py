@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchacc.checkpoint.guarded import open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
@@ -141,7 +142,7 @@ def read_header(path: Path) -> tuple[bytes | bytearray, int]:
         CheckpointError: The file is missing, truncated, or not a safetensors file.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file_size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             header_size = int.from_bytes(prefix, "little")
@@ -284,7 +285,7 @@ def _slot(path: Path, entry: Mapping[str, Any], start: int) -> Slot:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = _json(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _json(read_regular(path, _MAX_HEADER_BYTES))["weight_map"]
         named = dict(weight_map.items())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -145,7 +145,7 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
             return AutoConfig.for_model(**{**source, "use_cache": False, **changes})
         if is_on_hub(source):
             check_hub("--model", source)
-        return AutoConfig.from_pretrained(source, use_cache=False, **changes)
+        return AutoConfig.from_pretrained(source, use_cache=False, trust_remote_code=False, **changes)
     except ConfigError:
         raise
     except Exception as error:  # transformers has several classes for it
@@ -197,7 +197,7 @@ def _build(config: Any) -> nn.Module:
         raise ConfigError(f"transformers has no language model of model_type {shown(config.model_type)}: name another")
     try:
         with torch.device("meta"):
-            model: Any = named[0](config) if named else known[0].from_config(config)
+            model: Any = named[0](config) if named else known[0].from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's code comes upon where its options contradict each other
         raise ConfigError(f"a {config.model_type} cannot be built with these options: {in_one_line(error)}") from error
     if getattr(model, "_can_set_experts_implementation", bool)():

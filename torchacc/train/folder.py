@@ -3,16 +3,17 @@
 import contextlib
 import fcntl
 import json
-import shutil
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchacc.checkpoint.removal import listed
 from torchacc.config.text_file import read_json
 from torchacc.errors import ConfigError, shown
 from torchacc.logging import get_logger
 from torchacc.train.history import read_history
+from torchacc.train.replaced import drop, foreign_in_checkpoints, has_checkpoints, put_aside
 
 if TYPE_CHECKING:
     from torchacc.train.stage import StageRun
@@ -56,6 +57,12 @@ def check_folder(run: "StageRun", *, overwrite: bool = False) -> None:
         )
     with lock_folder(folder):  # another run's may not be taken, whatever it is
         pass
+    identity = _identity(folder)
+    if overwrite and (foreign := foreign_in_checkpoints(folder)):
+        raise ConfigError(
+            f"output folder {folder}: {listed(foreign)} is not of the checkpoint that it lies in, and --overwrite "
+            "removes nothing that the run has not written: move it, or change output_dir"
+        )
     if overwrite or not _has_begun(run):
         return
     if is_finished(folder):
@@ -63,13 +70,13 @@ def check_folder(run: "StageRun", *, overwrite: bool = False) -> None:
             f"output folder {folder} holds a finished run; pass --overwrite to remove it and train again, or change "
             "output_dir"
         )
-    differing = _differing(_identity(folder), run.identity())
+    differing = _differing(identity, run.identity())
     if differing:
         raise ConfigError(
             f"output folder {folder} holds a run that differs, so that this one cannot go on from it: "
             f"{'; '.join(differing)}. Pass --overwrite to remove it, or change output_dir"
         )
-    if not run.resumes and run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+    if not run.resumes and has_checkpoints(folder):
         raise ConfigError(
             f"output folder {folder} holds checkpoints, and training.resume = 'never' would start at step 0 among "
             "them: pass --overwrite to remove them, write resume: auto, or change output_dir"
@@ -81,7 +88,8 @@ def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
 
     Args:
         run: The run.
-        overwrite: Whether to put the run that the folder holds aside; `drop_replaced()` removes it.
+        overwrite: Whether to put the run that the folder holds aside; `drop_replaced()` removes it. What the run has
+            not written stays where it is.
 
     Raises:
         ConfigError: It holds something else, or cannot be written.
@@ -89,8 +97,8 @@ def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
     check_folder(run, overwrite=overwrite)
     try:
         if overwrite and _has_begun(run):
-            shutil.rmtree(_replaced(run), ignore_errors=True)
-            run.folder.rename(_replaced(run))
+            drop(_replaced(run))
+            put_aside(run.folder, _replaced(run))
         run.folder.mkdir(parents=True, exist_ok=True)
         if not _has_begun(run):  # a run that never came to train does not bind the one that does
             _write(run.folder / RUN, {"at": _now(), "stage": run.stage, "identity": run.identity(), "plan": str(run)})
@@ -100,7 +108,7 @@ def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
 
 def drop_replaced(run: "StageRun") -> None:
     """Remove the run that this one has replaced. By one process, once this one can train."""
-    shutil.rmtree(_replaced(run), ignore_errors=True)
+    drop(_replaced(run))
 
 
 @contextlib.contextmanager
@@ -126,7 +134,7 @@ def _has_begun(run: "StageRun") -> bool:
     """Return whether a folder holds anything that was trained or measured."""
     if is_finished(run.folder) or run.final.exists():
         return True
-    if run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+    if has_checkpoints(run.folder):
         return True
     return any("loss" in row for row in read_history(run.folder / METRICS))
 
@@ -139,12 +147,12 @@ def _identity(folder: Path) -> dict[str, Any]:
     try:
         facts = read_json(folder / RUN)
         identity = facts.get("identity") if isinstance(facts, dict) else None
-        if not isinstance(identity, dict):
+        if not isinstance(identity, dict) or not isinstance(facts.get("stage"), str):
             raise ConfigError("it names no run")
     except ConfigError as error:
         raise ConfigError(
-            f"output folder {folder}: {RUN}, which says whose run it holds, cannot be read ({error}); pass --overwrite "
-            "to remove the run, or change output_dir"
+            f"output folder {folder}: {RUN}, which says whose run it holds, cannot be read ({error}), so that nothing "
+            "there is known to be a run's: move it away, or change output_dir"
         ) from None
     return identity
 

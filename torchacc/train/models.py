@@ -57,7 +57,7 @@ def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig
         ConfigError: There is no such checkpoint, or the vocabulary is too small.
     """
     if "pretrained" in options:
-        config = AutoConfig.from_pretrained(local_folder(options["pretrained"]))
+        config = AutoConfig.from_pretrained(local_folder(options["pretrained"]), trust_remote_code=False)
     else:
         of_text = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in _TOKENS_OF_TEXT}}
         config = AutoConfig.for_model(**{**of_text, **options})
@@ -85,7 +85,7 @@ def planned_config(options: Mapping[str, Any]) -> PretrainedConfig | None:
             # Those of the text are not known yet, and the family's own may be beyond a small vocabulary.
             config = AutoConfig.for_model(**{**dict.fromkeys(_TOKENS_OF_TEXT, 0), **options})
         else:
-            config = AutoConfig.from_pretrained(local_folder(pretrained))
+            config = AutoConfig.from_pretrained(local_folder(pretrained), trust_remote_code=False)
         if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ConfigError(f"model_type {config.model_type} is not a family of causal language models")
         planned: Any = build_model(config, initialised=False)
@@ -138,10 +138,10 @@ def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:
         ConfigError: It has no way to say by how many tokens its loss is to be divided.
     """
     if initialised:
-        model = deferred_init(AutoModelForCausalLM.from_config, config)
+        model = deferred_init(AutoModelForCausalLM.from_config, config, trust_remote_code=False)
     else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     parameters = inspect.signature(model.forward).parameters
     divides = "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not divides or getattr(model, "accepts_loss_kwargs", True) is False:

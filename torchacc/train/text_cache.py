@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,8 @@ _FORMAT = 1
 _QUIET_SECS = 2.0
 """How long another process may prepare the same text before that is worth a line."""
 _BATCH = 200
+_PARTS = ("scratch", "tokenizer", "train", "validation")
+"""Folders that a folder of tokens is made of, the first of them only while it is."""
 
 
 def prepare(
@@ -66,15 +68,23 @@ def prepare(
         if not folder.is_dir():
             _log.info("tokenising %s into %s", source, folder)
             unfinished = cache / f"{key}.unfinished"
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+            _clear(unfinished)  # of a process that was killed
             try:
                 _build(unfinished, config, source, validation, tokenizer)
                 if _key(config, source, validation, tokenizer) != key:
                     raise DataError(f"data: {source} has changed while it was read; start again when it is complete")
                 os.replace(unfinished, folder)
             finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                _clear(unfinished)
     return folder
+
+
+def _clear(unfinished: Path) -> None:
+    """Remove what `_build()` has made of a folder, and nothing else in it."""
+    for name in _PARTS:
+        shutil.rmtree(unfinished / name, ignore_errors=True)
+    with suppress(OSError):
+        unfinished.rmdir()
 
 
 def _key(

@@ -44,7 +44,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if name.startswith("~") else name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            Path(name).expanduser() if name.startswith("~") else name, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"data.tokenizer = {shown(name)}: there is no tokenizer that can be loaded ({in_one_line(error)}); "
