@@ -5,23 +5,46 @@ from itertools import islice
 from typing import Any
 
 
-class ConfigError(ValueError):
+def printable(text: str, keeps: str = "") -> str:
+    """Return text with nothing in it that a terminal would obey or a file could not hold, such as names of files have.
+
+    Args:
+        text: Any text.
+        keeps: Which of those characters are left as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Told(Exception):  # noqa: N818 - the base of errors
+    """An error whose message may name what somebody else has named."""
+
+    _KEEPS = "\n\t"
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), self._KEEPS)
+
+
+class ConfigError(_Told, ValueError):
     """A configuration that contradicts itself, the model, or the devices of the job."""
 
 
-class DataError(ValueError):
+class DataError(_Told, ValueError):
     """A data loader or a batch that cannot be sharded or padded as asked."""
 
 
-class EngineError(RuntimeError):
+class EngineError(_Told, RuntimeError):
     """An engine that cannot start or go on on this machine."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(_Told, RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and the tensor where there is one."""
 
+    _KEEPS = ""
 
-class TrainingError(RuntimeError):
+
+class TrainingError(_Told, RuntimeError):
     """A run that cannot go on, as its numbers are not finite any more."""
 
 

@@ -3,6 +3,8 @@
 import logging
 import sys
 
+from torchacc.errors import printable
+
 _ROOT = "torchacc"
 
 
@@ -35,8 +37,15 @@ def _are_of_torch_xla(root: logging.Logger) -> bool:
     return "torch_xla" in sys.modules and has_defaults and form == logging.BASIC_FORMAT
 
 
+class _Formatter(logging.Formatter):
+    """Shows names of files without what a terminal would obey."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name there
+        return printable(super().formatMessage(record), "\n\t")
+
+
 def make_console(rank: int) -> logging.Handler:
     """Return what shows the package's lines on the terminal; those of others than rank 0 begin with the rank."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("torchacc: %(message)s" if rank == 0 else f"torchacc[{rank}]: %(message)s"))
+    handler.setFormatter(_Formatter("torchacc: %(message)s" if rank == 0 else f"torchacc[{rank}]: %(message)s"))
     return handler

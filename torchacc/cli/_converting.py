@@ -12,7 +12,7 @@ from torchacc.checkpoint.consolidate import Output
 from torchacc.checkpoint.copying import Plan, carry_out
 from torchacc.checkpoint.rank_files import Part
 from torchacc.cli._options import path, positive, size
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, printable
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PARTS: dict[str, tuple[Part, ...]] = {
@@ -76,11 +76,11 @@ def output(args: argparse.Namespace) -> Output:
 def run(args: argparse.Namespace, plan: Plan) -> int:
     """Carry out a plan, or print it; return the exit status."""
     if args.dry_run:
-        sys.stdout.write(plan.describe() + "\n")
+        sys.stdout.write(printable(plan.describe(), "\n") + "\n")
         return 0
     _carry_out(plan, args)
     for file in plan.files:
-        sys.stdout.write(f"{file.path}\n")
+        sys.stdout.write(printable(str(file.path)) + "\n")
     return 0
 
 

@@ -12,7 +12,7 @@ from torchacc.checkpoint.forms import form_of
 from torchacc.checkpoint.owner import clear_unfinished
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, printable
 
 EXAMPLES = (
     "torchacc convert ckpt model --to hf --config-from gpt2",
@@ -94,7 +94,7 @@ def _refuse_work_options(args: argparse.Namespace, *, config: bool = False) -> N
 
 
 def _wrote(args: argparse.Namespace) -> int:
-    sys.stdout.write(f"{args.target}\n")
+    sys.stdout.write(printable(str(args.target)) + "\n")
     return 0
 
 
