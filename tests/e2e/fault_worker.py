@@ -20,7 +20,7 @@ from pathlib import Path
 WIDTH = 256
 ROWS_PER_DEVICE = 2
 NUM_BATCHES = 14
-SECONDS_TO_RUN = 120
+SECONDS_TO_RUN = 500
 
 
 class Attempt:
