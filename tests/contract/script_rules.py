@@ -128,7 +128,8 @@ def _step(side: Side, optimizer: torch.optim.Optimizer) -> None:
 @rule(often=3)
 def zero_grad(side: Side, a: int, b: int) -> Any:
     owner = _optimizer(side, a) if b % 2 and side.optimizers else side.model
-    owner.zero_grad(set_to_none=b % 4 < 2)
+    # In a window there may be no gradients yet that could be set to zeros, so that there are none afterwards either.
+    owner.zero_grad(set_to_none=b % 4 < 2 or side.window_is_open)
     side.window_is_open = False
 
 

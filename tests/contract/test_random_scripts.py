@@ -23,7 +23,7 @@ LAYOUTS = {
     MULTIPROCESS: ["full-shard", "no-shard", "default"],
     SPMD: ["full-shard"],
 }
-NUM_PROGRAMS = {NATIVE: 40, ALONE: 10, MULTIPROCESS: 12, SPMD: 12}
+NUM_PROGRAMS = {NATIVE: 30, ALONE: 8, MULTIPROCESS: 8, SPMD: 10}
 """So that CI runs some hundred rules, in about a minute of one core: a rule takes a few milliseconds natively, and a
 tenth of a second or two under XLA, where it may have to be compiled."""
 LENGTH = 14
@@ -35,9 +35,10 @@ FOUND: dict[str, list[Call]] = {
     "inference-mode-first": [("evaluate", 0, 1), ("train", 0, 0), ("evaluate", 0, 1)],
     "inference-mode-between": [("train", 0, 0), ("evaluate", 0, 1), ("evaluate", 0, 0), ("train", 0, 0)],
     "largest-element-of-one-row": [("forward", 0, 0), ("backward", 0, 0), ("clip", 4, 3), ("clip", 1, 1)],
+    "freeze-in-a-window": [("accumulate", 0, 0), ("freeze", 0, 1), ("train", 0, 0)],
     "clip-in-a-window": [("accumulate", 0, 0), ("clip", 0, 0), ("clip", 0, 1)],
 }
-EACH = [NATIVE, ALONE]
+EACH = [pytest.param(engine, marks=[pytest.mark.xla] if engine.startswith("xla") else []) for engine in NUM_RANKS]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,6 @@ def test_random_scripts(runners, engine, request):
 @pytest.mark.parametrize("engine", EACH)
 def test_programs_that_have_failed(runners, engine):
     for name, rules in FOUND.items():
-        for layout in LAYOUTS[engine]:
+        for layout in LAYOUTS[engine][:2]:
             failure = runners[engine].run({"layout": layout, "looks": False, "syncs": False, "rules": rules})
             assert failure is None, f"{name}, {layout}: {failure}"

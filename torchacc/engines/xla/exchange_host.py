@@ -142,12 +142,15 @@ class _HostGatherer(BlockGatherer):
         self._exchange = exchange
         self.gradients: dict[Block, torch.Tensor] = {}
         """The whole gradients of this process that have not been reduced yet."""
+        self._trained: set[Block] = set()
+        """What was gathered for gradients since the last reduction, also where it is frozen by now."""
 
     def gather(self) -> list[torch.Tensor]:
         whole = runtime.to_device(self._gather(self.blocks, [block.dtype for block in self.blocks]))
         parts = []
         for block, tensor in zip(self.blocks, whole, strict=True):
             if block.shard.requires_grad and torch.is_grad_enabled():
+                self._trained.add(block)
                 tensor = _HostGather.apply(block.shard, tensor, block, self)
             parts += block.parts(tensor)
         return parts
@@ -171,7 +174,8 @@ class _HostGatherer(BlockGatherer):
         A block that no process has a gradient of keeps none: each tells by one more element whether it has.
         """
         gradients, self.gradients = self.gradients, {}
-        blocks = [block for block in self.blocks if block.shard.requires_grad]
+        trained, self._trained = self._trained, set()
+        blocks = [block for block in self.blocks if block in trained or block.shard.requires_grad]
         if not blocks:
             return
         have = [block for block in blocks if block in gradients]

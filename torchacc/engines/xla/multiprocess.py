@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -157,6 +158,7 @@ class MultiprocessModel(XlaModel):
         self.install_recompute()
         self.move_buffers()
         self.install(self.run)
+        _models.add(self)
         _know_total_norm()
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
@@ -271,6 +273,9 @@ def _on_plain_tensors(context: AbstractContextManager[None]) -> Iterator[None]:
         yield
 
 
+_models: WeakSet[MultiprocessModel] = WeakSet()
+
+
 @functools.cache
 def _know_total_norm() -> None:
     """Let PyTorch's own clipping see whole gradients, however a script has imported it."""
@@ -286,6 +291,9 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             of_model.setdefault(gradient._layout.reader, []).append(without_padding(gradient))
         else:
             others.append(gradient)
+    for each in _models:
+        if not gradients or each._exchange in of_model:  # in a window there may be no gradients yet
+            each.check_window("clip_grad_norm_()")
     if not of_model:
         return None
     norms = [
