@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = ("torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2")
-IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME", "HF_HUB_OFFLINE")
+IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
 SERVE = "--serve"
 
 
@@ -88,6 +88,7 @@ def become(job: dict[str, Any], own: dict[str, str]) -> None:
     os.environ.update(set_by_imports | job["env"])
     sys.path[1:1] = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     importlib.import_module("numpy").random.seed()
+    importlib.import_module("torch").default_generator.seed()  # that a job draws as the one before would hide much
 
 
 class Server:
@@ -129,7 +130,7 @@ class Server:
         return int(line)
 
     def close(self) -> None:
-        """Let the process end; a second time nothing is left to do."""
+        """Let the process end."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -138,6 +139,12 @@ class Server:
 
 _servers: dict[tuple[str | None, ...], Server] = {}
 """Those that are running, by the values of `IMPORT_VARIABLES`."""
+
+
+@atexit.register
+def _close() -> None:
+    while _servers:
+        _servers.popitem()[1].close()
 
 
 def run(
@@ -166,9 +173,11 @@ def run(
     command = [str(script), *map(str, arguments)]
     key = tuple(env.get(name) for name in IMPORT_VARIABLES)
     if key not in _servers:
-        others = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
-        _servers[key] = Server(others | {name: env[name] for name in IMPORT_VARIABLES if name in env})
-        atexit.register(_servers[key].close)
+        if len(_servers) > 1:  # each has its memory, and a file of tests needs two at most
+            _close()
+        shared = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
+        own = {name: env[name] for name in IMPORT_VARIABLES if name in env}
+        _servers[key] = Server(shared | own | {"HF_HUB_OFFLINE": "1"})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         err = out if merged else Path(folder, "err")

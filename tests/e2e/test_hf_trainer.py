@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkrun
+
 SCRIPT = Path(__file__).with_name("hf_trainer_script.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-LAUNCHERS = {"plain": [], "native": TORCHRUN, "xla": TORCHRUN, "spmd": []}
+NUM_RANKS = {"plain": 0, "native": 2, "xla": 2, "spmd": 0}
 UNEVEN = ("masked_lm", "classes", "padded", "sequences", "smoothed")
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,7 @@ def run(mode, folder, *cases, killed=False):
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if mode != "plain":
         environ.pop("USE_TORCH_XLA", None)  # as a user has it: transformers and accelerate find torch_xla
-    done = subprocess.run(
-        [sys.executable, *LAUNCHERS[mode], str(SCRIPT), mode, str(folder), *cases],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    done = forkrun.run(SCRIPT, mode, folder, *cases, num_ranks=NUM_RANKS[mode], env=environ, cwd=folder)
     assert (done.returncode != 0) == killed, done.stderr[-5000:]
     lines = done.stdout.splitlines()
     facts = [json.loads(line[6:]) for line in lines if line.startswith("FACTS ")]
