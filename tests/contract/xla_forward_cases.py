@@ -15,9 +15,14 @@ from casekit import (
     case,
     check_equal,
     check_gradients,
+    check_parameters,
+    check_still_trains,
+    loss_of,
     part,
     plain_value,
+    sgd,
     sharded_and_plain,
+    step,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -212,12 +217,22 @@ def integers(x: torch.Tensor) -> torch.Tensor:
     return x * (shifted + counts) + histogram(whole)
 
 
+def resized(x: torch.Tensor) -> torch.Tensor:
+    picture, resize = x.view(-1, 1, 2, 4), nn.functional.interpolate
+    return sum(
+        resize(picture, scale_factor=scale, mode=mode).sum((1, 2, 3)) * weight
+        for weight, scale in enumerate((2.0, 1.3, (2.6, 1.4)), 1)
+        for mode in ("nearest", "bilinear")
+    ) + resize(picture, size=(3, 5), mode="bilinear", align_corners=True).square().sum((1, 2, 3))
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: nn.functional.elu(x, 0.5) + nn.functional.selu(x) + nn.functional.celu(x, 2.0),
     "elu-in-place": lambda x: nn.functional.elu(x * 2, inplace=True),
     "cumsum": lambda x: x.cumsum(1) * x.detach().long().cumsum(1),
     "boolean-index": lambda x: x[x > 0].sum() + x.masked_select(x < 1).square().sum() + replaced(x),
     "masked-scatter": lambda x: x.masked_scatter(x > 0, x * 3).masked_scatter(x[:, :1] < 0, x.flip(1)),
+    "resized": resized,
     "extremes": lambda x: x + x.amax() + x.amin((0, 1)) + x.amax(1, keepdim=True),
 }
 
@@ -257,6 +272,63 @@ def norm_and_its_statistics(norm: tuple[Callable[[], nn.Module], torch.Tensor]) 
 @case([MULTIPROCESS])
 def norm_in_evaluation() -> None:
     check_two_steps(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), {"input": X})
+
+
+# Families that used to crash
+
+
+def make_llava() -> nn.Module:
+    import transformers
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2, "use_cache": False, **small}
+    vision = {"model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, "projection_dim": 8, **small}
+    layers = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=31, **layers)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def make_mixtral() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "use_cache": False}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=1.0)
+    return transformers.MixtralForCausalLM(config)
+
+
+@case([SPMD])
+def pictures_are_put_among_tokens() -> None:
+    tokens = TOKENS.clamp(max=30)
+    tokens[:, 2:6] = 31
+    pictures = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(5))
+    check_two_steps(make_llava, {"input_ids": tokens, "labels": tokens, "pixel_values": pictures})
+
+
+@case([SPMD])
+def experts_are_balanced() -> None:
+    check_two_steps(make_mixtral, {"input_ids": TOKENS, "labels": TOKENS})
+
+
+# Gradients that a step has freed
+
+
+@case(XLA)
+def second_step_with_the_same_gradients_is_refused() -> None:
+    model, plain = sharded_and_plain()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    loss_of(model(part(X))).backward()
+    first.step()
+    for optimizer in (first, second):
+        with pytest.raises(torchacc.EngineError, match="gradients that this SGD is to step with are gone"):
+            optimizer.step()
+    with pytest.raises(torchacc.EngineError, match="no gradients to clip any more"):
+        model.clip_grad_norm_(1.0)
+    step(plain, X, sgd(plain))
+    model.zero_grad()
+    first.step()
+    check_parameters(model, plain)
+    check_still_trains(model, plain)
 
 
 # Edits of weights

@@ -37,7 +37,7 @@ from torchacc.engines.xla.optimizer import prime
 from torchacc.engines.xla.recompute import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.plan import PlannedParameter, WrapPlan
 
@@ -178,6 +178,8 @@ class XlaModel(ShardedModel):
         self._units: list[UnitHooks] = []
         self._recompute = Recompute(self._units, self.patched)
         self._step_freed_gradients = False
+        self._freed: set[torch.Tensor] = set()
+        """The parameters whose gradients a step has freed since the last forward that needs gradients."""
         self._warned = False
         self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._numbers: dict[torch.Tensor, UpdateNumbers] = {}
@@ -237,6 +239,8 @@ class XlaModel(ShardedModel):
     def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
         self._check_gradients_were_cleared()
+        if torch.is_grad_enabled():
+            self._freed.clear()
         _watch.on_forward(self.model, args, kwargs, num_lengths=self.engine.num_lengths)
         self._open_steps.clear()  # of steps that raised
         self.engine.has_recorded = True
@@ -262,6 +266,8 @@ class XlaModel(ShardedModel):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
         super().prepare_optimizer(optimizer)
+        if optimizer not in self._open_steps:
+            self._check_gradients_are_there(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
         reason = prime(optimizer, self.place, self._put)
         if reason is not None:
@@ -288,6 +294,7 @@ class XlaModel(ShardedModel):
         """Note that the script clears its gradients."""
         super().on_zero_grad()
         self._step_freed_gradients = False
+        self._freed.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
@@ -297,10 +304,32 @@ class XlaModel(ShardedModel):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._freed.add(parameter)
                 parameter.grad = None
         self._step_freed_gradients = True
         self.engine.sync()
         _watch.after_step(optimizer)
+
+    def _check_gradients_are_there(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a second step with gradients that the first, of this or another optimizer, has freed."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gone = [parameter for parameter in parameters if parameter.grad is None and parameter in self._freed]
+        if gone:
+            raise EngineError(
+                f"the gradients that this {type(optimizer).__name__} is to step with are gone, as that of "
+                f"{self._names.get(gone[0])!r}: under XLA a step frees the gradients of its optimizer's parameters. "
+                "Call backward() before each step, and let only one optimizer hold a parameter"
+            )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients, unless a step has freed them."""
+        if self._freed and all(parameter.grad is None for parameter in self.model.parameters()):
+            raise EngineError(
+                "there are no gradients to clip any more: under XLA a step frees the gradients of its optimizer's "
+                "parameters. Clip them between backward() and step()"
+            )
+        return super().clip_grad_norm_(max_norm, norm_type)
 
     def _check_gradients_were_cleared(self) -> None:
         if self._step_freed_gradients and not self._warned and self.model.training and torch.is_grad_enabled():

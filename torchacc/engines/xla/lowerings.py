@@ -165,6 +165,44 @@ def _extreme(find: Callable[..., Any], x: torch.Tensor, dim: Sequence[int], keep
     return x
 
 
+def _nearest(
+    x: torch.Tensor, size: Sequence[int], scale_h: float | None = None, scale_w: float | None = None
+) -> torch.Tensor:
+    """Resize pictures; torch_xla goes by their sizes, also where the caller gives a scale that does not divide them."""
+    for dim, after, scale in zip((2, 3), size, (scale_h, scale_w), strict=True):
+        before = x.shape[dim]
+        ratio = 0.5 if after == 2 * before else _ratio(before, after, scale)
+        place = (torch.arange(after, device=x.device) * ratio).long().clamp(max=before - 1)
+        x = x.index_select(dim, place)
+    return x
+
+
+def _bilinear(
+    x: torch.Tensor,
+    size: Sequence[int],
+    align_corners: bool,
+    scale_h: float | None = None,
+    scale_w: float | None = None,
+) -> torch.Tensor:
+    for dim, after, scale in zip((2, 3), size, (scale_h, scale_w), strict=True):
+        before = x.shape[dim]
+        index = torch.arange(after, device=x.device)
+        if align_corners:
+            place = index * ((before - 1) / max(after - 1, 1))
+        else:
+            place = ((index + 0.5) * _ratio(before, after, scale) - 0.5).clamp(min=0)
+        low = place.long().clamp(max=before - 1)
+        weight = (place - low).to(x.dtype).view(-1, *[1] * (3 - dim))
+        high = (low + 1).clamp(max=before - 1)
+        x = x.index_select(dim, low) * (1 - weight) + x.index_select(dim, high) * weight
+    return x
+
+
+def _ratio(before: int, after: int, scale: float | None) -> float:
+    """Return how far apart in a picture the places of neighbours in the resized one are, as PyTorch has it."""
+    return before / after if scale is None or after == before else 1 / scale
+
+
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "masked_scatter": _masked_scatter,
@@ -173,6 +211,8 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "elu_": _elu_,
     "celu": _celu,
     "celu_": _celu_,
+    "upsample_nearest2d": _nearest,
+    "upsample_bilinear2d": _bilinear,
 }
 """Of differentiable operations, so that autograd's part of each follows."""
 
