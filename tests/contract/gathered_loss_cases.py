@@ -1,7 +1,10 @@
 """Losses that compare a sample with those of all devices, by `torchacc.dist.all_gather()`."""
 
+import logging
+
 import pytest
 import torch
+import transformers
 from casekit import (
     ENGINE,
     MULTIPROCESS,
@@ -184,3 +187,94 @@ def tensors_that_differ_are_refused_on_each_rank(make) -> None:
     with pytest.raises(torchacc.DataError, match="rank 0 .*rank 1"):
         torchacc.dist.all_gather(make())
     assert by_rank(1) == [1, 1]
+
+
+def make_experts() -> nn.Module:
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.MixtralConfig(
+        **sizes,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+TOKENS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(TOKENS)
+MASK[0, 4:] = MASK[3, 3:] = 0
+BATCHES = {
+    "whole": {"input_ids": TOKENS, "labels": TOKENS},
+    "masked": {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS},
+}
+
+
+@case([NATIVE, MULTIPROCESS], each=BATCHES)
+def experts_are_balanced_over_the_tokens_of_all_devices(batch) -> None:
+    model, plain = sharded_and_plain(make_experts)
+    found = model(**{name: part(value) for name, value in batch.items()})
+    expected = plain(**batch)
+    check_equal(found.aux_loss.detach().cpu(), expected.aux_loss.detach(), "auxiliary loss")
+    check_equal(found.loss.detach().cpu(), expected.loss.detach(), "loss")
+    found.loss.backward()
+    expected.loss.backward()
+    check_gradients(model, plain)
+
+
+@case([NATIVE])  # XLA's batches have the same length on every rank
+def experts_are_balanced_over_rows_of_different_lengths() -> None:
+    model, plain = sharded_and_plain(make_experts)
+    own = {"input_ids": TOKENS[2 * RANK : 2 * RANK + 2, : (6, 4)[RANK]]}
+    mask = torch.ones_like(TOKENS)
+    mask[2:, 4:] = 0
+    found, expected = model(**own), plain(input_ids=TOKENS, attention_mask=mask)
+    check_equal(found.aux_loss.detach(), expected.aux_loss.detach(), "auxiliary loss")
+    (found.aux_loss + 0 * found.logits.sum()).backward()
+    (expected.aux_loss + 0 * expected.logits.sum()).backward()
+    check_gradients(model, plain)
+
+
+class Summed(nn.Module):
+    """Returns a sum over samples, times what it is told."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 4), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(self.layer(x), x[:, :4], reduction="sum")
+        return loss if self.factor == 1 else self.factor * loss
+
+
+@case([NATIVE, MULTIPROCESS])
+def sum_over_samples_is_warned_of_once() -> None:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("torchacc")
+    logger.addHandler(handler)
+    try:
+        model, _ = sharded_and_plain(Summed)
+        for _ in range(2):
+            model(part(X)).backward()
+        told = [message for message in seen if "is a sum over samples" in message]
+        assert len(told) == 1
+        assert "multiply the sum by 2" in told[0]
+        sharded, plain = sharded_and_plain(lambda: Summed(factor=2))
+        sharded(part(X)).backward()
+        (plain(X) / 2).backward()
+        check_gradients(sharded, plain)
+        assert len([message for message in seen if "is a sum over samples" in message]) == 1
+    finally:
+        logger.removeHandler(handler)

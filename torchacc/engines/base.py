@@ -15,15 +15,20 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.experts import balanced_over_devices, modules_with_balance
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import HostRowGatherer, RowGatherer
+from torchacc.engines.sums import is_sum_over
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
 from torchacc.layout import Holding
+from torchacc.logging import get_logger
 from torchacc.plan import WrapPlan
 from torchacc.topology import Topology
+
+_log = get_logger(__name__)
 
 NO_GPU = {
     "memory.gpu_fraction": "there is no NVIDIA GPU here",
@@ -180,6 +185,7 @@ class ShardedModel(ABC):
         """Waits for who still reads parameters and optimizers' states; called before they are changed."""
         self.averages_scalars = True
         """Whether scalars that the model returns are means over all devices, and not this device's own."""
+        self._has_looked_for_sums = False
         self._accumulating = False
         self._window_is_open = False
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -314,12 +320,17 @@ class ShardedModel(ABC):
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
         model, inner = self.model, self.model.forward
+        sees_a_part = self.engine.job.launched and self.engine.topology.num_data_shards > 1
+        balances = modules_with_balance(model) if sees_a_part else []
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             progress.mark(progress.Phase.FORWARD)
-            output = run(inner, args, kwargs)
+            with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
+                output = run(inner, args, kwargs)
             if torch.is_grad_enabled():
+                if sees_a_part and model.training:
+                    self._warn_of_sums(output, (args, kwargs))
                 progress.mark(progress.Phase.BACKWARD)
                 map_tensors(self._watch_backward, output)
             else:
@@ -330,6 +341,28 @@ class ShardedModel(ABC):
         self.watch_zero_grad(model)
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
+
+    def _warn_of_sums(self, output: Any, inputs: Any) -> None:
+        """Warn once of a loss that is a sum over the process's own samples."""
+        if self._has_looked_for_sums:
+            return
+        self._has_looked_for_sums = True
+        given: list[torch.Tensor] = []
+        returned: list[torch.Tensor] = []
+        map_tensors(given.append, inputs)
+        map_tensors(returned.append, output)
+        rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+        if rows and any(is_sum_over(rows, tensor) for tensor in returned if not tensor.dim()):
+            count = self.engine.topology.num_data_shards
+            _log.warning(
+                "the loss that this %s returns is a sum over samples. With a process for each device gradients are "
+                "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "
+                "those of all samples: return a mean, or multiply the sum by %d",
+                type(self.model).__name__,
+                count,
+                count,
+                count,
+            )
 
     def check_usable(self, *_: Any) -> None:
         """Refuse to go on with weights that were not loaded; a hook before everything that a forward begins with.
