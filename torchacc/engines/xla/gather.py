@@ -213,7 +213,7 @@ def edit_is_lost(name: str | None, reason: str) -> EngineError:
 
 def storage_and_edits(tensor: torch.Tensor) -> tuple[Any, int]:
     """Return what tells whether a tensor was edited, by itself, by an alias as `.data` is, or in part."""
-    return tensor.untyped_storage()._cdata, torch._functionalize_mutation_counter(tensor)  # type: ignore[attr-defined]
+    return tensor.untyped_storage()._cdata, torch._functionalize_mutation_counter(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:
