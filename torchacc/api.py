@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchacc import data
+from torchacc import arguments, data
 from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
@@ -58,10 +58,13 @@ def accelerate(
         DataError: The dataloader cannot be sharded.
         EngineError: The devices cannot be started.
     """
+    arguments.check(model, dataloader, config, optimizer)
     job = read_job()
     start_logging(job.rank)
     engine = registry.make_engine(config if config is not None else Config(), job)
     _refuse_second_time(model)
+    if isinstance(model, nn.Module):
+        arguments.refuse_wrapped(model)
     plan = make_plan(model, engine.config, engine.topology)
     engine.check(model)
     deferred.check_unchanged(model)
@@ -92,7 +95,7 @@ def accelerate(
     _log.debug("%s", plan)
 
     given = [part for part in (loader, optimizer) if part is not None]
-    return (model, *given) if given else model
+    return arguments.Accelerated((model, *given)) if given else model
 
 
 def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoader:
@@ -280,6 +283,7 @@ def _attach(sharded: ShardedModel) -> None:
         setattr(model, name, functools.partial(function, sharded))
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
+    arguments.refuse_on(model)
     for parameter in sharded.holdings:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()

@@ -34,6 +34,14 @@ class DataError(_Told, ValueError):
     """A data loader or a batch that cannot be sharded or padded as asked."""
 
 
+class UnknownNameError(ConfigError, AttributeError):
+    """A name that an object of ours has not, so that `hasattr()` is False."""
+
+
+class NoLengthError(DataError, TypeError):
+    """A loader whose length nobody knows, so that `list(loader)` asks no further."""
+
+
 class EngineError(_Told, RuntimeError):
     """An engine that cannot start or go on on this machine."""
 

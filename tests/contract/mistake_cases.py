@@ -1,6 +1,12 @@
 """What a model keeps by which libraries know it, and what scripts call by mistake, on two devices of each engine."""
 
+import io
+import pickle
+
+import pytest
+import torch
 from casekit import MLP, accelerate, case
+from torch import nn
 
 import torchacc
 from torchacc.engines.base import sharded_model
@@ -15,3 +21,35 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
     assert repr(model).startswith("MLP(\n")
     assert type(model.layers[:1][0]).__name__ == "Sequential"
     assert str(torchacc.describe(model)).startswith(f"engine      {sharded_model(model).engine.kind}")
+
+
+class Resizable(MLP):
+    """With the method of transformers' models."""
+
+    def resize_token_embeddings(self, size: int) -> None:
+        self.head = nn.Linear(8, size)
+
+
+@case()
+def pickling_the_model_is_refused() -> None:
+    model = accelerate(MLP())
+    for held in (model, [model], nn.Sequential(model)):
+        for write in (pickle.dumps, lambda held: torch.save(held, io.BytesIO())):
+            with pytest.raises(torchacc.CheckpointError, match=r"pickling this MLP, as torch\.save\(model\) does"):
+                write(held)
+
+
+@case()
+def resizing_embeddings_is_refused() -> None:
+    with pytest.raises(torchacc.EngineError, match=r"resize_token_embeddings\(\) of a sharded model"):
+        accelerate(Resizable()).resize_token_embeddings(16)
+
+
+@case()
+def wrapping_the_model_is_refused_and_holding_it_is_not() -> None:
+    model = accelerate(MLP())
+    for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.compile):
+        with pytest.raises(torchacc.ConfigError, match=r"around a model of accelerate\(\)"):
+            wrap(model)
+    held = nn.Sequential(model)
+    assert held[0] is model

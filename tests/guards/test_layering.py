@@ -18,7 +18,7 @@ LAYERS = (
     {"data"},
     {"engines"},
     {"checkpoint"},
-    {"api"},
+    {"api", "arguments"},
     {"functional", "dist"},
     {"integrations"},
     {"train", "cli", "__main__"},

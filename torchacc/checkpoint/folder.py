@@ -230,6 +230,13 @@ class Folder:
         return header, segments[-1].start + segments[-1].size
 
     def _nothing(self) -> str:
+        below = sorted(path.parent.name for path in self.path.glob(f"*/{MANIFEST}"))
+        if below:
+            return (
+                f"{self.path} is no checkpoint, and holds {len(below)}, the last of which is {below[-1]}: name one, as "
+                f"{str(self.path / below[-1])!r}; or let CheckpointManager(folder, model=model, …).restore() load the "
+                "newest that is whole"
+            )
         nothing = f"{self.path} holds no model.safetensors and no model.safetensors.index.json"
         pickled = sorted(path.name for path in self.path.glob("pytorch_model*.bin"))
         if not pickled:

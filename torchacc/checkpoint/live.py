@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from torchacc.checkpoint import hub, optimizer_state, plain, state
+from torchacc.checkpoint.calls import path_first
 from torchacc.checkpoint.contents import (
     Contents,
     Other,
@@ -40,6 +41,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 
+@path_first("torchacc.checkpoint.save(folder, model=model, optimizer=optimizer)")
 def save(
     path: str | PathLike[str],
     *,
@@ -97,6 +99,7 @@ def save_silently(path: str | PathLike[str], *, model: nn.Module, **others: Any)
     return f"saved {path} in {time.monotonic() - began:.1f} s ({pending.nbytes:,} bytes)"
 
 
+@path_first("torchacc.checkpoint.snapshot(folder, model=model, optimizer=optimizer)")
 def snapshot(
     path: str | PathLike[str],
     *,
@@ -251,6 +254,7 @@ class Pending:
             self._done()
 
 
+@path_first("torchacc.checkpoint.load(folder, model=model, optimizer=optimizer)")
 def load(
     path: str | PathLike[str],
     *,

@@ -20,6 +20,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint import live
+from torchacc.checkpoint.calls import path_first
 from torchacc.checkpoint.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.owner import FolderLock
 from torchacc.checkpoint.removal import foreign_names, listed, remove
@@ -81,6 +82,7 @@ class CheckpointManager:
         ...             manager.save_if_due(step)
     """
 
+    @path_first("CheckpointManager(folder, model=model, optimizer=optimizer, loader=loader)")
     def __init__(
         self,
         folder: str | PathLike[str],

@@ -374,11 +374,15 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
         refuse("save_id", "a string is expected")
 
 
+_OTHER: dict[Part, Part] = {"model": "optimizer", "optimizer": "model"}
+
+
 def _choose(files: Sequence[RankFile], part: Part) -> tuple[tuple[RankFile, ...], list[str]]:
     """Return the files of one save, by rank, and what was passed over: the files of other saves, and why."""
     if not files:
         raise CheckpointError(
-            f"no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'"
+            f"no rank file with a {part!r}; every rank is to save a dict with {part!r} and 'shard_metadata'. Where "
+            f"{_OTHER[part]!r} alone is saved, `torchacc reshard --part {_OTHER[part]}` converts that"
         )
     saves: dict[tuple[int, str | None], list[RankFile]] = {}
     for file in files:

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from torchacc.config.names import oddness, shown_name
-from torchacc.errors import ConfigError, in_few_lines, shown
+from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
 
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
 HighPrecision = Literal["float32", "bfloat16"]
@@ -34,6 +34,8 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
 _MAX_REASONS = 20
 """Of an option's that are looked at, where each item of a list has one."""
+_MIN_SHORT = 4
+"""Characters of what can be the short form of a name."""
 _MAX_COMPARED = 100
 """Characters of a name; a longer one is near to none, and is long compared."""
 
@@ -50,6 +52,8 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
         return ""
     by_lower = {candidate.lower(): candidate for candidate in valid}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    # A word and its short form, such as `distributed` and `dist`.
+    near = near or [each for each in by_lower if len(each) >= _MIN_SHORT and name.lower().startswith(each)]
     return f"did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
@@ -63,12 +67,17 @@ class Section(BaseModel):
 
     _frozen: bool = PrivateAttr(default=False)
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, *given: Any, **values: Any) -> None:
         """Set the options passed, and leave the others at their defaults, as a section that is None or empty in a file.
 
         Raises:
             ConfigError: A name or a type is wrong.
         """
+        if given:
+            raise ConfigError(
+                f"{type(self).__name__}({shown(given[0])}): options are passed by name. Config.from_dict() takes a "
+                "dict, Config.from_yaml() a file"
+            )
         values = {name: value for name, value in values.items() if value is not None or not self._is_nested(name)}
         for name, value in values.items():
             if oddness(name):
@@ -93,6 +102,15 @@ class Section(BaseModel):
             super().__setattr__(name, value)
         except ValidationError as error:
             raise ConfigError(self._explain(error, {name: value})) from None
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up that is no option: pydantic's own, or none."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            raise UnknownNameError(f"{self.path_of(name)}: there is no such option; {self._near(name)}") from None
 
     def __delattr__(self, name: str) -> None:
         raise ConfigError(
@@ -142,10 +160,24 @@ class Section(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str, value: Any) -> str:
-        valid = [field.alias or own for own, field in cls.model_fields.items()]
         if oddness(name):
             return f"{cls.path_of(shown_name(name))}: {oddness(name)}"
-        return f"{cls.path_of(name)} = {shown(value)}: there is no such option; {nearest(name, valid)}"
+        return f"{cls.path_of(name)} = {shown(value)}: there is no such option; {cls._near(name)}"
+
+    @classmethod
+    def _near(cls, name: str) -> str:
+        """Return a hint about a wrong name: the nearest option, one of that name below, or all options here."""
+        valid = [field.alias or own for own, field in cls.model_fields.items()]
+        below = cls._below(name)
+        return f"did you mean {below[0]!r}?" if below and not did_you_mean(name, valid) else nearest(name, valid)
+
+    @classmethod
+    def _below(cls, name: str) -> list[str]:
+        """Return the paths of the options of that name in the sections below."""
+        kinds = [field.annotation for field in cls.model_fields.values()]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        own = [section.path_of(name) for section in sections if name in section.model_fields]
+        return own + [path for section in sections for path in section._below(name)]
 
     @classmethod
     def _explain(cls, error: ValidationError, values: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from torchacc.data.sharding import ShardedLoader
-from torchacc.errors import ConfigError, DataError
+from torchacc.errors import ConfigError, DataError, NoLengthError
 
 # How long to wait for a thread that is in the middle of loading a batch when its loop is left. It is a daemon: one that
 # never comes back (a stalled stream) must hold up neither the training script nor the end of the interpreter.
@@ -63,7 +63,14 @@ class AsyncLoader:
         return self._in_line(batches, self._progress)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            source = getattr(self.loader, "dataset", self.loader)
+            raise NoLengthError(
+                f"len(loader): a {type(source).__name__} gives batches, and does not say how many. Count the steps "
+                "yourself, or pass a loader that has a length"
+            ) from None
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: while being copied or unpickled

@@ -472,9 +472,12 @@ def sharded_model(model: nn.Module) -> ShardedModel:
     Raises:
         ConfigError: The model was not sharded.
     """
-    sharded = vars(model).get(HANDLE)
+    sharded = vars(model).get(HANDLE) if isinstance(model, nn.Module) else None
     if sharded is None:
-        raise ConfigError(f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned")
+        first = ", the first of its tuple" if isinstance(model, tuple) else ""
+        raise ConfigError(
+            f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{first}"
+        )
     return sharded  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,138 @@
+"""What is handed to `accelerate()` by mistake, and what is done with a sharded model that cannot be: said in words."""
+
+import functools
+from os import PathLike
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from torchacc.config import Config
+from torchacc.engines.base import HANDLE
+from torchacc.errors import CheckpointError, ConfigError, EngineError, UnknownNameError, shown
+
+_WRAPPERS = {
+    "DataParallel": "torch.nn.DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FSDPModule": "fully_shard()",
+    "FullyShardedDataParallel": "PyTorch's FullyShardedDataParallel",
+    "OptimizedModule": "torch.compile()",
+    "XlaFullyShardedDataParallel": "torch_xla's FullyShardedDataParallel",
+}
+"""Names of the classes of what is put around a model, and what they are of."""
+
+
+class Accelerated(tuple[Any, ...]):
+    """What `accelerate()` returns where it is given more than a model: a tuple, which says so if used as a model."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # such as copy and pickle look for
+            raise AttributeError(name)
+        raise UnknownNameError(f"{self._taken_for_a_model()}, and .{name} is the model's")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to run."""
+        raise ConfigError(f"{self._taken_for_a_model()}, and is not to be called")
+
+    def _taken_for_a_model(self) -> str:
+        names = ["model", *("optimizer" if isinstance(part, torch.optim.Optimizer) else "loader" for part in self[1:])]
+        return (
+            f"accelerate() has returned a tuple: write `{', '.join(names)} = torchacc.accelerate(…)`. This is all of it"
+        )
+
+
+def check(model: Any, dataloader: Any, config: Any, optimizer: Any) -> None:
+    """Refuse arguments of `accelerate()` that are something else than it takes.
+
+    Raises:
+        ConfigError: One of them is.
+    """
+    order = "torchacc.accelerate(model, loader, config, optimizer=optimizer)"
+    if isinstance(dataloader, nn.Module) and not isinstance(model, nn.Module):
+        raise ConfigError(f"accelerate() got a {_name(model)} first, and the model after it: the order is {order}")
+    if isinstance(model, Accelerated):
+        raise ConfigError(f"{model._taken_for_a_model()}, and accelerate() has done its work")
+    if isinstance(dataloader, Config | nn.Module | torch.optim.Optimizer):
+        raise ConfigError(
+            f"dataloader = a {_name(dataloader)}: it stands where the loader is expected. The order is {order}; pass "
+            "None for no loader, or what follows by name"
+        )
+    if isinstance(config, dict):
+        raise ConfigError("config = a dict: make a Config of it, torchacc.Config.from_dict(config)")
+    if isinstance(config, str | PathLike):
+        raise ConfigError(f"config = {shown(config)}: read the file, torchacc.Config.from_yaml({shown(config)})")
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config = a {_name(config)}: a torchacc.Config is expected. The order is {order}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer = a {_name(optimizer)}: one torch.optim.Optimizer of the model is expected")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that something has been put around, or that PyTorch has sharded.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    wrapper = _wrapper(model)
+    if wrapper is not None:
+        raise ConfigError(f"accelerate() got a model inside of {wrapper}: {_instead_of(wrapper)}")
+
+
+def refuse_on(model: nn.Module) -> None:
+    """Let a sharded model refuse what would be wrong with shards, and what is put around it."""
+    vars(model)["__reduce_ex__"] = functools.partial(_refuse_pickling, type(model).__name__)
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = _refuse_resizing  # type: ignore[assignment]
+    _watch_wrappers()
+
+
+def _refuse_pickling(name: str, protocol: int) -> NoReturn:
+    raise CheckpointError(
+        f"pickling this {name}, as torch.save(model) does, would write the shards of this process alone: "
+        "torchacc.checkpoint.save(folder, model=model), called by every process; or on rank 0 torch.save() of "
+        "torchacc.full_state_dict(model, rank0_only=True), which every process calls"
+    )
+
+
+def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
+    raise EngineError(
+        "resize_token_embeddings() of a sharded model: the shards are of the old size. Call it before accelerate(); or "
+        "build a model of the new size, and load torchacc.full_state_dict(model) into it"
+    )
+
+
+@functools.cache
+def _watch_wrappers() -> None:
+    """Hear of every module that is made a part of another, as a wrapper makes the model."""
+
+    def refuse(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and HANDLE in vars(module) and (wrapper := _wrapper(owner)) is not None:
+            raise ConfigError(f"{wrapper} around a model of accelerate(): {_instead_of(wrapper)}")
+
+    register_module_module_registration_hook(refuse)
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    """Return what a module has been made by, if it is a wrapper."""
+    if HANDLE in vars(module):
+        return None
+    return next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+
+
+def _instead_of(wrapper: str) -> str:
+    if wrapper == _WRAPPERS["OptimizedModule"]:
+        return (
+            "XLA compiles the step by itself. Natively compile the layers in place, before accelerate(): "
+            "`for layer in layers: layer.compile()`; and pass the model as it is"
+        )
+    return (
+        "it would average, or shard, a second time. Leave it out: accelerate() replicates over dist.dp.size and shards "
+        "over dist.fsdp.size; without a config it does what DistributedDataParallel does"
+    )
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
