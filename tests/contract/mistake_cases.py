@@ -48,7 +48,10 @@ def resizing_embeddings_is_refused() -> None:
 @case()
 def wrapping_the_model_is_refused_and_holding_it_is_not() -> None:
     model = accelerate(MLP())
-    for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.compile):
+    wrappers = [nn.DataParallel, torch.compile]
+    if torch.distributed.is_initialized():
+        wrappers.append(nn.parallel.DistributedDataParallel)
+    for wrap in wrappers:
         with pytest.raises(torchacc.ConfigError, match=r"around a model of accelerate\(\)"):
             wrap(model)
     held = nn.Sequential(model)
