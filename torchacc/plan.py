@@ -252,9 +252,19 @@ def infer_layer_classes(model: nn.Module) -> set[str]:
     repeated = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            classes = [type(child).__name__ for child in module if _has_parameters(child) and next(child.children(), 0)]
+            layers = [layer for layer in _runnable(module) if _has_parameters(layer) and next(layer.children(), 0)]
+            classes = [type(layer).__name__ for layer in layers]
             repeated |= {name for name in classes if classes.count(name) > 1}
     return declared & present or repeated
+
+
+def _runnable(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a container that have a forward; in place of a list inside of the list, its own."""
+    for child in container.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _runnable(child)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -189,6 +189,14 @@ def test_a_declaration_that_names_nothing_here_is_passed_over():
     assert infer_layer_classes(model) == {"Block"}
 
 
+def test_layers_of_lists_in_a_list_are_repeated_layers_and_the_lists_are_not():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block()])])
+    assert infer_layer_classes(model) == {"Block"}
+    model.blocks = nn.ModuleList([nn.ModuleDict({"layer": Block()}), nn.ModuleDict({"layer": Block()})])
+    assert infer_layer_classes(model) == {"Block"}
+
+
 def test_a_single_layer_and_bare_layers_are_not_repeated_layers():
     assert infer_layer_classes(Net(1)) == set()
     assert infer_layer_classes(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == set()

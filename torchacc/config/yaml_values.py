@@ -161,7 +161,8 @@ class _Values:
         for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
             if not isinstance(mapping, yaml.MappingNode):
                 raise _RefusedError(f"{_at(path)}<< takes options by name, or a list of such", mapping.start_mark)
-            found = {**self._options(mapping, path, depth), **found}  # the first of a list wins
+            for name, option in self._options(mapping, path, depth).items():
+                found.setdefault(name, option)  # the first of a list wins
         return found
 
     def _name(self, key: yaml.Node, path: str) -> str:

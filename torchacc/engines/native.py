@@ -24,7 +24,7 @@ from torchacc.engines.norms import keep_precision_of_statistics
 from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.layout import Cut, Holding
 from torchacc.logging import get_logger
 from torchacc.plan import Unit, WrapPlan, make_plan
@@ -292,6 +292,7 @@ class NativeModel(ShardedModel):
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
             if self.plan.activations_on_host and device != "cpu":
                 stack.enter_context(SaveActivationsOnHost(device))
+            stack.enter_context(_explain_shards())
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
         averages = self.averages_scalars and self.engine.job.launched
@@ -417,6 +418,21 @@ class NativeModel(ShardedModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(holding.shard_numel for holding in self.holdings.values())
+
+
+@contextmanager
+def _explain_shards() -> Iterator[None]:
+    """Say what has become of a model whose forward goes around a unit's, which would have gathered its weights."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise EngineError(
+            "the model's forward uses a weight outside of the forward of the unit that it belongs to, where it is a "
+            "shard: by `unit.forward()`, which runs no hooks, or by a part of the unit alone. Choose other units, which are "
+            'called as a whole, by config.dist.fsdp.wrap_layer_cls, or use config.backend = "xla"'
+        ) from error
 
 
 def _keep_class_name(module: nn.Module) -> None:

@@ -1,0 +1,71 @@
+"""Families of models that transformers has: trained on each engine, on two devices, as plain PyTorch trains them.
+
+Some of each structure here; `--write-tables` tries all on every engine, which takes hours, and writes docs/families.md:
+
+    python -m pytest tests/contract/test_families.py --write-tables
+
+It goes on where it was interrupted: what each came to stays in build/families, until that is removed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import all_families
+from family_table import table
+from sweep import sweep
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "families.md"
+KEPT = ROOT / "build" / "families"
+
+SOME = {
+    "native": [
+        "causal-llama",
+        "causal-qwen3_moe",
+        "causal-mamba",
+        "masked-deberta-v2",
+        "masked-funnel",
+        "seq2seq-bart",
+        "seq2seq-t5",
+        "vision-resnet",
+        "vision-segformer",
+        "vision-vit",
+    ],
+    "xla-spmd": ["causal-llama", "masked-funnel", "vision-resnet"],
+    "xla-multiprocess": ["causal-llama", "seq2seq-t5", "vision-resnet"],
+}
+"""Engine -> families of different structures: experts, recurrent layers, lists in lists, ties, stages, BatchNorm."""
+
+
+def cases() -> list[Any]:
+    marks = {engine: [pytest.mark.xla] if engine.startswith("xla") else [] for engine in SOME}
+    return [pytest.param(engine, name, marks=marks[engine]) for engine, names in SOME.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("engine", "name"), cases())
+def test_a_family_trains_as_in_plain_pytorch(engine, name, found, tmp_path_factory):
+    if engine not in found:
+        found[engine] = sweep(engine, tmp_path_factory.mktemp(engine), SOME[engine])
+    facts = found[engine][name]
+    assert facts["outcome"] == "agrees", facts
+
+
+def test_the_page_has_every_family(request):
+    if request.config.getoption("--write-tables"):
+        names = list(all_families())
+        TABLE.write_text(table({engine: sweep(engine, KEPT / engine, names) for engine in SOME}), encoding="utf-8")
+    page = TABLE.read_text(encoding="utf-8")
+    if f"transformers\n{transformers.__version__} " not in page:
+        pytest.skip("the page is of another version of transformers")
+    absent = [each.model_class for each in all_families().values() if f"`{each.model_class}`" not in page]
+    assert absent == []
