@@ -273,6 +273,17 @@ def bias_edited_between_forward_and_backward(script: Script) -> None:
     script.evaluate()
 
 
+@order([NATIVE])
+def data_edited_between_forward_and_backward(script: Script) -> None:
+    optimizer = script.optimizer()
+    loss = script.model(script.x)
+    for parameter in script.model.parameters():
+        parameter.data.mul_(1.5)
+    loss.backward()
+    optimizer.step()
+    script.evaluate()
+
+
 @order([NATIVE, SPMD])  # on a CPU, the other keeps the weights that forward had
 def stepped_between_two_backwards(script: Script) -> None:
     optimizer = script.optimizer()

@@ -66,7 +66,8 @@ class Contents:
             if optimizer_state.is_laid_out_like(parameter, value):
                 self._add(self.optimizer, value, holding, f"/{key}")
             elif isinstance(value, torch.Tensor):
-                if value.dim() and self._sharded.num_shards > 1:
+                is_split = self._sharded.num_shards > 1 and not optimizer_state.is_whole(parameter, value)
+                if value.dim() and is_split:
                     raise CheckpointError(
                         f"the optimizer's {key!r} of {holding.key!r} has the shape {tuple(value.shape)}, which is not "
                         "the parameter's, and lies sharded in a way of its own: use config.dist.fsdp.use_spmd = True"

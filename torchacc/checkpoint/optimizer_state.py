@@ -199,7 +199,14 @@ def flattened_apart(holding: Holding, what: str) -> str:
 
 def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether a value of an optimizer's state is sharded as its parameter is."""
+    if is_whole(parameter, value):
+        return False
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def is_whole(parameter: torch.Tensor, value: Any) -> bool:
+    """Return whether a value of an optimizer's state is an ordinary tensor, beside a parameter that is distributed."""
+    return isinstance(value, torch.Tensor) and hasattr(parameter, "to_local") and not hasattr(value, "to_local")
 
 
 def _in_order(sharded: ShardedModel, holdings: Sequence[Holding]) -> list[str]:

@@ -18,6 +18,7 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import native_clipping, native_layers, recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
+from torchacc.engines.elementwise import is_elementwise
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.norms import keep_precision_of_statistics
@@ -30,10 +31,6 @@ from torchacc.logging import get_logger
 from torchacc.plan import Unit, WrapPlan, make_plan
 
 _log = get_logger(__name__)
-
-# Adafactor changes norms in place that are still parts of a sum (no error with torch 2.9, and wrong weights); LBFGS
-# flattens shards that are uneven.
-_WRONG_ON_SHARDS = {"adafactor", "lbfgs"}
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
 _OFFLOADS = ("dist.fsdp.cpu_offload", "memory.offload_activations")
@@ -304,13 +301,20 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that computes other numbers on shards; warn of float16 gradients that nothing scales."""
-        names = {base.__name__.casefold() for base in type(optimizer).__mro__}
-        if self.engine.topology.num_devices > self.engine.topology.size("dp") and _WRONG_ON_SHARDS & names:
-            raise ConfigError(
-                f"{type(optimizer).__name__} computes norms and products of whole weights, which DTensors get "
-                "wrong or cannot do: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, "
-                "sharding_strategy = 'NO_SHARD', or another optimizer such as AdamW"
+        """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
+        is_split = self.engine.topology.num_devices > self.engine.topology.size("dp")
+        if is_split and not is_elementwise(optimizer):
+            name = type(optimizer).__name__
+            if self.plan.split.size > 1:
+                raise ConfigError(
+                    f"{name} is not known to update each element by itself, as it would have to where layers are split "
+                    "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
+                    "element-wise optimizer such as AdamW"
+                )
+            _log.warning(
+                "%s is not known to update each element by itself: norms, means and products of whole weights are "
+                "right, but each gathers the whole weight, in time and memory",
+                name,
             )
         if self.plan.compute_dtype == "float16" and not self.has_scaler:
             _log.warning(

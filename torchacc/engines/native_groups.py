@@ -19,14 +19,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
+from torchacc.engines.native_arithmetic import OWNER, install
+
+
+_TIMES_DATA = "_torchacc_times_data"
+"""The attribute that counts how often a script has got a parameter's `data`."""
+
 
 class Group(FSDPParamGroup):
     """The parameters of one unit."""
 
     _waits = False
     """Whether whole weights wait for backward, while modules show the shards."""
-    _versions: tuple[tuple[int, int], ...] = ()
-    """How often each shard had been written to when it was last gathered, by itself and by its memory."""
+    _versions: tuple[tuple[int, int, int], ...] = ()
+    """How often each shard had been written to when it was last gathered: by itself, by its memory, or unseen."""
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather, unless what has waited for this backward is what a gather would give."""
@@ -68,9 +74,7 @@ class Group(FSDPParamGroup):
         """Forget gradients that are not reduced over the devices yet."""
         self._partial_reduce_output = None
         for parameter in self.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            _drop_gradient(parameter)
 
     def _to_sharded(self) -> None:
         self._waits = False
@@ -81,8 +85,11 @@ class Group(FSDPParamGroup):
         if self._orig_dtype is None:  # all are frozen now, which may change
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
 
-    def _versions_now(self) -> tuple[tuple[int, int], ...]:
-        return tuple((p.sharded_param._version, p._sharded_local_tensor._version) for p in self.fsdp_params)
+    def _versions_now(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(
+            (p.sharded_param._version, p._sharded_local_tensor._version, vars(p.sharded_param).get(_TIMES_DATA, 0))
+            for p in self.fsdp_params
+        )
 
     def _note_versions(self) -> None:
         """Let autograd know of weights that were written to since their last gather.
@@ -91,7 +98,7 @@ class Group(FSDPParamGroup):
         for a model that is not sharded.
         """
         before, self._versions = self._versions, self._versions_now()
-        for parameter, (old, _), (new, _) in zip(self.fsdp_params, before, self._versions, strict=False):
+        for parameter, (old, *_), (new, *_) in zip(self.fsdp_params, before, self._versions, strict=False):
             if old != new:
                 increment_version(_tensors_of(parameter))
 
@@ -104,6 +111,12 @@ def _no_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _drop_gradient(parameter: FSDPParam) -> None:
+    parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
 
 
 def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
@@ -125,6 +138,9 @@ class Groups:
         self._states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
         for group in self._all_groups():
             group.__class__ = Group
+            for parameter in group.fsdp_params:
+                vars(parameter.sharded_param)[OWNER] = self
+        install()
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
@@ -133,6 +149,22 @@ class Groups:
         """Forget gradients that are not reduced over the devices yet."""
         for group in self._all_groups():
             group.drop_gradients()
+
+    def on_data(self, parameter: torch.Tensor) -> None:
+        """Count that a script has got a parameter's `data`, which it may write to unseen."""
+        vars(parameter)[_TIMES_DATA] = vars(parameter).get(_TIMES_DATA, 0) + 1
+
+    def on_rebound(self, parameter: torch.Tensor) -> None:
+        """Let FSDP2 know of a parameter's new shard."""
+        self.on_data(parameter)
+        self._of_parameter(parameter).reset_sharded_param()
+
+    def on_set_gradient(self, parameter: torch.Tensor) -> None:
+        """Forget what an accumulation window holds of a parameter's gradient."""
+        _drop_gradient(self._of_parameter(parameter))
+
+    def _of_parameter(self, parameter: torch.Tensor) -> FSDPParam:
+        return next(p for group in self._all_groups() for p in group.fsdp_params if p.sharded_param is parameter)
 
     def _all_groups(self) -> Iterator[Group]:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)

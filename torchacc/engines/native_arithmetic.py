@@ -1,0 +1,476 @@
+"""What a script computes with shards: the numbers of whole tensors, whatever the script calls.
+
+PyTorch's distributed tensors give other numbers where parts of a sum meet an addition (`w.norm() + 1`) or shards are
+uneven (`w.mean()`), lose what is written to a view of them, and refuse to meet an ordinary tensor. Here only what is
+known to be right is left to them: element by element, on tensors that lie alike. For all else the whole is gathered,
+and what comes out is an ordinary tensor, the same on each process; what is written in place is cut up again.
+
+A call with a gathered tensor is collective: every process has to make it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchacc.errors import EngineError
+
+Function = Callable[..., Any]
+
+OWNER = "_torchacc_owner"
+"""The attribute by which a sharded parameter knows its `Owner`."""
+_COPY = "_torchacc_copy"
+"""The attribute of what stands for a view of a sharded tensor, and is a copy of it."""
+
+
+class Kind(Enum):
+    """How a function has to be called with shards."""
+
+    PLAIN = auto()
+    """As it is: it asks for no values."""
+    ELEMENTWISE = auto()
+    """On shards, if all tensors lie alike."""
+    RANDOM = auto()
+    """On shards, and copies of a shard get the same numbers."""
+    NORM = auto()
+    """On shards, if no shard is empty; what comes out are parts of a norm."""
+    JOIN = auto()
+    """On parts of a sum or norm, if all are; else on whole tensors."""
+    VIEW = auto()
+    """On whole tensors; what comes out would share memory with them, and is not to be written to."""
+    WHOLE = auto()
+    """On whole tensors."""
+    ITERATE = auto()
+    SET_DATA = auto()
+    GET_DATA = auto()
+    SET_GRADIENT = auto()
+    HOOK = auto()
+
+
+_PLAIN = {
+    "__deepcopy__", "__delete__", "__dir__", "__hash__", "__len__", "__reduce__", "__reduce_ex__", "__repr__",
+    "__setstate__", "_is_view", "_typed_storage", "backward", "can_cast", "cpu", "cuda", "data_ptr", "dim",
+    "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
+    "is_neg", "is_nonzero_", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "is_tensor",
+    "ndimension", "nelement", "numel", "pin_memory", "record_stream", "register_post_accumulate_grad_hook",
+    "requires_grad_", "result_type", "retain_grad", "share_memory_", "size", "storage", "storage_offset", "stride",
+    "untyped_storage", "_amp_foreach_non_finite_check_and_unscale_",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "abs", "absolute", "add", "addcdiv", "addcmul", "and", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "bool", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous",
+    "copy", "copysign", "cos", "cosh", "detach", "div", "divide", "double", "empty_like", "eq", "erf", "exp", "expm1",
+    "fill", "float", "floor", "floor_divide", "fmod", "full_like", "ge", "gt", "half", "int", "invert", "isnan", "le",
+    "lerp", "log", "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "logical_xor", "long", "lt",
+    "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "ones_like", "or",
+    "pow", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "sin", "sinh",
+    "sqrt", "square", "sub", "subtract", "tan", "tanh", "to", "true_divide", "trunc", "type_as", "where", "xor",
+    "zero", "zeros_like",
+}  # fmt: skip
+_CONVERSIONS = {"__bool__", "__complex__", "__float__", "__index__", "__int__", "__long__"}
+_RANDOM = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "rand_like", "randint_like",
+    "randn_like", "random_", "uniform_",
+}  # fmt: skip
+_VIEWS = {
+    "H", "T", "__getitem__", "adjoint", "as_strided", "broadcast_to", "chunk", "diagonal", "expand",
+    "expand_as", "flatten", "hsplit", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "ravel", "real",
+    "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
+    "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
+}  # fmt: skip
+_WRITING_DUNDERS = {
+    "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__",
+    "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
+}  # fmt: skip
+
+
+_OTHERS = {
+    "register_hook": Kind.HOOK, "__iter__": Kind.ITERATE, "stack": Kind.JOIN, "cat": Kind.JOIN, "concat": Kind.JOIN,
+    "norm": Kind.NORM, "vector_norm": Kind.NORM, "linalg_vector_norm": Kind.NORM, "_foreach_norm": Kind.NORM,
+}  # fmt: skip
+
+
+@functools.cache
+def install() -> None:
+    """Let PyTorch's distributed tensors go through `call()`, for as long as the process lives."""
+
+    def __torch_function__(  # noqa: N807
+        cls: type, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return call(func, args, kwargs or {})
+
+    DTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[assignment]
+
+
+class Owner(Protocol):
+    """What has sharded a parameter."""
+
+    def on_data(self, parameter: torch.Tensor) -> None:
+        """Learn that a script has got the parameter's `data`, which it may write to unseen."""
+
+    def on_rebound(self, parameter: torch.Tensor) -> None:
+        """Learn that the parameter's shard is another tensor now."""
+
+    def on_set_gradient(self, parameter: torch.Tensor) -> None:
+        """Learn that a script is about to set the parameter's gradient."""
+
+
+_kinds: dict[Function, Kind] = {}
+
+
+def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of PyTorch's with distributed tensors among its arguments."""
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = kind_of(func)
+    if kind is Kind.ITERATE:
+        return iter(call(torch.Tensor.unbind, args, kwargs))
+    if kind is Kind.PLAIN:
+        return _call_as_is(func, args, kwargs)
+    tensors = _tensors_in(args, kwargs)
+    shards = [tensor for tensor in tensors if is_of_model(tensor)]
+    if not shards:
+        return _call_as_is(func, args, kwargs)
+    if kind in (Kind.SET_DATA, Kind.GET_DATA, Kind.SET_GRADIENT, Kind.HOOK):
+        return _call_of_parameter(kind, func, args, kwargs)
+    targets = _targets(func, args, kwargs)
+    _check_targets(func, targets)
+    if kind is Kind.ELEMENTWISE and _lie_alike(func, tensors, args):
+        with suppress(NotImplementedError):  # of this function, or with this torch
+            return _with_mark_of(args, _call_as_is(func, args, kwargs))
+    if kind is Kind.RANDOM:
+        return _same_on_copies(_call_as_is(func, args, kwargs))
+    if kind is Kind.NORM and _is_total_norm(args, kwargs) and all(map(_has_no_empty_part, shards)):
+        return _call_as_is(func, args, kwargs)
+    if kind is Kind.JOIN and all(map(_is_partial, shards)) and len(shards) == len(tensors):
+        return _call_as_is(func, args, kwargs)
+    if targets:
+        return _write(func, args, kwargs, targets)
+    output = func(*_whole(args), **_whole(kwargs))
+    if kind is Kind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
+        return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
+    return output
+
+
+def kind_of(func: Function) -> Kind:
+    """Return how a function has to be called with shards."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        special = {
+            ("__get__", "data"): Kind.GET_DATA,
+            ("__set__", "data"): Kind.SET_DATA,
+            ("__set__", "grad"): Kind.SET_GRADIENT,
+        }
+        return special.get((name, attribute), Kind.VIEW if attribute in _VIEWS else Kind.PLAIN)
+    if name in _PLAIN:
+        return Kind.PLAIN
+    if name in _OTHERS:
+        return _OTHERS[name]
+    if name in _RANDOM:
+        return Kind.RANDOM
+    if name in _VIEWS:
+        return Kind.VIEW
+    if name.startswith("_fused_") or (_plain_name(name) in _ELEMENTWISE and name not in _CONVERSIONS):
+        return Kind.ELEMENTWISE
+    return Kind.WHOLE
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a function of elements: `mul` for `mul_`, `__rmul__`, `__imul__` and `_foreach_mul_`."""
+    bare = name.removeprefix("_foreach_").strip("_")
+    if name.startswith("__") and bare not in _ELEMENTWISE and bare[:1] in ("r", "i"):
+        bare = bare[1:]
+    return {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(bare, bare)
+
+
+def is_of_model(tensor: Any) -> bool:
+    """Return whether a tensor is distributed over the devices that share a model's parameters."""
+    return isinstance(tensor, DTensor) and "fsdp" in (tensor._spec.mesh.mesh_dim_names or ())
+
+
+# Which way
+
+
+def _tensors_in(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def _targets(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a function writes to."""
+    if kwargs.get("out") is not None:
+        return _tensors_in(kwargs["out"], {})
+    name = func.__name__
+    writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+    if not writes:
+        return []
+    if name.startswith("_fused_"):
+        return _tensors_in([arg for arg in args if isinstance(arg, list | tuple)], {})
+    return _tensors_in(args[:1], {})
+
+
+def _check_targets(func: Function, targets: Sequence[torch.Tensor]) -> None:
+    for target in targets:
+        if hasattr(target, _COPY):
+            raise EngineError(
+                f"{func.__name__}() would write to a part of a sharded tensor that was taken by indexing, view() or "
+                "the like: that is a copy here, and the tensor would stay as it is. Write `tensor[index] = values`, "
+                "or compute a whole tensor and tensor.copy_() it; to change the copy itself, clone() it first"
+            )
+        if _is_partial(target):
+            _finish(target)
+
+
+def _lie_alike(func: Function, tensors: Sequence[torch.Tensor], args: tuple[Any, ...]) -> bool:
+    """Return whether all tensors have the same shape and the same parts of it, or one element."""
+    if func.__name__.startswith(("_foreach_", "_fused_")):
+        columns = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor)]
+        rows: Iterator[Any] = zip(*columns, strict=False)
+        others = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return all(_row_lies_alike([*row, *others]) for row in rows)
+    return _row_lies_alike(tensors)
+
+
+def _row_lies_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    first: Any = next((tensor for tensor in tensors if is_of_model(tensor)), None)
+    for tensor in tensors:
+        if is_of_model(tensor):
+            spec: Any = tensor._spec  # type: ignore[attr-defined]
+            if _is_partial(tensor) or spec.placements != first._spec.placements or tensor.shape != first.shape:
+                return False
+        elif tensor.dim() or _needs_graph(tensor) or tensor.device != first.device:
+            return False
+    return True
+
+
+def _is_total_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a norm is of all elements of a tensor, of an order that parts can be put together for."""
+    tensors = _tensors_in(args, kwargs)
+    order = args[1] if len(args) == 2 else kwargs.get("ord", kwargs.get("p", 2))
+    known = order in ("fro", 1, 2, math.inf)
+    simple = len(args) <= 2 and kwargs.keys() <= {"ord", "p"} and all(tensor.is_floating_point() for tensor in tensors)
+    return known and simple and not any(_needs_graph(tensor) or _is_partial(tensor) for tensor in tensors)
+
+
+def _needs_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _is_partial(tensor: Any) -> bool:
+    return is_of_model(tensor) and any(isinstance(placement, Partial) for placement in tensor._spec.placements)
+
+
+def _is_split(tensor: Any) -> bool:
+    """Return whether this process has only a part of the tensor."""
+    spec = tensor._spec
+    return any(
+        not isinstance(placement, Replicate) and spec.mesh.size(dim) > 1 for dim, placement in enumerate(spec.placements)
+    )
+
+
+def _is_split_or_copy(tensor: Any) -> bool:
+    return hasattr(tensor, _COPY) or _is_split(tensor)
+
+
+def _has_no_empty_part(tensor: Any) -> bool:
+    spec = tensor._spec
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            length, count = tensor.shape[placement.dim], spec.mesh.size(dim)
+            if -(-length // count) * (count - 1) >= length:
+                return False
+    return True
+
+
+# Whole tensors
+
+
+def _call_as_is(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _whole(tree: Any) -> Any:
+    return tree_map(lambda leaf: whole(leaf) if is_of_model(leaf) else leaf, tree)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return the whole of a distributed tensor as an ordinary one, connected to it for autograd. Collective.
+
+    Its gradient is the mean of what the processes give it, as that of a model's weights.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if _needs_graph(tensor):
+            return _Whole.apply(tensor)  # type: ignore[no-any-return]
+        return _values(tensor)
+
+
+def _values(tensor: Any) -> torch.Tensor:
+    if _is_partial(tensor):
+        _finish(tensor)
+    return tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()
+
+
+def _finish(tensor: Any) -> None:
+    """Add up the parts of a sum, in place."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        done = tensor.detach().redistribute(placements=[_finished(placement) for placement in tensor._spec.placements])
+    tensor._local_tensor, tensor._spec = done._local_tensor, done._spec
+
+
+def _finished(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+class _Whole(torch.autograd.Function):
+    """Gather a tensor; average its gradient over the processes, and cut it up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        """Return the whole."""
+        if _is_partial(tensor):
+            _finish(tensor)
+        ctx.spec = tensor._spec
+        return _values(tensor).view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Return this process's part of the gradients' mean."""
+        mean = gradient.contiguous().clone()
+        for dim, name in enumerate(ctx.spec.mesh.mesh_dim_names):
+            if name != "tp" and ctx.spec.mesh.size(dim) > 1:
+                torch.distributed.all_reduce(mean, group=ctx.spec.mesh.get_group(dim))
+                mean /= ctx.spec.mesh.size(dim)
+        return DTensor(_cut(mean, ctx.spec).contiguous(), ctx.spec, requires_grad=False)
+
+
+def _cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return this process's part of a whole tensor, a view."""
+    for dim, placement in enumerate(spec.placements):
+        if isinstance(placement, Replicate) or spec.mesh.size(dim) == 1:
+            continue
+        if type(placement).__name__ != "Shard" or sum(not isinstance(p, Replicate) for p in spec.placements) > 1:
+            raise EngineError(
+                "a whole tensor cannot be cut up for a weight whose layer is split over dist.tp: change such weights "
+                "by functions that work element by element, on tensors that lie like them, or by load_state_dict()"
+            )
+        length = -(-values.shape[placement.dim] // spec.mesh.size(dim))
+        start = min(length * spec.mesh.get_local_rank(dim), values.shape[placement.dim])
+        values = values.narrow(placement.dim, start, min(length, values.shape[placement.dim] - start))
+    return values
+
+
+def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor]) -> Any:
+    """Call a function that writes, with whole tensors, and put what it has written into the shards."""
+    wholes: dict[int, torch.Tensor] = {}
+    for target in targets:
+        if _needs_graph(target):
+            if target.is_leaf:
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            raise EngineError(
+                f"{func.__name__}() writes to a sharded tensor for which autograd keeps a graph: use the function that "
+                "returns a new tensor, or torch.no_grad()"
+            )
+        if is_of_model(target):
+            wholes[id(target)] = whole(target).clone()
+
+    def swapped(leaf: Any) -> Any:
+        if id(leaf) in wholes:
+            return wholes[id(leaf)]
+        return whole(leaf) if is_of_model(leaf) else leaf
+
+    output = func(*tree_map(swapped, args), **tree_map(swapped, kwargs))
+    by_whole = {id(values): target for target in targets if (values := wholes.get(id(target))) is not None}
+    with torch.no_grad():
+        for target in targets:
+            values = wholes.get(id(target))
+            if values is None:
+                continue
+            if values.shape != target.shape or values.dtype != target.dtype:
+                raise EngineError(f"{func.__name__}() would change the shape or the dtype of a sharded tensor")
+            shard: Any = target
+            shard._local_tensor.copy_(_cut(values, shard._spec))
+            increment_version(target)
+    return tree_map(lambda leaf: by_whole.get(id(leaf), leaf), output)
+
+
+def _as_copy(values: torch.Tensor, like: Any) -> Any:
+    mesh = like._spec.mesh
+    with torch._C.DisableTorchFunctionSubclass():
+        copy: Any = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    setattr(copy, _COPY, True)
+    return copy
+
+
+def _with_mark_of(args: tuple[Any, ...], output: Any) -> Any:
+    """Mark what shares memory with a copy as one."""
+    given = args[0] if args else None
+    if isinstance(output, DTensor) and output is not given and hasattr(given, _COPY):
+        if output._local_tensor.untyped_storage()._cdata == given._local_tensor.untyped_storage()._cdata:
+            setattr(output, _COPY, True)
+    return output
+
+
+def _same_on_copies(output: Any) -> Any:
+    """Give all processes with the same part of a tensor the random numbers that the first of them has drawn."""
+    for tensor in _tensors_in((output,), {}):
+        spec: Any = getattr(tensor, "_spec", None)
+        for dim, placement in enumerate(spec.placements if spec is not None else ()):
+            if isinstance(placement, Replicate) and spec.mesh.size(dim) > 1:
+                local = tensor._local_tensor.detach()  # type: ignore[attr-defined]
+                torch.distributed.broadcast(local, group=spec.mesh.get_group(dim), group_src=0)
+    return output
+
+
+# Beside arithmetic
+
+
+def _call_of_parameter(kind: Kind, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter: Any = args[0]
+    owner: Owner | None = vars(parameter).get(OWNER)
+    if kind is Kind.HOOK:
+        if owner is not None:
+            raise EngineError(
+                "register_hook() on a sharded parameter: autograd sees the whole weight only, so that the hook would "
+                "never run. Use parameter.register_post_accumulate_grad_hook(), which sees parameter.grad"
+            )
+        return _call_as_is(func, args, kwargs)
+    if kind is Kind.GET_DATA:
+        if owner is not None:
+            owner.on_data(parameter)
+        return _with_mark_of(args, _call_as_is(func, args, kwargs))
+    value = args[1]
+    if kind is Kind.SET_GRADIENT:
+        if owner is not None:
+            owner.on_set_gradient(parameter)
+        if is_of_model(parameter) and isinstance(value, torch.Tensor):
+            args = (parameter, _like(parameter, value, "grad"))
+        return _call_as_is(func, args, kwargs)
+    if not is_of_model(parameter):
+        return func(parameter, whole(value))
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        parameter._local_tensor = _like(parameter, value, "data")._local_tensor.clone()
+    if owner is not None:
+        owner.on_rebound(parameter)
+    return None
+
+
+def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
+    """Return a value as a tensor that lies like a parameter."""
+    if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
+        raise EngineError(
+            f"parameter.{what} = a tensor of shape {tuple(value.shape)} in {value.dtype}: the sharded parameter's shape "
+            f"is {tuple(parameter.shape)}, in {parameter.dtype}, and stays that"
+        )
+    if is_of_model(value) and value._spec.placements == parameter._spec.placements:  # type: ignore[attr-defined]
+        return value
+    values = whole(value) if is_of_model(value) else value
+    return DTensor(_cut(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)
