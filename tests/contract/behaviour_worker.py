@@ -781,9 +781,9 @@ def shard_output_callable_is_called() -> None:
 import background_cases  # noqa: E402, F401
 import compile_cases  # noqa: E402, F401
 import deferred_cases  # noqa: E402, F401
+import dtensor_cases  # noqa: E402, F401
 import family_cases  # noqa: E402, F401
 import gathered_loss_cases  # noqa: E402, F401
-import dtensor_cases  # noqa: E402, F401
 import lever_cases  # noqa: E402, F401
 import mistake_cases  # noqa: E402, F401
 import order_cases  # noqa: E402, F401

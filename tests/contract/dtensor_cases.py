@@ -1,11 +1,14 @@
-"""What scripts compute with parameters, gradients and states that are distributed tensors: the numbers of whole ones."""
+"""What scripts compute with parameters, gradients and states that are sharded natively: the numbers of whole ones."""
 
+import copy
+import io
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from casekit import NATIVE, RANK, case, check_equal, check_parameters, plain_value, sharded_and_plain
 from torch import nn
 
@@ -116,10 +119,6 @@ VALUES: dict[str, Computed] = {
     "clamped-by-mean": lambda w: w.clamp(max=w.mean()),
     "sign-of-sum": lambda w: w.sum().sign() * w,
 }
-
-
-def values_of(parameter: torch.Tensor) -> dict[str, Any]:
-    return {name: computed(parameter) for name, computed in VALUES.items()}
 
 
 @case([NATIVE], each={"evenly": 6, "unevenly": 5, "fewer-than-devices": 1})
@@ -344,7 +343,26 @@ def state_that_is_no_distributed_tensor_is_saved_whole(make: Callable[[Any], tor
     torchacc.checkpoint.load(folder, model=model, optimizer=optimizers[0])
     train()
     check_parameters(model, plain, 5e-6)
-    optimizers = make(model.parameters()), optimizers[1]
-    optimizers[0].load_state_dict(optimizers[1].state_dict())
-    train()
-    check_parameters(model, plain, 5e-6)
+
+
+@case([NATIVE])
+def pickled_shards_are_refused() -> None:
+    """Also inside of a state; copies of a state are made, and PyTorch's own distributed checkpoints."""
+    model, _ = sharded_and_plain(Uneven)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).backward()
+    optimizer.step()
+    for state in (model.state_dict(), optimizer.state_dict(), model.weight, [model.weight.grad]):
+        with pytest.raises(torchacc.CheckpointError, match=r"torchacc.full_state_dict\(model\)"):
+            torch.save(state, io.BytesIO())
+        copied = copy.deepcopy(state)
+        assert type(copied) is type(state)
+    torch.save(torchacc.full_state_dict(model), io.BytesIO())
+    folder = torchacc.dist.rendezvous("folder", tempfile.mkdtemp().encode())[0].decode() + "/saved"
+    torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    with torch.no_grad():
+        before = plain_value(model.weight).clone()
+        model.weight.zero_()
+    state = model.state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    check_equal(plain_value(model.weight), before, "weight")

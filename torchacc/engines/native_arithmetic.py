@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchacc.errors import EngineError
+from torchacc.errors import CheckpointError, EngineError
 
 Function = Callable[..., Any]
 
@@ -49,6 +49,8 @@ class Kind(Enum):
     WHOLE = auto()
     """On whole tensors."""
     ITERATE = auto()
+    PICKLE = auto()
+    COPY = auto()
     SET_DATA = auto()
     GET_DATA = auto()
     SET_GRADIENT = auto()
@@ -56,7 +58,7 @@ class Kind(Enum):
 
 
 _PLAIN = {
-    "__deepcopy__", "__delete__", "__dir__", "__hash__", "__len__", "__reduce__", "__reduce_ex__", "__repr__",
+    "__delete__", "__dir__", "__hash__", "__len__", "__repr__",
     "__setstate__", "_is_view", "_typed_storage", "backward", "can_cast", "cpu", "cuda", "data_ptr", "dim",
     "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
     "is_neg", "is_nonzero_", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "is_tensor",
@@ -93,9 +95,18 @@ _WRITING_DUNDERS = {
 
 
 _OTHERS = {
-    "register_hook": Kind.HOOK, "__iter__": Kind.ITERATE, "stack": Kind.JOIN, "cat": Kind.JOIN, "concat": Kind.JOIN,
-    "norm": Kind.NORM, "vector_norm": Kind.NORM, "linalg_vector_norm": Kind.NORM, "_foreach_norm": Kind.NORM,
-}  # fmt: skip
+    "__deepcopy__": Kind.COPY,
+    "__iter__": Kind.ITERATE,
+    "__reduce_ex__": Kind.PICKLE,
+    "_foreach_norm": Kind.NORM,
+    "cat": Kind.JOIN,
+    "concat": Kind.JOIN,
+    "linalg_vector_norm": Kind.NORM,
+    "norm": Kind.NORM,
+    "register_hook": Kind.HOOK,
+    "stack": Kind.JOIN,
+    "vector_norm": Kind.NORM,
+}
 
 
 @functools.cache
@@ -141,6 +152,15 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_as_is(func, args, kwargs)
     if kind in (Kind.SET_DATA, Kind.GET_DATA, Kind.SET_GRADIENT, Kind.HOOK):
         return _call_of_parameter(kind, func, args, kwargs)
+    if kind is Kind.PICKLE:
+        raise CheckpointError(
+            "torch.save() or pickle of a sharded tensor would write this process's part alone, which loads nowhere. "
+            "For a checkpoint, torchacc.checkpoint.save(folder, model=model, optimizer=optimizer) on every process; "
+            "for a file of whole weights, torch.save(torchacc.full_state_dict(model), file), where full_state_dict() "
+            "is called by every process; of an optimizer, torchacc.optim_state_dict(model, optimizer)"
+        )
+    if kind is Kind.COPY:
+        return _copied(args[0], args[1])
     targets = _targets(func, args, kwargs)
     _check_targets(func, targets)
     if kind is Kind.ELEMENTWISE and _lie_alike(func, tensors, args):
@@ -272,7 +292,8 @@ def _is_split(tensor: Any) -> bool:
     """Return whether this process has only a part of the tensor."""
     spec = tensor._spec
     return any(
-        not isinstance(placement, Replicate) and spec.mesh.size(dim) > 1 for dim, placement in enumerate(spec.placements)
+        not isinstance(placement, Replicate) and spec.mesh.size(dim) > 1
+        for dim, placement in enumerate(spec.placements)
     )
 
 
@@ -316,7 +337,8 @@ def whole(tensor: Any) -> torch.Tensor:
 def _values(tensor: Any) -> torch.Tensor:
     if _is_partial(tensor):
         _finish(tensor)
-    return tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()
+    values: torch.Tensor = tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()
+    return values
 
 
 def _finish(tensor: Any) -> None:
@@ -342,7 +364,7 @@ class _Whole(torch.autograd.Function):
         return _values(tensor).view(tensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return this process's part of the gradients' mean."""
         mean = gradient.contiguous().clone()
         for dim, name in enumerate(ctx.spec.mesh.mesh_dim_names):
@@ -412,25 +434,41 @@ def _as_copy(values: torch.Tensor, like: Any) -> Any:
 
 def _with_mark_of(args: tuple[Any, ...], output: Any) -> Any:
     """Mark what shares memory with a copy as one."""
-    given = args[0] if args else None
-    if isinstance(output, DTensor) and output is not given and hasattr(given, _COPY):
-        if output._local_tensor.untyped_storage()._cdata == given._local_tensor.untyped_storage()._cdata:
-            setattr(output, _COPY, True)
-    return output
+    given: Any = args[0] if args else None
+    if not isinstance(output, DTensor) or output is given or not hasattr(given, _COPY):
+        return output
+    made: Any = output
+    if made._local_tensor.untyped_storage()._cdata == given._local_tensor.untyped_storage()._cdata:
+        setattr(made, _COPY, True)
+    return made
 
 
 def _same_on_copies(output: Any) -> Any:
     """Give all processes with the same part of a tensor the random numbers that the first of them has drawn."""
-    for tensor in _tensors_in((output,), {}):
-        spec: Any = getattr(tensor, "_spec", None)
-        for dim, placement in enumerate(spec.placements if spec is not None else ()):
+    for tensor in filter(is_of_model, _tensors_in((output,), {})):
+        shard: Any = tensor
+        spec = shard._spec
+        for dim, placement in enumerate(spec.placements):
             if isinstance(placement, Replicate) and spec.mesh.size(dim) > 1:
-                local = tensor._local_tensor.detach()  # type: ignore[attr-defined]
+                local = shard._local_tensor.detach()
                 torch.distributed.broadcast(local, group=spec.mesh.get_group(dim), group_src=0)
     return output
 
 
 # Beside arithmetic
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Return what `copy.deepcopy()` gives: without what the model has noted on its parameter."""
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        own = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(own) if is_parameter else own
+        memo[id(tensor)].requires_grad_(tensor.requires_grad)
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
 
 
 def _call_of_parameter(kind: Kind, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -467,8 +505,8 @@ def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
     """Return a value as a tensor that lies like a parameter."""
     if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
         raise EngineError(
-            f"parameter.{what} = a tensor of shape {tuple(value.shape)} in {value.dtype}: the sharded parameter's shape "
-            f"is {tuple(parameter.shape)}, in {parameter.dtype}, and stays that"
+            f"parameter.{what} = a tensor of shape {tuple(value.shape)} in {value.dtype}: the sharded parameter has "
+            f"the shape {tuple(parameter.shape)} in {parameter.dtype}, and keeps it"
         )
     if is_of_model(value) and value._spec.placements == parameter._spec.placements:  # type: ignore[attr-defined]
         return value

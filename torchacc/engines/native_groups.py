@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from torchacc.engines.native_arithmetic import OWNER, install
 
-
 _TIMES_DATA = "_torchacc_times_data"
 """The attribute that counts how often a script has got a parameter's `data`."""
 
