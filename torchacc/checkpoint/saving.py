@@ -65,7 +65,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
         several_paths |= job.num_processes == 1 and target.suffix in _FILE_SUFFIXES
         if not several_paths or target.is_dir():
             target = target / f"rank-{job.rank}-of-{job.num_processes}{_kind(obj)}.pth"
-        content = _stamped(_on_host(obj), save_id)
+        content = _stamped(map_tensors(_own_part, _on_host(obj)), save_id)
         older = group.agreed(lambda: _older_sets(target, job))
     else:
         group.agreed(lambda: _refuse_loss(obj))
@@ -225,6 +225,11 @@ def _on_host(tree: Any) -> Any:
         return tensor.detach().cpu()
 
     return map_tensors(copied, tree)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a distributed tensor that a script has made of the model's."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _stamped(tree: Any, save_id: str) -> Any:
