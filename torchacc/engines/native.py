@@ -434,8 +434,8 @@ def _explain_shards() -> Iterator[None]:
             raise
         raise EngineError(
             "the model's forward uses a weight outside of the forward of the unit that it belongs to, where it is a "
-            "shard: by `unit.forward()`, which runs no hooks, or by a part of the unit alone. Choose other units, which are "
-            'called as a whole, by config.dist.fsdp.wrap_layer_cls, or use config.backend = "xla"'
+            "shard: by `unit.forward()`, which runs no hooks, or by a part of the unit alone. Choose other units, "
+            "which are called as a whole, by config.dist.fsdp.wrap_layer_cls, or use config.backend = 'xla'"
         ) from error
 
 
