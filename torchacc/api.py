@@ -332,7 +332,7 @@ def _watch_optimizers() -> None:
 
     def cleared(optimizer: torch.optim.Optimizer) -> None:
         for sharded in _models_of(optimizer):
-            sharded.on_zero_grad()
+            sharded.on_zero_grad(optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

@@ -45,9 +45,11 @@ def rule(often: int = 1, refusal: Refusal = lambda *_: None) -> Callable[[RunRul
 # Refusals. Each is documented: docs/troubleshooting.md has its message.
 
 
-def in_a_window(engine: str, side: Side, a: int, b: int) -> str | None:
-    """The gradients of a window that no backward has completed are not reduced yet."""
-    return "accumulat" if side.window_is_open else None
+def without_gradients(engine: str, side: Side, a: int, b: int) -> str | None:
+    """Those of a window that no backward has completed are not reduced yet; under XLA a step frees them."""
+    freed = "|a step frees the gradients" if engine.startswith("xla") else ""
+    window = "accumulat" if side.window_is_open else "$^"
+    return window + freed
 
 
 # Training
@@ -109,7 +111,7 @@ def train(side: Side, a: int, b: int) -> Any:
     return number, norm
 
 
-@rule(often=4, refusal=in_a_window)
+@rule(often=4, refusal=without_gradients)
 def step(side: Side, a: int, b: int) -> Any:
     if side.optimizers:
         _step(side, _optimizer(side, a))
@@ -125,7 +127,7 @@ def _step(side: Side, optimizer: torch.optim.Optimizer) -> None:
     side.after_step(optimizer)
 
 
-@rule(often=3)
+@rule(often=3, refusal=without_gradients)
 def zero_grad(side: Side, a: int, b: int) -> Any:
     owner = _optimizer(side, a) if b % 2 and side.optimizers else side.model
     # In a window there may be no gradients yet that could be set to zeros, so that there are none afterwards either.
@@ -169,7 +171,7 @@ def _norm_by_hand(side: Side, how: int) -> Any:
     return max(g.abs().max().item() for g in gradients)
 
 
-@rule(often=3, refusal=in_a_window)
+@rule(often=3, refusal=without_gradients)
 def clip(side: Side, a: int, b: int) -> Any:
     max_norm, norm_type = (0.1, 1.0)[a % 2], (2.0, math.inf, 1.0)[a % 3]
     if b % 3 == 0:

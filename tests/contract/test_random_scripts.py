@@ -35,6 +35,7 @@ FOUND: dict[str, list[Call]] = {
     "inference-mode-first": [("evaluate", 0, 1), ("train", 0, 0), ("evaluate", 0, 1)],
     "inference-mode-between": [("train", 0, 0), ("evaluate", 0, 1), ("evaluate", 0, 0), ("train", 0, 0)],
     "largest-element-of-one-row": [("forward", 0, 0), ("backward", 0, 0), ("clip", 4, 3), ("clip", 1, 1)],
+    "some-gradients-dropped-in-a-window": [("make_optimizer", 0, 3), ("accumulate", 0, 0), ("zero_grad", 0, 1)],
     "freeze-in-a-window": [("accumulate", 0, 0), ("freeze", 0, 1), ("train", 0, 0)],
     "clip-in-a-window": [("accumulate", 0, 0), ("clip", 0, 0), ("clip", 0, 1)],
 }

@@ -403,16 +403,33 @@ class ShardedModel(ABC):
 
         @functools.wraps(zero_grad)
         def watched(*args: Any, **kwargs: Any) -> None:
-            self.on_zero_grad()
+            self.on_zero_grad(owner if isinstance(owner, torch.optim.Optimizer) else None)
             zero_grad(*args, **kwargs)
 
         owner.zero_grad = watched  # type: ignore[method-assign]
 
-    def on_zero_grad(self) -> None:
-        """Do what clearing the gradients means beyond the parameters' own."""
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Do what clearing the gradients means beyond the parameters' own.
+
+        Args:
+            optimizer: Whose they are; None for all of the model's.
+
+        Raises:
+            EngineError: They are a part of those of an accumulation window, which is dropped as a whole or not at all.
+        """
         if self._window_is_open:
+            if optimizer is not None and not self._holds_all_trained(optimizer):
+                raise EngineError(
+                    f"zero_grad() of a {type(optimizer).__name__} with some of the model's parameters, after a "
+                    "backward inside of torchacc.accumulate(), would drop the gradients of all: call "
+                    "model.zero_grad() to drop them, or complete the window first"
+                )
             self._drop_window()
             self._window_is_open = False
+
+    def _holds_all_trained(self, optimizer: torch.optim.Optimizer) -> bool:
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return all(parameter in held for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _drop_window(self) -> None:
         """Forget the whole gradients of an accumulation window that was not completed."""

@@ -290,9 +290,9 @@ class XlaModel(ShardedModel):
         """
         return self._numbers.setdefault(parameters[0], UpdateNumbers(self._put)).on_device(update)
 
-    def on_zero_grad(self) -> None:
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Note that the script clears its gradients."""
-        super().on_zero_grad()
+        super().on_zero_grad(optimizer)
         self._step_freed_gradients = False
         self._freed.clear()
 
