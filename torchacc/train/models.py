@@ -57,7 +57,10 @@ def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig
         ConfigError: There is no such checkpoint, or the vocabulary is too small.
     """
     if "pretrained" in options:
-        config = AutoConfig.from_pretrained(local_folder(options["pretrained"]), trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(local_folder(options["pretrained"]), trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"pretrained = {options['pretrained']!r}: {in_one_line(error)}") from None
     else:
         of_text = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in _TOKENS_OF_TEXT}}
         config = AutoConfig.for_model(**{**of_text, **options})

@@ -1,15 +1,18 @@
 """Which model a section of the file becomes."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
+from torchacc.cli import _planned
 from torchacc.engines import deferred
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, DataError
 from torchacc.train import models as built
-from torchacc.train.models import build_model, loss_of, model_config
+from torchacc.train.models import build_model, loss_of, model_config, planned_config
+from torchacc.train.tokens import load_tokenizer
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
 
@@ -101,3 +104,28 @@ def test_missing_values_are_no_reason_to_refuse_a_model(monkeypatch, fail):
         fail()
     monkeypatch.setattr(built, "loss_of", failing(raised.value))
     built._check_forward(SimpleNamespace())
+
+
+def test_no_code_of_a_checkpoint_is_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PretrainedConfig as Config\n"
+    (tmp_path / "evil.py").write_text(code)
+    described = {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Config", None]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+
+    def ask(*_):
+        raise AssertionError("the user was asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    for read in (
+        lambda: planned_config({"pretrained": str(tmp_path)}),
+        lambda: model_config({"pretrained": str(tmp_path)}, None),
+        lambda: load_tokenizer(str(tmp_path)),
+        lambda: _planned._model_config(str(tmp_path), {}),
+    ):
+        with pytest.raises((ConfigError, DataError), match=r"custom code|trust_remote_code"):
+            read()
+    assert not (tmp_path / "ran").exists()
