@@ -1,11 +1,8 @@
 """What families of models do that other models do not."""
 
-import pytest
 import torch
-from casekit import NATIVE, X, accelerate, case, part
+from casekit import NATIVE, case, check_training, sharded_and_plain
 from torch import nn
-
-from torchacc.errors import EngineError
 
 
 class _Around(nn.Module):
@@ -22,7 +19,5 @@ class _Around(nn.Module):
 
 
 @case((NATIVE,))
-def a_forward_that_goes_around_its_units_is_refused() -> None:
-    model = accelerate(_Around())
-    with pytest.raises(EngineError, match="uses a weight outside of the forward of the unit that it belongs to"):
-        model(part(X))
+def forward_goes_around_its_units() -> None:
+    check_training(*sharded_and_plain(_Around))

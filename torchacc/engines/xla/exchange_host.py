@@ -158,15 +158,18 @@ class _HostGatherer(BlockGatherer):
     def read(self, block: Block) -> torch.Tensor:
         """Return a whole block in the dtype of its shards, connected to them for autograd."""
         (whole,) = runtime.to_device(self._gather([block], [block.shard.dtype]))
+        self._trained.add(block)
         read: torch.Tensor = _HostGather.apply(block.shard, whole, block, self)
         return read
 
     def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
-        """Keep a whole gradient for the reduction."""
+        """Keep a whole gradient for the reduction, unless the parameter has been frozen since the forward."""
+        self._exchange.queue_reduction()
+        if not block.shard.requires_grad:
+            return
         held = self.gradients.get(block)
         dtype = self._exchange.sum_dtype(block.shard.dtype)
         self.gradients[block] = gradient if held is None else held.to(dtype) + gradient
-        self._exchange.queue_reduction()
 
     def reduce(self) -> None:
         """Average the whole gradients over all devices, and add this process's shard of them to the parameters'.
