@@ -52,7 +52,7 @@ facts = {
     "rank": torchacc.dist.rank(),
     "losses": losses,
     "rows": rows,
-    "held": sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()),
+    "held": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters()),
     "parameters": torchacc.describe(model).num_parameters,
     "dataset": len(dataset),
 }

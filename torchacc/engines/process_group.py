@@ -168,7 +168,8 @@ class ProcessGroup:
     def prepare_meetings(self) -> None:
         """Get ready for `meet()`. Collective: every process."""
         if self.job.launched:
-            _meetings()
+            with hushed_gloo():
+                _meetings()
 
     def meet(self, what: str) -> None:
         """Raise on every process unless all of them read the same now. Collective: every process.
