@@ -304,7 +304,7 @@ def _is_split_or_copy(tensor: Any) -> bool:
 def _has_no_empty_part(tensor: Any) -> bool:
     spec = tensor._spec
     for dim, placement in enumerate(spec.placements):
-        if placement.is_shard():
+        if hasattr(placement, "dim"):  # also of shards of shards, over fsdp and tp
             length, count = tensor.shape[placement.dim], spec.mesh.size(dim)
             if -(-length // count) * (count - 1) >= length:
                 return False

@@ -55,7 +55,7 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
         assert isinstance(gradient, DTensor)
         if any(isinstance(placement, Partial) for placement in gradient.placements):
             return None
-        split = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+        split = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
         alike.setdefault((gradient.device_mesh, split), []).append(gradient.to_local())
     parts = [_combined(mesh, split, local, norm_type) for (mesh, split), local in alike.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), norm_type)

@@ -141,5 +141,5 @@ model = torchacc.accelerate(torch.nn.Linear(4, 2), None, config)
 torchacc.checkpoint.CheckpointManager(sys.argv[1], model=model, async_save=True).save(1)
 """
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=200)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
     live.verify(tmp_path / "step-00000001")

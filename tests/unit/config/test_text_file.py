@@ -29,7 +29,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
         "x" * 5000: "it cannot be read: File name too long",
         "a\0b": "no path: embedded null byte",
     }.items():
-        with refused(f"{path}: {message}"):
+        shown = str(path).replace("\0", "\\x00")
+        with refused(f"{shown}: {message}"):
             read_text(path)
 
 

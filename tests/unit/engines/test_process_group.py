@@ -58,7 +58,8 @@ def test_gloo_alone_is_hushed_while_groups_are_made():
     )
     printed = done.stdout.splitlines()
     assert printed[:3] == ["of a thread", "of a child", "of a library in C"]
-    assert [line.partition(" ")[0] for line in printed[3:]] == ["[Gloo]"]  # of the group that was made afterwards
+    # What the group that was made afterwards says; a later PyTorch has a gloo that says nothing.
+    assert {line.partition(" ")[0] for line in printed[3:]} <= {"[Gloo]"}
 
 
 HAS_A_GROUP = """
