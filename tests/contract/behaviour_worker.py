@@ -787,6 +787,7 @@ import family_cases  # noqa: E402, F401
 import gathered_loss_cases  # noqa: E402, F401
 import lever_cases  # noqa: E402, F401
 import mistake_cases  # noqa: E402, F401
+import native_limits_cases  # noqa: E402, F401
 import order_cases  # noqa: E402, F401
 import ordinal_cases  # noqa: E402, F401
 import recompute_cases  # noqa: E402, F401

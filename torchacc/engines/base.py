@@ -87,6 +87,7 @@ class Engine(ABC):
         Raises:
             ConfigError: It cannot.
         """
+        _refuse_sparse_gradients(model)
 
     @abstractmethod
     def setup(self, plan: WrapPlan) -> None:
@@ -481,6 +482,17 @@ class ShardedModel(ABC):
                 "gives CPU weights"
             )
         return self.model
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    """Refuse lookups with sparse gradients, which no engine can exchange: XLA has none, FSDP2 takes dense ones."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'} is an nn.{type(module).__name__} with sparse=True, and sparse gradients cannot "
+                "be summed over devices: build it with sparse=False, whose numbers are the same with SGD and Adagrad, "
+                "and step it with an optimizer for dense gradients, such as AdamW"
+            )
 
 
 def sharded_model(model: nn.Module) -> ShardedModel:

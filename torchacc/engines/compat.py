@@ -114,6 +114,28 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def inputs_of_backward(replaced: Callable[[Any], Any]) -> Iterator[None]:
+    """Let `backward(inputs=…)` of a tensor, and `torch.autograd.backward()`, be given other inputs.
+
+    Args:
+        replaced: Turns the inputs that a script gives into those that autograd gets.
+    """
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = replaced(kwargs["inputs"])
+        original(*args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+@contextmanager
 def optimizer_states(
     saved: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
     to_load: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],

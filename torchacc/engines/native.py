@@ -74,8 +74,15 @@ class NativeEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
+        super().check(model)
+        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        if empty:
+            raise ConfigError(
+                f"the parameter {empty[0]!r} has no elements, and FSDP2 cannot sum an empty gradient over devices: "
+                "leave it out of the model, or keep it as a buffer (register_buffer)"
+            )
         if self.topology.size("tp") > 1:
-            native_layers.check(make_plan(model, self.config, self.topology))
+            native_layers.check(model, make_plan(model, self.config, self.topology))
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "

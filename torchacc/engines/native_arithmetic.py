@@ -55,6 +55,7 @@ class Kind(Enum):
     GET_DATA = auto()
     SET_GRADIENT = auto()
     HOOK = auto()
+    GRADIENTS = auto()
 
 
 _PLAIN = {
@@ -130,6 +131,9 @@ class Owner(Protocol):
     def on_rebound(self, parameter: torch.Tensor) -> None:
         """Learn that the parameter's shard is another tensor now."""
 
+    def whole_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what stands for the parameter in graphs of the model's forward; None before the first."""
+
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
         """Learn that a script is about to set the parameter's gradient."""
 
@@ -159,6 +163,10 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "for a file of whole weights, torch.save(torchacc.full_state_dict(model), file), where full_state_dict() "
             "is called by every process; of an optimizer, torchacc.optim_state_dict(model, optimizer)"
         )
+    if kind is Kind.GRADIENTS:
+        from torchacc.engines.native_gradients import gradients
+
+        return gradients(*args, **kwargs)
     if kind is Kind.COPY:
         return _copied(args[0], args[1])
     targets = _targets(func, args, kwargs)
@@ -183,6 +191,8 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def kind_of(func: Function) -> Kind:
     """Return how a function has to be called with shards."""
     name = getattr(func, "__name__", "")
+    if func is torch.autograd.grad:
+        return Kind.GRADIENTS
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         special = {
@@ -366,15 +376,25 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Return this process's part of the gradients' mean."""
-        mean = gradient.contiguous().clone()
-        for dim, name in enumerate(ctx.spec.mesh.mesh_dim_names):
-            if name != "tp" and ctx.spec.mesh.size(dim) > 1:
-                torch.distributed.all_reduce(mean, group=ctx.spec.mesh.get_group(dim))
-                mean /= ctx.spec.mesh.size(dim)
-        return DTensor(_cut(mean, ctx.spec).contiguous(), ctx.spec, requires_grad=False)
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            raise EngineError(
+                "create_graph=True through a sharded parameter that is used outside of its unit's forward: its "
+                "gradient has no graph here. Use the parameter inside of the forward of the unit that it belongs to"
+            )
+        return DTensor(cut(mean_over_data(gradient, ctx.spec), ctx.spec).contiguous(), ctx.spec, requires_grad=False)
 
 
-def _cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
+def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return the mean of an ordinary tensor over the processes that see different data. Collective."""
+    mean = tensor.detach().contiguous().clone()
+    for dim, name in enumerate(spec.mesh.mesh_dim_names):
+        if name != "tp" and spec.mesh.size(dim) > 1:
+            torch.distributed.all_reduce(mean, group=spec.mesh.get_group(dim))
+            mean /= spec.mesh.size(dim)
+    return mean
+
+
+def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
     """Return this process's part of a whole tensor, a view."""
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) or spec.mesh.size(dim) == 1:
@@ -419,7 +439,7 @@ def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], target
             if values.shape != target.shape or values.dtype != target.dtype:
                 raise EngineError(f"{func.__name__}() would change the shape or the dtype of a sharded tensor")
             shard: Any = target
-            shard._local_tensor.copy_(_cut(values, shard._spec))
+            shard._local_tensor.copy_(cut(values, shard._spec))
             increment_version(target)
     return tree_map(lambda leaf: by_whole.get(id(leaf), leaf), output)
 
@@ -511,4 +531,4 @@ def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
     if is_of_model(value) and value._spec.placements == parameter._spec.placements:  # type: ignore[attr-defined]
         return value
     values = whole(value) if is_of_model(value) else value
-    return DTensor(_cut(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)
+    return DTensor(cut(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)

@@ -4,11 +4,16 @@ FSDP2 leaves the root's weights whole after a forward, and with SHARD_GRAD_OP th
 them: a script that looks at `model.parameters()` then finds temporary tensors, and what it does to them is lost. Here
 modules show their shards again as soon as a unit's forward is over. Whole weights that wait for backward do so hidden,
 and go where no backward can follow, or another forward begins.
+
+A graph of gradients (`create_graph=True`) has saved whole weights that no hook of FSDP2's would gather in time. They
+then stay until they change, and gradients are reduced when all of a backward is over.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,6 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
 from torchacc.engines.native_arithmetic import OWNER, install
+from torchacc.engines.native_gradients import know_inputs_of_backward
+from torchacc.errors import EngineError
 
 _TIMES_DATA = "_torchacc_times_data"
 """The attribute that counts how often a script has got a parameter's `data`."""
@@ -30,13 +37,21 @@ class Group(FSDPParamGroup):
 
     _waits = False
     """Whether whole weights wait for backward, while modules show the shards."""
+    _keeps = False
+    """Whether a graph of gradients may need the whole weights, which then stay until they change."""
+    is_last = False
+    """Whether no more gradients of this backward are to come."""
+    owner: "Groups"
+    _watched: WeakSet[FSDPParam]
+    """The parameters whose whole weights have a hook that ends a backward."""
     _versions: tuple[tuple[int, int, int], ...] = ()
     """How often each shard had been written to when it was last gathered: by itself, by its memory, or unseen."""
 
     def unshard(self, async_op: bool = False) -> None:
         """Gather, unless what has waited for this backward is what a gather would give."""
         if self._waits:
-            if self._training_state is TrainingState.PRE_BACKWARD and self._versions == self._versions_now():
+            may_reuse = self._keeps or self._training_state is TrainingState.PRE_BACKWARD
+            if may_reuse and self._versions == self._versions_now():
                 self._waits = False
                 for parameter in self.fsdp_params:
                     parameter.to_unsharded()
@@ -54,20 +69,54 @@ class Group(FSDPParamGroup):
 
     def reshard(self) -> None:
         """Let modules show their shards; keep whole weights only where backward may use them."""
-        if self._training_state is not TrainingState.FORWARD:
+        if self._keeps:
+            self._hide()
+        elif self._training_state is not TrainingState.FORWARD:
             super().reshard()
         elif self._reshard_after_forward or not torch.is_grad_enabled():
             self._to_sharded()
-        elif self.is_unsharded:
-            self._waits = True
-            for parameter in self.fsdp_params:
-                parameter._setattr_on_modules(parameter.sharded_param)
+        else:
+            self._hide()
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce gradients, once all are there: those of a graph of gradients come in an order of their own."""
+        if torch.is_grad_enabled():  # only where this backward makes a graph
+            self._refuse_gradients_with_graph()
+            self._keep()
+        if self.is_last or not self._keeps:
+            super().post_backward(*unused)
 
     def rest(self) -> None:
         """Free whole weights, and those that were gathered ahead and not used."""
         self._training_state = TrainingState.IDLE
         self.finalize_backward()
         self._to_sharded()
+
+    def _keep(self) -> None:
+        if self._keeps or self.is_sharded:
+            return
+        self._keeps = True
+        for parameter in self.fsdp_params:
+            if parameter not in self._watched and parameter._unsharded_param.requires_grad:
+                self._watched.add(parameter)
+                parameter._unsharded_param.register_post_accumulate_grad_hook(self.owner.finish_this_backward)
+
+    def _refuse_gradients_with_graph(self) -> None:
+        for parameter in self.fsdp_params:
+            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if gradient is not None and gradient.requires_grad:
+                self.owner.abandon_backward()
+                raise EngineError(
+                    "backward(create_graph=True) of a sharded model: parameter.grad is a shard here, which cannot be "
+                    "connected to the graph. Write gradients = torch.autograd.grad(loss, tuple(model.parameters()), "
+                    "create_graph=True), which gives whole ones"
+                )
+
+    def _hide(self) -> None:
+        if self.is_unsharded:
+            self._waits = True
+            for parameter in self.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
@@ -76,7 +125,10 @@ class Group(FSDPParamGroup):
             _drop_gradient(parameter)
 
     def _to_sharded(self) -> None:
-        self._waits = False
+        if self._keeps and self._versions == self._versions_now():
+            self._hide()
+            return
+        self._waits = self._keeps = False
         super()._to_sharded()
 
     def _init_mp_dtypes(self) -> None:
@@ -135,14 +187,20 @@ class Groups:
         """
         self._root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
         self._states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+        for state in self._states:
+            state._root_post_backward_final_callback = self._finish_backward
         for group in self._all_groups():
             group.__class__ = Group
+            group._watched = WeakSet()
+            group.owner = self
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
         install()
+        know_inputs_of_backward()
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
+        self._gather_for_recorded(model)
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
@@ -161,6 +219,39 @@ class Groups:
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
         """Forget what an accumulation window holds of a parameter's gradient."""
         _drop_gradient(self._of_parameter(parameter))
+
+    def whole_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what stands for a parameter in graphs of the model's forward; None before the first."""
+        return getattr(self._of_parameter(parameter), "_unsharded_param", None)
+
+    def abandon_backward(self) -> None:
+        """Forget the backward that runs, before it raises."""
+        self.drop_gradients()
+        self._rest()
+
+    def _gather_for_recorded(self, model: nn.Module) -> None:
+        """Let a unit gather where a gradient begins inside of it: at a tensor that transformers notes and returns."""
+        recorded = recorded_classes(model)
+        states = {module: state for state in self._states for module in state._modules}
+        owners = {module: states[unit] for unit in model.modules() if unit in states for module in unit.modules()}
+        for module, state in owners.items():
+            if module not in states and isinstance(module, recorded):
+                module.register_forward_hook(partial(_note_output, state))
+
+    def finish_this_backward(self, weight: torch.Tensor) -> None:
+        """See to it that the backward which has given a whole weight a gradient reduces it at its end."""
+        self._root._register_root_post_backward_final_callback()
+
+    def _finish_backward(self) -> None:
+        self._set_last(True)
+        try:
+            type(self._root)._root_post_backward_final_callback(self._root)
+        finally:
+            self._set_last(False)
+
+    def _set_last(self, is_last: bool) -> None:
+        for group in self._all_groups():
+            group.is_last = is_last
 
     def _of_parameter(self, parameter: torch.Tensor) -> FSDPParam:
         return next(p for group in self._all_groups() for p in group.fsdp_params if p.sharded_param is parameter)
@@ -199,6 +290,20 @@ class Groups:
             state._training_state = TrainingState.IDLE
         for group in self._all_groups():
             group.rest()
+
+
+def recorded_classes(model: nn.Module) -> tuple[type, ...]:
+    """Return the classes of modules whose outputs a model of transformers may return: routers, attentions."""
+    found = set()
+    for module in model.modules():
+        for noted in (getattr(type(module), "_can_record_outputs", None) or {}).values():
+            each = noted if isinstance(noted, list | tuple) else [noted]
+            found.update(getattr(one, "target_class", one) for one in each)
+    return tuple(one for one in found if isinstance(one, type))
+
+
+def _note_output(state: Any, module: nn.Module, args: Any, output: Any) -> None:
+    state._register_pre_backward_hook(output)
 
 
 def _is_in_backward() -> bool:

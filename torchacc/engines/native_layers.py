@@ -28,8 +28,12 @@ _LOGITS = re.compile(r"(^|\.)(lm_head|predictions\.decoder)$")
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 
 
-def check(plan: WrapPlan) -> None:
+def check(model: nn.Module, plan: WrapPlan) -> None:
     """Refuse what would not compute the unsharded numbers.
+
+    Args:
+        model: The model; it is only read.
+        plan: Its plan.
 
     Raises:
         ConfigError: The plan is not that of a family that is known to compute right, or asks for more.
@@ -40,6 +44,13 @@ def check(plan: WrapPlan) -> None:
             f"config.dist.tp.size = {split.size} by the plan of {split.source}: the native engine splits the layers of "
             f"{', '.join(_FAMILIES)} only, whose modules compute with the part of the heads that they are given; "
             f"{instead}"
+        )
+    adapter = next((type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")), None)
+    if adapter is not None:
+        raise ConfigError(
+            f"config.dist.tp.size = {split.size} with an adapter of peft ({adapter}): the native engine splits the "
+            "layers of the family itself, and would leave those that have an adapter whole. Put these devices on "
+            "config.dist.fsdp.size, or split the merged model, model.merge_and_unload()"
         )
     if split.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.errors import DataError
+from torchacc.errors import DataError, EngineError
 from torchacc.topology import Topology
 
 _MOST_DIMS = 8
@@ -117,4 +117,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            raise EngineError(
+                "create_graph=True through torchacc.dist.all_gather(): the gradient of gathered rows has no graph. "
+                "Compute the gradient penalty of a loss of the process's own rows"
+            )
         return ctx.gatherer.sum_of_own(gradient), None

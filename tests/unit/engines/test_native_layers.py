@@ -24,7 +24,7 @@ def make_gpt2():
 
 def checked(model, size=2, **options):
     config = Config(dist={"tp": {"size": size, **options}})
-    check(make_plan(model, config, Topology((("dp", 1), ("fsdp", 1), ("tp", size)))))
+    check(model, make_plan(model, config, Topology((("dp", 1), ("fsdp", 1), ("tp", size)))))
 
 
 def test_a_known_family_is_split():
@@ -43,3 +43,11 @@ def test_a_known_family_is_split():
 def test_what_may_compute_other_numbers_is_refused(make, options, match):
     with pytest.raises(ConfigError, match=rf"{match}.*use_spmd = True"):
         checked(make(), **options)
+
+
+def test_adapters_of_peft_are_refused_until_they_are_merged():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"an adapter of peft \(PeftModel.*merge_and_unload\(\)"):
+        checked(model)
+    checked(model.merge_and_unload())

@@ -79,6 +79,7 @@ class XlaEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse what XLA's devices cannot do."""
+        super().check(model)
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():

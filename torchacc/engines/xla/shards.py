@@ -261,6 +261,12 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         """Run a function of PyTorch on shards, or on unsharded tensors, or refuse it."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            raise EngineError(
+                "torch.autograd.grad() of sharded parameters with one XLA process per device: their gradients are "
+                "there once backward has ended. Call loss.backward() and read parameter.grad, or use "
+                "config.dist.fsdp.use_spmd = True, or the native engine"
+            )
         call = _call_of(func)
         if call.is_question:
             with DisableTorchFunctionSubclass():

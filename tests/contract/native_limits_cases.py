@@ -1,0 +1,275 @@
+"""What FSDP2 by itself cannot do or dies of: graphs of gradients, losses of a part of the model, sparse gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from casekit import (
+    ALL,
+    MLP,
+    NATIVE,
+    X,
+    accelerate,
+    case,
+    check_equal,
+    check_gradients,
+    check_parameters,
+    check_still_trains,
+    loss_of,
+    part,
+    plain_value,
+    sgd,
+    sharded_and_plain,
+)
+from torch import nn
+
+import torchacc
+
+STRATEGIES = {name: name for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")}
+
+
+class Rectified(nn.Module):
+    """Linear in pieces, so that of a penalty nothing but weights gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def penalty_of_inputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return how far the slope of each sample's output is from 1, as WGAN-GP has it."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+def penalty_of_parameters(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    gradients = torch.autograd.grad(loss_of(model(x)), tuple(model.parameters()), create_graph=True)
+    return sum(gradient.square().sum() for gradient in gradients)
+
+
+def both(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(model(x)) + penalty_of_inputs(model, x) + penalty_of_parameters(model, x)
+
+
+def before_other_forwards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    penalty = penalty_of_inputs(model, x)
+    with torch.no_grad():
+        model(x)
+    return penalty + loss_of(model(2 * x))
+
+
+def beside_a_state(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    penalty = penalty_of_inputs(model, x)
+    model.state_dict()
+    return penalty
+
+
+def in_two_backwards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    penalty = penalty_of_inputs(model, x)
+    loss_of(model(x)).backward()
+    return penalty
+
+
+def check_steps(model: nn.Module, plain: nn.Module, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    optimizers = sgd(model), sgd(plain)
+    for _ in range(2):
+        for each, x, optimizer in zip((model, plain), (part(X), X), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss(each, x).backward()
+        check_gradients(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    check_parameters(model, plain)
+
+
+@case([NATIVE], each=STRATEGIES)
+def gradient_penalties_have_the_right_gradients(strategy: str) -> None:
+    for loss in (
+        penalty_of_inputs,
+        penalty_of_parameters,
+        both,
+        before_other_forwards,
+        in_two_backwards,
+        beside_a_state,
+    ):
+        model, plain = sharded_and_plain(sharding_strategy=strategy)
+        check_steps(model, plain, loss)
+        check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def gradient_penalty_alone_of_a_model_that_is_linear_in_pieces() -> None:
+    model, plain = sharded_and_plain(Rectified)
+    check_steps(model, plain, penalty_of_inputs)
+
+
+@case([NATIVE])
+def gradient_penalty_with_recompute() -> None:
+    """Each layer's forward is computed again in the first backward, with whole weights."""
+    model, plain = sharded_and_plain(memory={"gc": True})
+    check_steps(model, plain, penalty_of_inputs)
+
+
+@case([NATIVE])
+def whole_weights_go_with_the_step_that_a_graph_of_gradients_was_for() -> None:
+    model, _ = sharded_and_plain()
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in (*model.layers, model)]
+    optimizer = sgd(model)
+    penalty_of_inputs(model, part(X)).backward()
+    assert all(group.is_unsharded for group in groups)
+    optimizer.step()
+    with torch.no_grad():
+        model(part(X))
+    assert all(group.is_sharded for group in groups)
+    optimizer.zero_grad()
+    loss_of(model(part(X))).backward()
+    assert all(group.is_sharded for group in groups)
+
+
+@case([NATIVE])
+def gradients_with_a_graph_are_not_left_in_shards() -> None:
+    model, plain = sharded_and_plain()
+    with pytest.raises(torchacc.EngineError, match=r"backward\(create_graph=True\).*torch\.autograd\.grad\(loss"):
+        loss_of(model(part(X))).backward(create_graph=True)
+    check_still_trains(model, plain)
+
+
+@case([NATIVE], each=STRATEGIES)
+def autograd_grad_of_parameters_is_that_of_the_whole_model(strategy: str) -> None:
+    """It leaves parameters' own gradients alone, also of parameters that the script uses by themselves."""
+    model, plain = sharded_and_plain(sharding_strategy=strategy)
+    found, expected = (
+        torch.autograd.grad(
+            loss_of(each(x)) + 0.1 * each.head.weight.square().sum(), [*each.parameters(), each.head.weight]
+        )
+        for each, x in ((model, part(X)), (plain, X))
+    )
+    for parameter, gradient, other in zip(model.parameters(), found, expected, strict=False):
+        assert parameter.grad is None
+        check_equal(plain_value(gradient), other, "gradient")
+        parameter.grad = gradient
+    for parameter, gradient in zip(plain.parameters(), expected, strict=False):
+        parameter.grad = gradient
+    check_gradients(model, plain)
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(loss_of(model.layers[0](part(X)).detach().requires_grad_()), model.head.weight)
+    unused = torch.autograd.grad(loss_of(model(part(X))), [model.head.bias, model.head.weight], allow_unused=True)
+    assert None not in unused
+    check_still_trains(model, plain)
+
+
+@case([NATIVE], each=STRATEGIES)
+def backward_of_chosen_parameters(strategy: str) -> None:
+    model, plain = sharded_and_plain(sharding_strategy=strategy)
+    for each, x in ((model, part(X)), (plain, X)):
+        loss_of(each(x)).backward(inputs=[each.head.weight, each.layers[0][0].bias])
+        loss_of(each(x)).backward(inputs=each.head.weight)
+    check_gradients(model, plain)
+    check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def graphs_through_a_parameter_outside_of_its_unit() -> None:
+    """Are right where they go element by element, and refused elsewhere."""
+
+    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x)) + model.head.weight.pow(4).sum()
+        gradients = torch.autograd.grad(loss, tuple(model.parameters()), create_graph=True)
+        return sum(gradient.square().sum() for gradient in gradients)
+
+    model, plain = sharded_and_plain()
+    check_steps(model, plain, penalty)
+    loss = loss_of(model(part(X))) + (model.head.weight @ model.head.weight.t()).square().sum()
+    with pytest.raises(torchacc.EngineError, match="sharded parameter that is used outside of its unit"):
+        torch.autograd.grad(loss, tuple(model.parameters()), create_graph=True)
+
+
+class Decayed(MLP):
+    """Adds a penalty of all weights to its loss, those of its units among them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(super().forward(x)) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+@case([NATIVE], each=STRATEGIES)
+def penalty_of_all_weights_inside_of_forward(strategy: str) -> None:
+    model, plain = sharded_and_plain(Decayed, sharding_strategy=strategy)
+    check_steps(model, plain, lambda each, x: each(x))
+
+
+def make_mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        attn_implementation="eager",
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+PARTS = {
+    "balance": lambda output: output.aux_loss,
+    "last-router": lambda output: loss_of(output.router_logits[-1]),
+    "last-attention": lambda output: loss_of(output.attentions[-1]),
+}
+
+
+@case([NATIVE], each=PARTS)
+def loss_of_what_a_layer_gives_beside_its_output(loss: Callable[[object], torch.Tensor]) -> None:
+    model, plain = sharded_and_plain(make_mixtral)
+    ids = torch.arange(32).view(4, 8) % 13
+    for each, x in ((model, part(ids)), (plain, ids)):
+        loss(each(input_ids=x, output_attentions=True)).backward()
+    check_gradients(model, plain)
+
+
+class Sparse(nn.Module):
+    """Looks rows up whose gradient is sparse."""
+
+    def __init__(self, kind: type[nn.Module], is_trained: bool = True) -> None:
+        super().__init__()
+        self.rows = kind(8, 4, sparse=True).requires_grad_(is_trained)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows((2 * x.abs()).long().clamp(max=7)).view(len(x), -1, 4).mean(1))
+
+
+@case(ALL)
+def sparse_gradients_are_refused() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(torchacc.ConfigError, match=rf"rows is an nn\.{kind.__name__} with sparse=True"):
+            accelerate(Sparse(kind))
+
+
+@case([NATIVE])
+def frozen_rows_may_be_sparse() -> None:
+    model, plain = sharded_and_plain(lambda: Sparse(nn.Embedding, is_trained=False))
+    check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def parameter_without_elements_is_refused() -> None:
+    model = MLP()
+    model.layers[1].nothing = nn.Parameter(torch.empty(0, 8))
+    with pytest.raises(torchacc.ConfigError, match=r"'layers\.1\.nothing' has no elements"):
+        accelerate(model)
+
+
+if __name__ == "__main__":
+    from casekit import main
+
+    main()

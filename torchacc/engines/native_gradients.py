@@ -1,0 +1,122 @@
+"""`torch.autograd.grad()` and `backward(inputs=…)` for sharded parameters: autograd knows the whole weights only."""
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchacc.engines import compat
+from torchacc.engines.native_arithmetic import OWNER, cut, is_of_model, mean_over_data, whole
+from torchacc.errors import EngineError
+
+
+@functools.cache
+def know_inputs_of_backward() -> None:
+    """Let backward find the parameters that a script names by `inputs`, for as long as the process lives."""
+    compat.hold_until_exit(compat.inputs_of_backward(_with_whole_weights))
+
+
+def _with_whole_weights(inputs: Any) -> list[Any]:
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    owned = [each for each in given if OWNER in getattr(each, "__dict__", ())]
+    weights = [vars(each)[OWNER].whole_weight(each) for each in owned]
+    return given + [weight for weight in weights if weight is not None]
+
+
+def gradients(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients as `torch.autograd.grad()` does, of parameters the mean over the devices. Collective.
+
+    A parameter's gradient lies like the parameter. With `create_graph` it is whole, an ordinary tensor with a graph.
+
+    Raises:
+        EngineError: The gradients would be others than those of the whole model.
+    """
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    parameters = [each for each in inputs if OWNER in getattr(each, "__dict__", ())]
+    if parameters and (is_grads_batched or any("tp" in _spec(each).mesh.mesh_dim_names for each in parameters)):
+        raise EngineError(
+            "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers "
+            "are split over dist.tp: call backward(), and read parameter.grad"
+        )
+    weights = {id(each): vars(each)[OWNER].whole_weight(each) for each in parameters}
+    asked = [each for each in inputs if weights.get(id(each), each) is not None]
+    asked = [weights.get(id(each), each) for each in asked]
+    # A parameter that is used outside of its unit is in the graph by itself, beside the whole weight.
+    with torch._C.DisableTorchFunctionSubclass():
+        found = torch.autograd.grad(
+            outputs,
+            [*asked, *parameters],
+            grad_outputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            only_inputs=only_inputs,
+            allow_unused=True,
+            is_grads_batched=is_grads_batched,
+        )
+    by_input = {id(each): gradient for each, gradient in zip([*asked, *parameters], found, strict=True)}
+    result: list[torch.Tensor | None] = []
+    for each in inputs:
+        gradient = by_input.get(id(each))
+        if id(each) in weights:
+            in_forward = by_input.get(id(weights[id(each)]))
+            gradient = _of_parameter(each, in_forward, gradient, create_graph)
+        if gradient is None and materialize_grads:
+            gradient = torch.zeros_like(each)
+        if gradient is None and not allow_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+        result.append(gradient)
+    return tuple(result)
+
+
+def _of_parameter(
+    parameter: Any, in_forward: torch.Tensor | None, outside: torch.Tensor | None, create_graph: bool
+) -> torch.Tensor | None:
+    """Return a parameter's gradient.
+
+    Args:
+        parameter: The parameter.
+        in_forward: The whole gradient by this process's data.
+        outside: What came to the shard itself, the mean over the devices.
+        create_graph: Whether the gradient is to have a graph.
+    """
+    spec = _spec(parameter)
+    used = torch.tensor([in_forward is not None], dtype=torch.float32, device=parameter.device)
+    if mean_over_data(used, spec):  # by any process: all have to take part
+        own = in_forward if in_forward is not None else torch.zeros(parameter.shape, device=parameter.device)
+        mean = _Mean.apply(own.to(parameter.dtype), spec)
+        if create_graph:
+            return mean if outside is None else mean + whole(outside)
+        shard = DTensor(cut(mean, spec).contiguous(), spec, requires_grad=False)
+        return shard if outside is None else shard + outside
+    return whole(outside) if create_graph and is_of_model(outside) else outside
+
+
+def _spec(parameter: Any) -> Any:
+    return parameter._spec
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the devices that see different data, and its gradient's mean."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Any) -> torch.Tensor:
+        ctx.spec = spec
+        return mean_over_data(tensor, spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Mean.apply(gradient, ctx.spec), None
