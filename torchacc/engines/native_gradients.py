@@ -97,7 +97,7 @@ def _of_parameter(
     used = torch.tensor([in_forward is not None], dtype=torch.float32, device=parameter.device)
     if mean_over_data(used, spec):  # by any process: all have to take part
         own = in_forward if in_forward is not None else torch.zeros(parameter.shape, device=parameter.device)
-        mean = _Mean.apply(own.to(parameter.dtype), spec)
+        mean: torch.Tensor = _Mean.apply(own.to(parameter.dtype), spec)
         if create_graph:
             return mean if outside is None else mean + whole(outside)
         shard = DTensor(cut(mean, spec).contiguous(), spec, requires_grad=False)

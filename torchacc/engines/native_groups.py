@@ -294,7 +294,7 @@ class Groups:
 
 def recorded_classes(model: nn.Module) -> tuple[type, ...]:
     """Return the classes of modules whose outputs a model of transformers may return: routers, attentions."""
-    found = set()
+    found: set[Any] = set()
     for module in model.modules():
         for noted in (getattr(type(module), "_can_record_outputs", None) or {}).values():
             each = noted if isinstance(noted, list | tuple) else [noted]
