@@ -4,6 +4,7 @@
     python -m benchmarks step_time compile   # some, then the report
     python -m benchmarks report              # the report alone, from what is in benchmarks/results
     python -m benchmarks --quick             # the smallest sizes, to see that all works; changes nothing here
+    python -m benchmarks structure           # what the source is built of; measures nothing
 
 Needs `pip install -e '.[test]' -r benchmarks/requirements.txt`; a rival that is not installed is left out.
 
@@ -25,6 +26,7 @@ from _machine import ROOT, checkout_environment
 from _plots import draw
 from _programs import FOLDER, PROFILES, RESULTS, ResultsError, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
+from structure import main as print_structure
 
 REFUSED = 2
 """How a program ends that could not begin, such as one for GPUs where there is none."""
@@ -34,6 +36,8 @@ PATIENCE_SECS = 30.0
 
 def main() -> int:
     """Run what the command line says."""
+    if sys.argv[1:2] == ["structure"]:
+        return print_structure(sys.argv[2:])
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)
