@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests import forkrun
-from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.copying import carry_out
+from torchacc.checkpoint.interop.convert import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.copying import carry_out
 
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]

@@ -25,7 +25,7 @@ LAYERS = (
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # It writes the classes of a file format, and starts nothing.
-DCP_FILES = ("checkpoint", "dcp_files")
+DCP_FILES = ("checkpoint", "interop", "dcp_files")
 ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

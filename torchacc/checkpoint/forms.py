@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from torchacc.checkpoint.dcp_files import METADATA
+from torchacc.checkpoint.interop.dcp_files import METADATA
 from torchacc.checkpoint.manifest import MANIFEST
 from torchacc.errors import CheckpointError
 

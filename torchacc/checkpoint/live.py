@@ -28,7 +28,7 @@ from torchacc.checkpoint.contents import (
     random_state,
 )
 from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.forged import check_alike, check_random_states, making_sense
+from torchacc.checkpoint.interop.forged import check_alike, check_random_states, making_sense
 from torchacc.checkpoint.manifest import as_bytes, token_of
 from torchacc.checkpoint.staging import BackgroundCopy, Run, Staging
 from torchacc.checkpoint.tensor_files import Slot

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchacc.checkpoint.crc import Crc
-from torchacc.checkpoint.pth import Record, Written, joined_checksum, tensor_records
+from torchacc.checkpoint.interop.pth import Record, Written, joined_checksum, tensor_records
 from torchacc.errors import CheckpointError
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from torchacc.checkpoint.consolidate import Output
-from torchacc.checkpoint.copying import Plan, carry_out
-from torchacc.checkpoint.rank_files import Part
+from torchacc.checkpoint.interop.consolidate import Output
+from torchacc.checkpoint.interop.copying import Plan, carry_out
+from torchacc.checkpoint.interop.rank_files import Part
 from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError, printable
 

@@ -2,8 +2,8 @@
 
 import argparse
 
-from torchacc.checkpoint.convert import plan_consolidation
 from torchacc.checkpoint.forms import form_of
+from torchacc.checkpoint.interop.convert import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._options import named, path
 from torchacc.errors import CheckpointError

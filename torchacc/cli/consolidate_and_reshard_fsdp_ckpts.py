@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchacc.checkpoint.convert import plan_conversion
-from torchacc.checkpoint.copying import Plan
+from torchacc.checkpoint.interop.convert import plan_conversion
+from torchacc.checkpoint.interop.copying import Plan
 from torchacc.cli import _converting
 from torchacc.cli._errors import told
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchacc.checkpoint.convert import plan_consolidation
-from torchacc.checkpoint.copying import Plan
+from torchacc.checkpoint.interop.convert import plan_consolidation
+from torchacc.checkpoint.interop.copying import Plan
 from torchacc.cli import _converting
 from torchacc.cli._errors import told
 

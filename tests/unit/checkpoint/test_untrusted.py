@@ -16,10 +16,10 @@ from torch import nn
 
 import torchacc
 from torchacc.checkpoint import live, owner
-from torchacc.checkpoint.consolidate import Output
-from torchacc.checkpoint.convert import plan_consolidation
-from torchacc.checkpoint.copying import carry_out
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
+from torchacc.checkpoint.interop.consolidate import Output
+from torchacc.checkpoint.interop.convert import plan_consolidation
+from torchacc.checkpoint.interop.copying import carry_out
 from torchacc.checkpoint.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.errors import CheckpointError
 
@@ -119,7 +119,7 @@ READER = """
 import resource, sys, time
 from pathlib import Path
 import torchacc
-from torchacc.checkpoint.pth import read_pth
+from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.dcp import import_dcp
 from torchacc.errors import CheckpointError
 for path in map(Path, sys.argv[1:]):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from torchacc.checkpoint.guarded import open_regular
-from torchacc.checkpoint.pth import read_pth
+from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 from torchacc.layout import Holding

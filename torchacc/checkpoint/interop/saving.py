@@ -14,9 +14,9 @@ from torch import nn
 
 from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.guarded import open_regular
+from torchacc.checkpoint.interop.pth import read_pth, verify_records
 from torchacc.checkpoint.manifest import as_bytes, digest
 from torchacc.checkpoint.owner import clear_unfinished, unfinished
-from torchacc.checkpoint.pth import read_pth, verify_records
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup

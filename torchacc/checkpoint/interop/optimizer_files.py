@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchacc.checkpoint.rank_files import Block, RankFiles, Sharded
+from torchacc.checkpoint.interop.rank_files import Block, RankFiles, Sharded
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchacc.checkpoint.crc import Crc
-from torchacc.checkpoint.pth import Blank, Written, create_pth, damaged_record, read_pth, seal_pth
+from torchacc.checkpoint.interop.pth import Blank, Written, create_pth, damaged_record, read_pth, seal_pth
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 

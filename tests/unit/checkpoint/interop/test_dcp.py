@@ -20,8 +20,8 @@ import torchacc
 from tests import forkrun
 from torchacc.checkpoint import load, plain, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
-from torchacc.checkpoint.dcp_files import DcpFolder, DcpWriter
 from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.interop.dcp_files import DcpFolder, DcpWriter
 from torchacc.errors import CheckpointError
 
 FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")
@@ -295,7 +295,7 @@ def test_other_strides_and_dtypes_survive(tmp_path):
 
 
 def test_a_large_tensor_is_exported_in_parts(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchacc.checkpoint.dcp._BOX_BYTES", 40)
+    monkeypatch.setattr("torchacc.checkpoint.interop.dcp_convert._BOX_BYTES", 40)
     export_dcp(saved[0], tmp_path / "dcp")
     folder = DcpFolder(tmp_path / "dcp")
     assert [box.offsets for box in folder.tensors["model.embed.weight"].boxes] == [(0, 0), (2, 0), (4, 0), (6, 0)]

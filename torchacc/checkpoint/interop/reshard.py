@@ -6,11 +6,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.consolidate import carry
-from torchacc.checkpoint.copying import Copy, Plan, PthFile
-from torchacc.checkpoint.optimizer_files import read_optimizer
-from torchacc.checkpoint.pth import Blank
-from torchacc.checkpoint.rank_files import Cut, RankFiles, Sharded
+from torchacc.checkpoint.interop.consolidate import carry
+from torchacc.checkpoint.interop.copying import Copy, Plan, PthFile
+from torchacc.checkpoint.interop.optimizer_files import read_optimizer
+from torchacc.checkpoint.interop.pth import Blank
+from torchacc.checkpoint.interop.rank_files import Cut, RankFiles, Sharded
 from torchacc.errors import CheckpointError
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.consolidate import Output, plan_model, plan_optimizer, whole_model
-from torchacc.checkpoint.copying import Copy, Plan, Progress, carry_out, load
-from torchacc.checkpoint.pth import Blank, blanks_in
-from torchacc.checkpoint.rank_files import Part, RankFiles, find_rank_files
-from torchacc.checkpoint.reshard import plan_resharding
+from torchacc.checkpoint.interop.consolidate import Output, plan_model, plan_optimizer, whole_model
+from torchacc.checkpoint.interop.copying import Copy, Plan, Progress, carry_out, load
+from torchacc.checkpoint.interop.pth import Blank, blanks_in
+from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
+from torchacc.checkpoint.interop.reshard import plan_resharding
 from torchacc.errors import CheckpointError
 
 

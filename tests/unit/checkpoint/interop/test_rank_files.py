@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchacc.checkpoint import copying, saving
-from torchacc.checkpoint.consolidate import Output
-from torchacc.checkpoint.convert import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.copying import carry_out
-from torchacc.checkpoint.pth import damaged_record, read_pth, tensor_records
+from torchacc.checkpoint.interop import copying, saving
+from torchacc.checkpoint.interop.consolidate import Output
+from torchacc.checkpoint.interop.convert import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.copying import carry_out
+from torchacc.checkpoint.interop.pth import damaged_record, read_pth, tensor_records
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"

@@ -1,0 +1,261 @@
+"""Import and export of `torch.distributed.checkpoint` folders: FSDP2's, torch_xla's under SPMD, or one process's.
+
+Both run in one process, without a device and without a process group, in the memory that the largest tensor takes.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchacc.checkpoint import plain
+from torchacc.checkpoint.contents import MAX_SHARD_SIZE, Tensors, indices
+from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.interop.consolidate import pretrained_files, tied_head
+from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, DcpWriter
+from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
+from torchacc.checkpoint.live import Pending
+from torchacc.checkpoint.manifest import sync_folder
+from torchacc.checkpoint.owner import clear_unfinished, remove_unfinished, unfinished
+from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors
+from torchacc.checkpoint.writing import FolderWriter
+from torchacc.errors import CheckpointError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
+
+_BOX_BYTES = 64 << 20
+"""What one part of an exported tensor takes: PyTorch reads a part as a whole, even for a few rows of it."""
+_HEAD = "lm_head.weight"
+_Boxes = Callable[[str, Slot], Iterator[tuple[tuple[int, ...], torch.Tensor]]]
+
+
+def export_dcp(
+    checkpoint: str | PathLike[str],
+    target: str | PathLike[str],
+    *,
+    tied: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a torchacc checkpoint as a `torch.distributed.checkpoint` folder.
+
+    The keys are those of `{"model": …, "optim": …}` with what `torch.distributed.checkpoint.state_dict
+    .get_state_dict()` returns, its optimizer flattened or not: `dcp.load()` and `set_state_dict()` take it at any
+    number of processes. The scheduler, the data's position, random states, `extra` and what modules keep by
+    `get_extra_state()` stay behind.
+
+    Args:
+        checkpoint: The folder that `torchacc.checkpoint.save()` wrote, or a Hugging Face one.
+        target: The folder to write; it must not exist, or be empty.
+        tied: Other names of parameters -> their names in the checkpoint, where it does not say itself what is tied.
+        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
+
+    Raises:
+        CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
+    """
+    new = _new_folder(Path(target).absolute())
+    with Folder(checkpoint) as folder, new as path, closing(DcpWriter(path)) as writer:
+        total = sum(slot.nbytes for slots in (folder.model, folder.optimizer) for slot in slots.values())
+        boxes = partial(_boxes, folder, lambda nbytes: progress(nbytes, total) if progress else None)
+        _export_model(folder, {**_aliases(folder), **(tied or {})}, writer, boxes)
+        if folder.has("optimizer.json"):
+            _export_optimizer(folder, writer, boxes)
+        writer.finish()
+
+
+def import_dcp(
+    source: str | PathLike[str],
+    checkpoint: str | PathLike[str],
+    config_from: str | PathLike[str] | None = None,
+    *,
+    parameter_names: Sequence[str] | None = None,
+    optimizer_class: str | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    progress: Progress | None = None,
+) -> None:
+    """Write a `torch.distributed.checkpoint` folder as a torchacc checkpoint.
+
+    It takes a model's state, alone or under "model", and an optimizer's under "optim" or "optimizer", by the names of
+    the parameters, flattened or not, or by their numbers. What wrappers add to names is left out.
+
+    Args:
+        source: The folder that `dcp.save()` wrote.
+        checkpoint: The folder to write.
+        config_from: A folder with `config.json` and the tokenizer, which are copied.
+        parameter_names: The model's names of the optimizer's parameters, in the optimizer's order: needed only where it
+            numbers them, and their shapes do not tell which is which.
+        optimizer_class: The optimizer's, such as "AdamW", which is not in such a folder; None lets any class load it.
+        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger.
+        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
+
+    Raises:
+        CheckpointError: The folder is not complete, or could run code, or holds what is not understood; or the
+            checkpoint cannot be written.
+    """
+    folder = DcpFolder(Path(source))
+    contents = sort_keys(folder, parameter_names)
+    if contents.left:
+        _log.info("%s: left out %d entries, such as %s", source, len(contents.left), ", ".join(contents.left[:4]))
+    files = {}
+    if config_from is not None:
+        files = {path.name: path.read_bytes() for path in pretrained_files(_existing(Path(config_from)))}
+        _leave_out_tied_head(folder, contents, Path(config_from))
+    tensors: dict[str, torch.Tensor] = {}
+    stems = {"model": contents.model}
+    if contents.optimizer is not None:
+        stems["optimizer"] = contents.optimizer.tensors
+        described = {
+            "class": optimizer_class,
+            "groups": contents.optimizer.groups,
+            "values": contents.optimizer.values,
+        }
+        files["optimizer.json"] = (json.dumps(plain.encode(described, tensors, "optimizer")) + "\n").encode()
+    layouts: dict[str, Layout] = {}
+    for stem, keys in stems.items():
+        layouts |= plan_safetensors(_shapes(folder, keys), stem, max_shard_size)
+    if tensors:
+        layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
+    keys = {name: key for stem in stems.values() for name, key in stem.items()}
+    runs = _runs(folder, layouts, keys, tensors)
+    _write(Path(checkpoint).absolute(), layouts, files, _told(runs, layouts, progress))
+
+
+def _export_model(folder: Folder, aliases: Mapping[str, str], writer: DcpWriter, boxes: _Boxes) -> None:
+    strange = sorted(set(aliases.values()) - folder.model.keys())
+    if strange:
+        raise CheckpointError(f"{folder.path} holds no {', '.join(strange)}, to which other names are to be tied")
+    for name, slot in folder.model.items():
+        names = [name, *(alias for alias, stored in aliases.items() if stored == name)]
+        writer.add_tensor([("model", each) for each in names], slot.dtype, slot.shape, boxes(name, slot))
+
+
+def _export_optimizer(folder: Folder, writer: DcpWriter, boxes: _Boxes) -> None:
+    for stored, slot in folder.optimizer.items():
+        name, _, key = stored.rpartition("/")
+        writer.add_tensor([("optim", "state", name, key)], slot.dtype, slot.shape, boxes(stored, slot))
+    tensors = {name: folder.read(name, slot).view(slot.shape) for name, slot in folder.state.items()}
+    described = plain.decode(folder.read_json("optimizer.json"), tensors)
+    for name, values in described["values"].items():
+        for key, value in values.items():
+            _add(writer, [("optim", "state", name, key)], value)
+    for index, group in enumerate(described["groups"]):
+        names = group.pop("parameters")
+        _add(writer, [("optim", "param_groups", index, "params")], names)
+        for key, value in {**group, "param_names": names}.items():
+            # As get_state_dict() names it, and as it does with flatten_optimizer_state_dict.
+            flattened = [("optim", f"param_groups.{name}.{key}") for name in names]
+            _add(writer, [*flattened, ("optim", "param_groups", index, key)], value)
+
+
+def _add(writer: DcpWriter, paths: Sequence[tuple[Any, ...]], value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        writer.add_tensor(paths, value.dtype, tuple(value.shape), [((0,) * value.dim(), value)])
+    else:
+        writer.add_value(paths, value)
+
+
+def _boxes(
+    folder: Folder, copied: Callable[[int], None], name: str, slot: Slot
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield a tensor in parts of rows: where each begins, and the part."""
+    per_row = prod(slot.shape[1:])
+    num_rows = slot.shape[0] if slot.shape else 1
+    step = max(1, _BOX_BYTES // max(1, per_row * slot.dtype.itemsize))
+    for row in range(0, max(1, num_rows), step):
+        count = min(step, num_rows - row)
+        part = folder.read(name, slot, row * per_row, (row + count) * per_row)
+        offsets = (row, *(0 for _ in slot.shape[1:])) if slot.shape else ()
+        yield offsets, part.view((count, *slot.shape[1:]) if slot.shape else ())
+        copied(part.nbytes)
+
+
+def _aliases(folder: Folder) -> dict[str, str]:
+    if folder.has("state.json"):
+        described = folder.read_json("state.json")
+        if "tied" in described:
+            return dict(described["tied"])
+    return tied_head(folder.path, folder.model)
+
+
+def _leave_out_tied_head(folder: DcpFolder, contents: Contents, config_from: Path) -> None:
+    """Store a tied head under its first name alone, as `save()` does; it is in such a folder under both."""
+    others = {name: key for name, key in contents.model.items() if name != _HEAD}
+    for alias, name in tied_head(config_from, others).items():
+        if alias in contents.model and torch.equal(
+            folder.read(contents.model[alias]), folder.read(contents.model[name])
+        ):
+            del contents.model[alias]
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: name the one with the model's config.json")
+    return folder
+
+
+def _shapes(folder: DcpFolder, keys: Mapping[str, str]) -> Tensors:
+    return {name: (folder.tensors[key].dtype, folder.tensors[key].shape) for name, key in keys.items()}
+
+
+def _runs(
+    folder: DcpFolder, layouts: Mapping[str, Layout], keys: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Slot, int, torch.Tensor]]:
+    for layout in layouts.values():
+        for name, slot in layout.slots.items():
+            runs = folder.runs(keys[name]) if name in keys else [(0, tensors[name].reshape(-1))]
+            for start, run in runs:
+                yield slot, start, run
+
+
+def _told(
+    runs: Iterator[tuple[Slot, int, torch.Tensor]], layouts: Mapping[str, Layout], progress: Progress | None
+) -> Iterator[tuple[Slot, int, torch.Tensor]]:
+    total = sum(slot.nbytes for layout in layouts.values() for slot in layout.slots.values())
+    for slot, start, run in runs:
+        yield slot, start, run
+        if progress is not None:
+            progress(run.nbytes, total)
+
+
+def _write(
+    checkpoint: Path,
+    layouts: Mapping[str, Layout],
+    files: Mapping[str, bytes],
+    runs: Iterator[tuple[Slot, int, torch.Tensor]],
+) -> None:
+    writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
+    others = {**indices(layouts), **files}
+    writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
+    writer.join()
+    Pending(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes the target when the context is left, and is removed where that fails."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already: name another folder, or remove it first")
+    made = unfinished(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clear_unfinished(target.parent, *FILES)
+        made.mkdir()
+        yield made
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}; nothing is left of it") from None
+    finally:
+        remove_unfinished(made, *FILES)
