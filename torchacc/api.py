@@ -24,7 +24,7 @@ from torchacc.env import read_job
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
 from torchacc.logging import get_logger, start_logging
-from torchacc.plan import WrapPlan, make_plan
+from torchacc.parallel.plan import ShardingPlan, make_plan
 
 _log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ def accelerate(
     _refuse_second_time(model)
     if isinstance(model, nn.Module):
         arguments.refuse_wrapped(model)
-    plan = make_plan(model, engine.config, engine.topology)
+    plan = make_plan(model, engine.config, engine.mesh)
     engine.check(model)
     deferred.check_unchanged(model)
     _refuse_stale_optimizers(model, optimizer)
@@ -235,8 +235,8 @@ def describe(model: nn.Module) -> Description:
     engine, plan = sharded.engine, sharded.plan
     return Description(
         engine=engine.kind,
-        mesh=plan.topology.describe(),
-        num_devices=plan.topology.num_devices,
+        mesh=plan.mesh.describe(),
+        num_devices=plan.mesh.num_devices,
         num_parameters=plan.numel,
         num_parameters_per_device=sharded.local_numel(),
         num_units=len(plan.units),
@@ -284,7 +284,7 @@ def _attach(sharded: ShardedModel) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
     arguments.refuse_on(model)
-    for parameter in sharded.holdings:
+    for parameter in sharded.local_shards:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
 
@@ -354,7 +354,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 
     sharded = data.shard_loader(
         dataloader,
-        num_shards=engine.topology.num_data_shards,
+        num_shards=engine.mesh.num_data_shards,
         shards=engine.data_shards,
         agree=engine.group.broadcast_object if engine.job.launched else None,
     )
@@ -408,7 +408,7 @@ def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | No
     )
 
 
-def _keep_masters(model: nn.Module, plan: WrapPlan) -> None:
+def _keep_masters(model: nn.Module, plan: ShardingPlan) -> None:
     """Give the parameters the dtype that the optimizer steps them in, and buffers in half precision float32."""
     half = (torch.bfloat16, torch.float16)
     upcast = [tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in half]

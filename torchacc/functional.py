@@ -15,7 +15,7 @@ from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.plan import infer_layer_classes
+from torchacc.parallel.units import infer_layer_classes
 
 _log = get_logger(__name__)
 

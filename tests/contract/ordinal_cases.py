@@ -78,12 +78,12 @@ def devices_numbered_otherwise() -> Iterator[None]:
         patch.setattr(
             MultiprocessEngine,
             "make_exchange",
-            lambda self: DeviceExchange(self.topology, self.job.rank, self.ordinals, self.group.meet),
+            lambda self: DeviceExchange(self.mesh, self.job.rank, self.ordinals, self.group.meet),
         )
         patch.setattr(
             MultiprocessEngine,
             "row_gatherer",
-            property(lambda self: DeviceRowGatherer(self.group, self.topology, self.ordinals)),
+            property(lambda self: DeviceRowGatherer(self.group, self.mesh, self.ordinals)),
         )
         yield
 

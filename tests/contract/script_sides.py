@@ -251,7 +251,7 @@ class ShardedSide(Side):
     def _whole_gradient(self, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
         if parameter.grad is None:
             return None
-        holding = self.sharded.holdings.get(parameter)
+        holding = self.sharded.local_shards.get(parameter)
         assert holding is not None, f"model.parameters() hands out another {name} than the one that is trained"
         (local,) = self.sharded.fetch([parameter.grad])
         shape = holding.members[0][1]

@@ -65,7 +65,7 @@ def step(model: nn.Module, ids: torch.Tensor, optimizer: torch.optim.Optimizer) 
 def put(batch: torch.Tensor) -> torch.Tensor:
     """Return what this process sees of a global batch, on its devices."""
     engine = registry.active_engine()
-    parts = batch.chunk(engine.topology.num_data_shards)
+    parts = batch.chunk(engine.mesh.num_data_shards)
     return engine.put(torch.cat([parts[index] for index in engine.data_shards]))
 
 

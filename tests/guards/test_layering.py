@@ -12,8 +12,8 @@ PACKAGE = ROOT / "torchacc"
 # Lowest first; a module may import from its own layer and from those below.
 LAYERS = (
     {"errors", "env", "logging"},
-    {"config", "launch", "layout", "topology"},
-    {"plan", "scanning", "tensor_parallel"},
+    {"config", "launch"},
+    {"parallel"},
     {"memory_plan"},
     {"data"},
     {"engines"},

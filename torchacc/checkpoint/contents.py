@@ -18,8 +18,8 @@ from torchacc.checkpoint.staging import Run
 from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
+from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
@@ -42,37 +42,38 @@ class Contents:
     def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         self._sharded = sharded
         self._has_optimizer = optimizer is not None
-        self._sources: list[tuple[torch.Tensor, Holding, str]] = []
-        """Tensors that lie like a parameter: the parameter's holding, and what is added to the names."""
+        self._sources: list[tuple[torch.Tensor, LocalShard, str]] = []
+        """Tensors that lie like a parameter: the parameter's shard, and what is added to the names."""
         self._whole: dict[str, torch.Tensor] = state.buffers(sharded)
         """What every process has."""
         self.model: Tensors = {}
         self.optimizer: Tensors = {}
-        for parameter, holding in sharded.holdings.items():
-            self._add(self.model, parameter, holding, "")
+        for parameter, local_shard in sharded.local_shards.items():
+            self._add(self.model, parameter, local_shard, "")
         self.model = {name: self.model[name] for name in sharded.parameter_names}
         self.model |= {name: (value.dtype, tuple(value.shape)) for name, value in self._whole.items()}
         for group in optimizer.param_groups if optimizer is not None else ():
             for parameter in group["params"]:
                 self._add_states(parameter, optimizer.state.get(parameter, {}) if optimizer is not None else {})
 
-    def _add(self, tensors: Tensors, source: torch.Tensor, holding: Holding, suffix: str) -> None:
-        self._sources.append((source, holding, suffix))
-        tensors.update({name + suffix: (source.dtype, shape) for name, shape in holding.members})
+    def _add(self, tensors: Tensors, source: torch.Tensor, local_shard: LocalShard, suffix: str) -> None:
+        self._sources.append((source, local_shard, suffix))
+        tensors.update({name + suffix: (source.dtype, shape) for name, shape in local_shard.members})
 
     def _add_states(self, parameter: nn.Parameter, entries: Mapping[str, Any]) -> None:
-        holding = state.holding_of(self._sharded, parameter)
+        local_shard = state.local_shard_of(self._sharded, parameter)
         for key, value in entries.items():
             if optimizer_state.is_laid_out_like(parameter, value):
-                self._add(self.optimizer, value, holding, f"/{key}")
+                self._add(self.optimizer, value, local_shard, f"/{key}")
             elif isinstance(value, torch.Tensor):
                 is_split = self._sharded.num_shards > 1 and not optimizer_state.is_whole(parameter, value)
                 if value.dim() and is_split:
                     raise CheckpointError(
-                        f"the optimizer's {key!r} of {holding.key!r} has the shape {tuple(value.shape)}, which is not "
-                        "the parameter's, and lies sharded in a way of its own: use config.dist.fsdp.use_spmd = True"
+                        f"the optimizer's {key!r} of {local_shard.key!r} has the shape {tuple(value.shape)}, which is "
+                        "not the parameter's, and lies sharded in a way of its own: use "
+                        "config.dist.fsdp.use_spmd = True"
                     )
-                for name in holding.names:
+                for name in local_shard.names:
                     self._whole[f"{name}/{key}"] = state.to_host(self._sharded, value)
                     self.optimizer[f"{name}/{key}"] = (value.dtype, tuple(value.shape))
 
@@ -97,14 +98,14 @@ class Contents:
         job = self._sharded.engine.job
         first = len(files) * job.rank // job.num_processes
 
-        def turn(source: tuple[torch.Tensor, Holding, str]) -> int:
+        def turn(source: tuple[torch.Tensor, LocalShard, str]) -> int:
             return (order[slots[source[1].names[0] + source[2]].path] - first) % len(files)
 
         for batch in self._batches(sorted(self._sources, key=turn)):
             local = self._sharded.fetch([source for source, _, _ in batch])
-            for (_, holding, suffix), data in zip(batch, local, strict=True):
-                for piece in holding.pieces:
-                    own = piece.part(*self._sharded.replica_of(holding))
+            for (_, local_shard, suffix), data in zip(batch, local, strict=True):
+                for piece in local_shard.slices:
+                    own = piece.part(*self._sharded.replica_of(local_shard))
                     yield slots[own.name + suffix], own.start, data[own.offset : own.offset + own.numel]
         if self._sharded.engine.job.rank == 0:
             for name, value in self._whole.items():
@@ -112,14 +113,14 @@ class Contents:
 
     def sharded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are written as they lie in the model and in the optimizer, with the first name."""
-        for source, holding, suffix in self._sources:
-            yield holding.names[0] + suffix, source
+        for source, local_shard, suffix in self._sources:
+            yield local_shard.names[0] + suffix, source
 
     @staticmethod
     def _batches(
-        sources: Iterable[tuple[torch.Tensor, Holding, str]],
-    ) -> Iterator[list[tuple[torch.Tensor, Holding, str]]]:
-        batch: list[tuple[torch.Tensor, Holding, str]] = []
+        sources: Iterable[tuple[torch.Tensor, LocalShard, str]],
+    ) -> Iterator[list[tuple[torch.Tensor, LocalShard, str]]]:
+        batch: list[tuple[torch.Tensor, LocalShard, str]] = []
         filled = 0
         for source in sources:
             batch.append(source)
@@ -156,7 +157,7 @@ def other_state(
     described = {
         "model": sharded.plan.units[-1].module_class,
         "engine": sharded.engine.kind,
-        "mesh": sharded.plan.topology.describe(),
+        "mesh": sharded.plan.mesh.describe(),
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "modules": {name: module.get_extra_state() for name, module in state.extra_states(sharded.model).items()},
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
@@ -179,7 +180,7 @@ def _described(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         plain_values = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
         if plain_values:
-            values |= dict.fromkeys(state.holding_of(sharded, parameter).names, plain_values)
+            values |= dict.fromkeys(state.local_shard_of(sharded, parameter).names, plain_values)
     groups = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
         for group, names in zip(

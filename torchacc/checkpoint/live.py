@@ -35,8 +35,8 @@ from torchacc.checkpoint.tensor_files import Slot
 from torchacc.checkpoint.writing import FolderWriter
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
+from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
@@ -303,7 +303,7 @@ def load(
 
         extra = group.agreed(read)
         sharded.engine.sync()
-        increment_version(sharded.holdings)  # autograd does not see what is read into memory
+        increment_version(sharded.local_shards)  # autograd does not see what is read into memory
         sharded.unusable = None
         if optimizer is not None:
             sharded.half_loaded.discard(optimizer)
@@ -386,7 +386,7 @@ class _Unplaced(NamedTuple):
     """A state of an optimizer that lies like a parameter, and is yet to be read and brought where that is."""
 
     parameter: nn.Parameter
-    holding: Holding
+    local_shard: LocalShard
     tensors: Mapping[str, hub.Stored]
     dtype: torch.dtype
 
@@ -412,7 +412,7 @@ class _Reader:
         self._modules = modules
         self._tensors = hub.find(sharded, folder)
         self._filled: list[torch.Tensor] = []
-        self._unassigned: list[tuple[nn.Parameter, Holding]] = []
+        self._unassigned: list[tuple[nn.Parameter, LocalShard]] = []
         self._conversions: list[tuple[memoryview, torch.dtype, hub.Stored, int]] = []
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[int, dict[str, Any]] = {}
@@ -428,12 +428,12 @@ class _Reader:
     @torch.no_grad()
     def plan_model(self) -> None:
         """Plan to read the parameters."""
-        for parameter, holding in self._sharded.holdings.items():
+        for parameter, local_shard in self._sharded.local_shards.items():
             memory = self._sharded.host_memory(parameter, parameter)
             if memory is None:
-                self._unassigned.append((parameter, holding))
+                self._unassigned.append((parameter, local_shard))
             else:
-                self._plan_read(memory, holding, self._tensors)
+                self._plan_read(memory, local_shard, self._tensors)
                 self._filled.append(memory)
 
     @torch.no_grad()
@@ -469,8 +469,8 @@ class _Reader:
     def load_model(self) -> None:
         """Load parameters that are not in memory at hand, and persistent buffers."""
         torch.autograd.graph.increment_version(self._filled)  # of which a read into memory does not tell autograd
-        for parameter, holding in self._unassigned:
-            self._sharded.assign(parameter, self._read(holding, self._tensors, parameter.dtype))
+        for parameter, local_shard in self._unassigned:
+            self._sharded.assign(parameter, self._read(local_shard, self._tensors, parameter.dtype))
         for name, buffer in state.buffer_slots(self._sharded.model):
             if name in self._tensors:
                 buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
@@ -480,7 +480,7 @@ class _Reader:
         for entries in self._entries.values():
             for key, value in entries.items():
                 if isinstance(value, _Unplaced):
-                    local = self._read(value.holding, value.tensors, value.dtype)
+                    local = self._read(value.local_shard, value.tensors, value.dtype)
                     entries[key] = self._sharded.place(value.parameter, local)
         optimizer.load_state_dict(optimizer_state.LocalState({"state": self._entries, "param_groups": self._groups}))
 
@@ -509,19 +509,19 @@ class _Reader:
         self._random_states = self._other["random"]
         return self._other["extra"]
 
-    def _read(self, holding: Holding, tensors: Mapping[str, hub.Stored], dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], dtype: torch.dtype) -> torch.Tensor:
         """Return what this process holds of tensors, flat."""
-        local = torch.empty(sum(piece.numel for piece in holding.pieces), dtype=dtype)
-        self._plan_read(local, holding, tensors)
+        local = torch.empty(sum(piece.numel for piece in local_shard.slices), dtype=dtype)
+        self._plan_read(local, local_shard, tensors)
         self.carry_out()
         return local
 
     def _plan_read(
-        self, local: torch.Tensor, holding: Holding, tensors: Mapping[str, hub.Stored], *, is_new: bool = False
+        self, local: torch.Tensor, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], *, is_new: bool = False
     ) -> None:
         """Plan to fill a host tensor with what this process holds of tensors, cast to its dtype."""
         memory, dtype = as_bytes(local), local.dtype
-        for piece in holding.pieces:
+        for piece in local_shard.slices:
             run = memory[piece.offset * dtype.itemsize : (piece.offset + piece.numel) * dtype.itemsize]
             stored = tensors[piece.name]
             if isinstance(stored, hub.Plain) and stored.dtype == dtype:
@@ -537,41 +537,41 @@ class _Reader:
         present: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return an optimizer's state of a parameter, of which tensors have their values once all is carried out."""
-        holding, found = self._sharded.holdings[parameter], {}
-        shapes = [shape for _, shape in holding.members]
-        members = [stored.get(name, {}) | values.get(name, {}) for name in holding.names]
+        local_shard, found = self._sharded.local_shards[parameter], {}
+        shapes = [shape for _, shape in local_shard.members]
+        members = [stored.get(name, {}) | values.get(name, {}) for name in local_shard.names]
         if any(member.keys() != members[0].keys() for member in members[1:]):
-            raise CheckpointError(optimizer_state.flattened_apart(holding, "kinds of state"))
+            raise CheckpointError(optimizer_state.flattened_apart(local_shard, "kinds of state"))
         for key in members[0]:
             entries = [member[key] for member in members]
             if all(
                 isinstance(e, hub.Plain) and e.shape == shape != () for e, shape in zip(entries, shapes, strict=True)
             ):
-                tensors = dict(zip(holding.names, entries, strict=True))
-                found[key] = self._plan_state(parameter, holding, tensors, present.get(key))
+                tensors = dict(zip(local_shard.names, entries, strict=True))
+                found[key] = self._plan_state(parameter, local_shard, tensors, present.get(key))
             elif len(entries) == 1:
                 found[key] = self._plan_whole(entries[0]) if isinstance(entries[0], hub.Plain) else entries[0]
             else:
                 first, *others = [e.read_whole() if isinstance(e, hub.Plain) else e for e in entries]
                 if any(optimizer_state.differ(first, other) for other in others):
-                    raise CheckpointError(optimizer_state.flattened_apart(holding, f"values of {key!r}"))
+                    raise CheckpointError(optimizer_state.flattened_apart(local_shard, f"values of {key!r}"))
                 found[key] = first
         return found
 
     def _plan_state(
-        self, parameter: nn.Parameter, holding: Holding, tensors: Mapping[str, hub.Stored], present: Any
+        self, parameter: nn.Parameter, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], present: Any
     ) -> Any:
         """Return a state that lies like a parameter: the present one where that can be filled, or a new one."""
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
         memory = self._sharded.host_memory(parameter, present) if getattr(present, "dtype", None) == dtype else None
         is_new = memory is None
         if is_new and self._sharded.host_memory(parameter, parameter) is not None:  # so a new state is, too
-            numel = sum(piece.numel for piece in holding.pieces)
+            numel = sum(piece.numel for piece in local_shard.slices)
             present = self._sharded.place(parameter, torch.empty(numel, dtype=dtype))
             memory = self._sharded.host_memory(parameter, present)
         if memory is None:
-            return _Unplaced(parameter, holding, tensors, dtype)
-        self._plan_read(memory, holding, tensors, is_new=is_new)
+            return _Unplaced(parameter, local_shard, tensors, dtype)
+        self._plan_read(memory, local_shard, tensors, is_new=is_new)
         return present
 
     def _plan_whole(self, stored: hub.Plain) -> torch.Tensor:

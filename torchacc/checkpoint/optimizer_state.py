@@ -10,7 +10,7 @@ from torch import nn
 from torchacc.checkpoint import state
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
-from torchacc.layout import Holding, Piece
+from torchacc.parallel.sharding import LocalShard, TensorSlice
 
 
 class LocalState(dict[str, Any]):
@@ -24,7 +24,7 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
         CheckpointError: The optimizer holds a parameter that is not the model's.
     """
     return [
-        _in_order(sharded, [state.holding_of(sharded, parameter) for parameter in group["params"]])
+        _in_order(sharded, [state.local_shard_of(sharded, parameter) for parameter in group["params"]])
         for group in optimizer.param_groups
     ]
 
@@ -51,19 +51,19 @@ def whole_optim_state_dict(
     sharded: ShardedModel, own: Mapping[str, Any], *, rank0_only: bool, cpu_offload: bool = True
 ) -> dict[str, Any]:
     """Return `full_optim_state_dict()` from what the optimizer's own `state_dict()` gave. Collective: every process."""
-    by_key = {holding.key: (parameter, holding) for parameter, holding in sharded.holdings.items()}
+    by_key = {local_shard.key: (parameter, local_shard) for parameter, local_shard in sharded.local_shards.items()}
     held = [[by_key[key] for key in group["param_names"]] for group in own["param_groups"]]
-    names = [_in_order(sharded, [holding for _, holding in group]) for group in held]
+    names = [_in_order(sharded, [local_shard for _, local_shard in group]) for group in held]
     ids = {name: index for index, name in enumerate(name for group in names for name in group)}
     found: dict[int, dict[str, Any]] = {}
     for group, members in zip(own["param_groups"], held, strict=True):
-        for own_id, (parameter, holding) in zip(group["params"], members, strict=True):
+        for own_id, (parameter, local_shard) in zip(group["params"], members, strict=True):
             for key, value in own["state"].get(own_id, {}).items():
                 if is_laid_out_like(parameter, value):
-                    parts: dict[str, Any] = state.gathered(sharded, holding, value, rank0_only=rank0_only)
+                    parts: dict[str, Any] = state.gathered(sharded, local_shard, value, rank0_only=rank0_only)
                     parts = {name: state.moved(sharded, part, cpu_offload) for name, part in parts.items()}
                 else:
-                    parts = {name: _own_copy(sharded, value) for name in holding.names}
+                    parts = {name: _own_copy(sharded, value) for name in local_shard.names}
                 for name, part in parts.items():
                     found.setdefault(ids[name], {})[key] = part
     if rank0_only and sharded.engine.job.rank:
@@ -81,12 +81,12 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
     state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        holding = state.holding_of(sharded, parameter)
+        local_shard = state.local_shard_of(sharded, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             parts: dict[str, Any] = (
-                state.cut_up(sharded, holding, value)
+                state.cut_up(sharded, local_shard, value)
                 if is_laid_out_like(parameter, value)
-                else {name: _own_copy(sharded, value) for name in holding.names}
+                else {name: _own_copy(sharded, value) for name in local_shard.names}
             )
             for name, part in parts.items():
                 found.setdefault(name, {})[key] = part
@@ -120,7 +120,7 @@ def optim_state_dict_to_load(
         _holding_and_entries(sharded, parameter, by_key) for g in optimizer.param_groups for parameter in g["params"]
     ]
     is_local = state.are_local(
-        [(holding, parts) for holding, entries in held for parts in entries.values() if _are_tensors(parts)]
+        [(local_shard, parts) for local_shard, entries in held for parts in entries.values() if _are_tensors(parts)]
     )
     found: dict[int, dict[str, Any]] = {}
     groups = []
@@ -149,14 +149,14 @@ def with_metadata(
     """
     for sharded in models:
         sharded.check_optimizer(optimizer)
-        for parameter in sharded.holdings:
+        for parameter in sharded.local_shards:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_laid_out_like(parameter, value):
                     state.shards[value] = (sharded, parameter)
     if len(models) != 1 or not holds_only(models[0], optimizer):
         return own
     groups = [
-        {**given, "param_names": [state.holding_of(models[0], parameter).key for parameter in group["params"]]}
+        {**given, "param_names": [state.local_shard_of(models[0], parameter).key for parameter in group["params"]]}
         for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**own, "param_groups": groups, "shard_metadata": state.shard_metadata(models[0])}
@@ -164,7 +164,7 @@ def with_metadata(
 
 def holds_only(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all of an optimizer's parameters are a model's."""
-    return all(parameter in sharded.holdings for group in optimizer.param_groups for parameter in group["params"])
+    return all(parameter in sharded.local_shards for group in optimizer.param_groups for parameter in group["params"])
 
 
 def match_groups(
@@ -189,10 +189,10 @@ def match_groups(
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def flattened_apart(holding: Holding, what: str) -> str:
+def flattened_apart(local_shard: LocalShard, what: str) -> str:
     """Return why the states of parameters that are flattened together cannot be loaded."""
     return (
-        f"{', '.join(holding.names)} are flattened into one parameter here, and have different {what}: set "
+        f"{', '.join(local_shard.names)} are flattened into one parameter here, and have different {what}: set "
         "config.dist.fsdp.flatten_parameters = False"
     )
 
@@ -209,10 +209,10 @@ def is_whole(parameter: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(parameter, "to_local") and not hasattr(value, "to_local")
 
 
-def _in_order(sharded: ShardedModel, holdings: Sequence[Holding]) -> list[str]:
+def _in_order(sharded: ShardedModel, local_shards: Sequence[LocalShard]) -> list[str]:
     """Return original names as an unsharded optimizer has them: those that are flattened in the model's order."""
-    names = [name for holding in holdings for name in holding.names]
-    if all(holding.names == (holding.key,) for holding in holdings):
+    names = [name for local_shard in local_shards for name in local_shard.names]
+    if all(local_shard.names == (local_shard.key,) for local_shard in local_shards):
         return names
     order = {name: index for index, name in enumerate(sharded.parameter_names)}
     return sorted(names, key=order.__getitem__)
@@ -232,7 +232,7 @@ def _saved_by_key(
 ) -> dict[str, dict[str, Any]]:
     """Return the saved state of each parameter by its key, or by its original names."""
     own_names = optimizer_names(sharded, optimizer)
-    own_keys = [[state.holding_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
+    own_keys = [[state.local_shard_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
     groups = saved["param_groups"]
     if len(groups) != len(own_names):
         raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
@@ -250,14 +250,14 @@ def _saved_by_key(
 def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
     group = sharded.engine.group
-    pieces = {piece.name: piece for holding in sharded.holdings.values() for piece in holding.pieces}
+    pieces = {piece.name: piece for local_shard in sharded.local_shards.values() for piece in local_shard.slices}
     skeleton = None
     if sharded.engine.job.rank == 0:
         skeleton = {
             "param_groups": saved["param_groups"],
             "state": {
                 own: {
-                    key: state.TensorShard(Piece("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
+                    key: state.TensorShard(TensorSlice("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
                     if isinstance(value, torch.Tensor) and value.dim()
                     else value
                     for key, value in entry.items()
@@ -282,7 +282,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
                     entry[key] = flat.view(value.piece.shape)
                     continue
                 name = names.get(own, "")
-                piece = pieces.get(name, Piece(name, value.piece.shape, 0, 0))
+                piece = pieces.get(name, TensorSlice(name, value.piece.shape, 0, 0))
                 entry[key] = state.TensorShard(piece, flat[piece.start : piece.stop].clone())
     return received
 
@@ -296,24 +296,24 @@ def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def _entries_of(
-    sharded: ShardedModel, holding: Holding, by_key: Mapping[str, Mapping[str, Any]]
+    sharded: ShardedModel, local_shard: LocalShard, by_key: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return each state of a parameter, as its values by key or by original name."""
-    if holding.key in by_key:
-        return {key: {holding.key: value} for key, value in by_key[holding.key].items()}
-    members = {name: by_key[name] for name in holding.names}
+    if local_shard.key in by_key:
+        return {key: {local_shard.key: value} for key, value in by_key[local_shard.key].items()}
+    members = {name: by_key[name] for name in local_shard.names}
     keys = [set(entry) for entry in members.values()]
     if any(other != keys[0] for other in keys):
-        raise CheckpointError(flattened_apart(holding, "kinds of state"))
+        raise CheckpointError(flattened_apart(local_shard, "kinds of state"))
     first = next(iter(members.values()))
     return {key: {name: entry[key] for name, entry in members.items()} for key in first}
 
 
 def _holding_and_entries(
     sharded: ShardedModel, parameter: nn.Parameter, by_key: Mapping[str, Mapping[str, Any]]
-) -> tuple[Holding, dict[str, dict[str, Any]]]:
-    holding = state.holding_of(sharded, parameter)
-    return holding, _entries_of(sharded, holding, by_key)
+) -> tuple[LocalShard, dict[str, dict[str, Any]]]:
+    local_shard = state.local_shard_of(sharded, parameter)
+    return local_shard, _entries_of(sharded, local_shard, by_key)
 
 
 def _are_tensors(parts: Mapping[str, Any]) -> bool:
@@ -327,20 +327,20 @@ def _laid_out(
     sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool
 ) -> Any:
     """Return one state of a parameter as it lies here."""
-    holding = sharded.holdings[parameter]
+    local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
-    if _are_tensors(parts) and not _is_of_another_shape(sharded, holding, first):
-        return sharded.place(parameter, state.cut(sharded, holding, parts, is_local))
+    if _are_tensors(parts) and not _is_of_another_shape(sharded, local_shard, first):
+        return sharded.place(parameter, state.cut(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
-        raise CheckpointError(flattened_apart(holding, f"values of {key!r}"))
+        raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
 
 
-def _is_of_another_shape(sharded: ShardedModel, holding: Holding, value: Any) -> bool:
+def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of whole rows or columns, where there are whole ones."""
     if isinstance(value, state.TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
         return False
-    shape = holding.members[0][1]
+    shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))
     return tuple(value.shape) != shape and reduced
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchacc.engines.base import HANDLE, ShardedModel
 from torchacc.errors import CheckpointError
-from torchacc.layout import Holding, Piece
+from torchacc.parallel.sharding import LocalShard, TensorSlice
 
 shards = WeakTensorKeyDictionary()
 """Tensors of states that were handed out -> their model, and the parameter that they lie like."""
@@ -52,7 +52,7 @@ class FullStateDictConfig:
 class TensorShard:
     """What one process holds of a whole tensor."""
 
-    piece: Piece
+    piece: TensorSlice
     """Which run of the whole tensor's elements it is."""
     data: torch.Tensor
     """The run, on the host, of shape (piece.numel,)."""
@@ -70,8 +70,8 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
     """
     sharded.check_usable()
     whole: dict[str, torch.Tensor] = {}
-    for parameter, holding in sharded.holdings.items():
-        whole |= gathered(sharded, holding, parameter, rank0_only=rank0_only)
+    for parameter, local_shard in sharded.local_shards.items():
+        whole |= gathered(sharded, local_shard, parameter, rank0_only=rank0_only)
     if rank0_only and sharded.engine.job.rank:
         return {}
     for planned in sharded.plan.parameters:
@@ -87,8 +87,8 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     sharded.check_usable()
     refuse_split(sharded, "a state in shards")
     found: dict[str, Any] = {}
-    for parameter, holding in sharded.holdings.items():
-        found |= cut_up(sharded, holding, parameter)
+    for parameter, local_shard in sharded.local_shards.items():
+        found |= cut_up(sharded, local_shard, parameter)
     found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
     return {**found, **buffers(sharded)}
 
@@ -120,7 +120,7 @@ def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, 
         if buffer is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
             _buffers[state_dict[prefix + name]] = True
     for name, parameter in module._parameters.items():
-        if parameter in sharded.holdings and isinstance(state_dict.get(prefix + name), torch.Tensor):
+        if parameter in sharded.local_shards and isinstance(state_dict.get(prefix + name), torch.Tensor):
             shards[state_dict[prefix + name]] = (sharded, parameter)
 
 
@@ -147,7 +147,7 @@ def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
 
 def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return the persistent buffers on the host by name."""
-    held = {key for holding in sharded.holdings.values() for key in (holding.key, *holding.names)}
+    held = {key for local_shard in sharded.local_shards.values() for key in (local_shard.key, *local_shard.names)}
     held |= {alias for planned in sharded.plan.parameters for alias in planned.aliases}
     held |= set(extra_states(sharded.model))
     state = sharded.model.state_dict(keep_vars=True)  # parameters are left out: no need to detach each
@@ -181,19 +181,19 @@ def load_state_dict(
         raise CheckpointError("load_state_dict(assign=True) would replace the model's shards: leave out assign=True")
     names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
     left = dict(state_dict)
-    loads: list[tuple[nn.Parameter, Holding, dict[str, Any]]] = []
+    loads: list[tuple[nn.Parameter, LocalShard, dict[str, Any]]] = []
     missing: list[str] = []
-    for parameter, holding in sharded.holdings.items():
-        found = {holding.key: left.pop(holding.key)} if holding.key in left else {}
-        for name in holding.names:
+    for parameter, local_shard in sharded.local_shards.items():
+        found = {local_shard.key: left.pop(local_shard.key)} if local_shard.key in left else {}
+        for name in local_shard.names:
             given = {other: left.pop(other) for other in names_of[name] if other in left}
             if given and name not in found:
                 found[name] = next(iter(given.values()))
             _refuse_untied(name, {**given, **({name: found[name]} if name in found else {})})
-        wanted = [] if holding.key in found else [name for name in holding.names if name not in found]
+        wanted = [] if local_shard.key in found else [name for name in local_shard.names if name not in found]
         missing += wanted
         if not wanted:
-            loads.append((parameter, holding, found))
+            loads.append((parameter, local_shard, found))
     own = dict(buffer_slots(sharded.model))
     missing += [name for name in own if name not in left]
     given_buffers = {name: left.pop(name) for name in own if name in left}
@@ -208,8 +208,8 @@ def load_state_dict(
             raise CheckpointError(
                 f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
             )
-    all_local = are_local([(holding, found) for _, holding, found in loads])
-    locals_ = [(parameter, cut(sharded, holding, found, all_local)) for parameter, holding, found in loads]
+    all_local = are_local([(local_shard, found) for _, local_shard, found in loads])
+    locals_ = [(parameter, cut(sharded, local_shard, found, all_local)) for parameter, local_shard, found in loads]
     sharded.before_change()
     with torch.no_grad():
         for parameter, local in locals_:
@@ -228,21 +228,21 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
     """Return what is needed to put the rank files of a model together again: see `docs/design/checkpoints.md`."""
     shard_info: dict[str, Any] = {}
     flatten_info: dict[str, Any] = {}
-    for holding in sharded.holdings.values():
-        prefix, _, suffix = holding.key.rpartition(".")
-        is_flat = holding.names != (holding.key,)
-        size = [holding.numel] if is_flat else list(holding.members[0][1])
+    for local_shard in sharded.local_shards.values():
+        prefix, _, suffix = local_shard.key.rpartition(".")
+        is_flat = local_shard.names != (local_shard.key,)
+        size = [local_shard.numel] if is_flat else list(local_shard.members[0][1])
         shard_info.setdefault(prefix, {})[suffix] = {"_orig_size": size, "_orig_name": suffix}
         if is_flat:
-            names = [name.removeprefix(f"{prefix}.") if prefix else name for name in holding.names]
-            shapes = [list(shape) for _, shape in holding.members]
-            flatten_info[holding.key] = [names, shapes, [prod(shape) for shape in shapes]]
+            names = [name.removeprefix(f"{prefix}.") if prefix else name for name in local_shard.names]
+            shapes = [list(shape) for _, shape in local_shard.members]
+            flatten_info[local_shard.key] = [names, shapes, [prod(shape) for shape in shapes]]
     return {
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},
         "world_size": sharded.num_shards,
-        "rank": next(iter(sharded.holdings.values())).index,
+        "rank": next(iter(sharded.local_shards.values())).index,
         "replica": sharded.replica[0],
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
@@ -251,28 +251,30 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
 
 
 def gathered(
-    sharded: ShardedModel, holding: Holding, tensor: torch.Tensor, *, rank0_only: bool
+    sharded: ShardedModel, local_shard: LocalShard, tensor: torch.Tensor, *, rank0_only: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a parameter's holding, or of one that lies like it. Collective: every process.
+    """Return the whole tensors of a parameter's shard, or of one that lies like it. Collective: every process.
 
     Returns:
         Original name -> a host tensor of its own memory; an empty dict on processes that get none.
     """
     local = sharded.fetch([tensor])[0]
-    flat = sharded.gather(holding, local, rank0_only=rank0_only)
+    flat = sharded.gather(local_shard, local, rank0_only=rank0_only)
     if flat is None:
         return {}
-    if len(holding.members) == 1:
-        return {name: flat.view(shape) for name, shape in holding.members}
-    parts = flat.split([prod(shape) for _, shape in holding.members])
-    return {name: part.clone().view(shape) for (name, shape), part in zip(holding.members, parts, strict=True)}
+    if len(local_shard.members) == 1:
+        return {name: flat.view(shape) for name, shape in local_shard.members}
+    parts = flat.split([prod(shape) for _, shape in local_shard.members])
+    return {name: part.clone().view(shape) for (name, shape), part in zip(local_shard.members, parts, strict=True)}
 
 
-def cut_up(sharded: ShardedModel, holding: Holding, tensor: torch.Tensor) -> dict[str, TensorShard]:
-    """Return what this process holds of each whole tensor of a parameter's holding, or of one that lies like it."""
+def cut_up(sharded: ShardedModel, local_shard: LocalShard, tensor: torch.Tensor) -> dict[str, TensorShard]:
+    """Return what this process holds of each whole tensor of a parameter's shard, or of one that lies like it."""
     local = sharded.fetch([tensor])[0]
-    nothing = {name: TensorShard(Piece(name, shape, 0, 0), local[:0].clone()) for name, shape in holding.members}
-    held = {p.name: TensorShard(p, local[p.offset : p.offset + p.numel].clone()) for p in holding.pieces}
+    nothing = {
+        name: TensorShard(TensorSlice(name, shape, 0, 0), local[:0].clone()) for name, shape in local_shard.members
+    }
+    held = {p.name: TensorShard(p, local[p.offset : p.offset + p.numel].clone()) for p in local_shard.slices}
     return {**nothing, **held}
 
 
@@ -281,18 +283,18 @@ def moved(sharded: ShardedModel, tensor: torch.Tensor, cpu_offload: bool) -> tor
     return tensor if cpu_offload else tensor.to(sharded.engine.device)
 
 
-def holding_of(sharded: ShardedModel, parameter: nn.Parameter) -> Holding:
+def local_shard_of(sharded: ShardedModel, parameter: nn.Parameter) -> LocalShard:
     """Return what this process holds of an optimizer's parameter.
 
     Raises:
         CheckpointError: It is not the model's.
     """
-    if parameter not in sharded.holdings:
+    if parameter not in sharded.local_shards:
         raise CheckpointError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's: make "
             "it from the parameters of the model that accelerate() returned"
         )
-    return sharded.holdings[parameter]
+    return sharded.local_shards[parameter]
 
 
 def buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -330,39 +332,43 @@ def _misfit(sharded: ShardedModel, missing: list[str], unexpected: list[str]) ->
     return " ".join(parts) + " pass strict=False to load what fits"
 
 
-def are_local(states: Sequence[tuple[Holding, Mapping[str, Any]]]) -> bool:
+def are_local(states: Sequence[tuple[LocalShard, Mapping[str, Any]]]) -> bool:
     """Return whether a state's tensors are this process's own: all of them are, or none is.
 
     A single tensor cannot tell: a whole one of half the rows, of another model, looks like one of two shards.
     """
-    for holding, found in states:
+    for local_shard, found in states:
         for name, value in found.items():
-            if hasattr(value, "to_local") or (name == holding.key and holding.key not in holding.names):
+            if hasattr(value, "to_local") or (name == local_shard.key and local_shard.key not in local_shard.names):
                 return True
-            shape = dict(holding.members).get(name)
+            shape = dict(local_shard.members).get(name)
             is_whole = isinstance(value, TensorShard) or tuple(value.shape) == shape
-            if is_whole and shape is not None and prod(shape) != holding.shard_numel:
+            if is_whole and shape is not None and prod(shape) != local_shard.shard_numel:
                 return False
     return True
 
 
-def cut(sharded: ShardedModel, holding: Holding, found: Mapping[str, Any], is_local: bool) -> torch.Tensor:
+def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any], is_local: bool) -> torch.Tensor:
     """Return what this process is to hold, from whole tensors, from shards, or from its own local tensor."""
-    shapes = dict(holding.members)
-    if is_local and holding.key in found and (local := _as_local(sharded, holding, found[holding.key])) is not None:
-        return local[: sum(piece.numel for piece in holding.pieces)]
+    shapes = dict(local_shard.members)
+    if (
+        is_local
+        and local_shard.key in found
+        and (local := _as_local(sharded, local_shard, found[local_shard.key])) is not None
+    ):
+        return local[: sum(piece.numel for piece in local_shard.slices)]
     for name, value in found.items():  # also of what this process has nothing of, so that all of them raise
         given = value.piece.shape if isinstance(value, TensorShard) else tuple(value.shape)
         if given != shapes.get(name):
             raise CheckpointError(
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
-                f"{sharded.num_shards} processes keeps {holding.shard_numel} elements"
+                f"{sharded.num_shards} processes keeps {local_shard.shard_numel} elements"
             )
-    parts = [_run_of(found[piece.name], piece) for piece in holding.pieces]
+    parts = [_run_of(found[piece.name], piece) for piece in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _run_of(value: Any, piece: Piece) -> torch.Tensor:
+def _run_of(value: Any, piece: TensorSlice) -> torch.Tensor:
     if not isinstance(value, TensorShard):
         return value.detach().cpu().reshape(-1)[piece.start : piece.stop]  # type: ignore[no-any-return]
     if (value.piece.start, value.piece.stop) != (piece.start, piece.stop):
@@ -373,19 +379,19 @@ def _run_of(value: Any, piece: Piece) -> torch.Tensor:
     return value.data
 
 
-def _as_local(sharded: ShardedModel, holding: Holding, value: Any) -> torch.Tensor | None:
+def _as_local(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> torch.Tensor | None:
     """Return the process's own tensor flat, or None where a value is none, by its shape."""
     if isinstance(value, TensorShard):
         return None
     if hasattr(value, "to_local"):
         return sharded.fetch([value])[0]
-    return value.detach().cpu().reshape(-1) if tuple(value.shape) in _local_shapes(holding) else None
+    return value.detach().cpu().reshape(-1) if tuple(value.shape) in _local_shapes(local_shard) else None
 
 
-def _local_shapes(holding: Holding) -> set[tuple[int, ...]]:
+def _local_shapes(local_shard: LocalShard) -> set[tuple[int, ...]]:
     """Return the shapes that a shard may have: with its padding, or without."""
-    held = {holding.shard_numel, sum(piece.numel for piece in holding.pieces)}
-    if holding.names != (holding.key,):
+    held = {local_shard.shard_numel, sum(piece.numel for piece in local_shard.slices)}
+    if local_shard.names != (local_shard.key,):
         return {(numel,) for numel in held}
-    _, *row = holding.members[0][1]
+    _, *row = local_shard.members[0][1]
     return {(numel // max(prod(row), 1), *row) for numel in held}

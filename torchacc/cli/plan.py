@@ -11,7 +11,7 @@ from torchacc.cli._options import named, path, positive, size
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import ENGINES, DeviceBytes, Step, study
-from torchacc.topology import STRATEGIES
+from torchacc.parallel.mesh import STRATEGIES
 
 EXAMPLES = (
     "torchacc plan --model gpt2 --devices 8",

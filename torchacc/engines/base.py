@@ -23,10 +23,10 @@ from torchacc.engines.sums import is_sum_over
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
-from torchacc.plan import WrapPlan
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
@@ -48,9 +48,9 @@ class Engine(ABC):
     no_effect: ClassVar[Mapping[str, str]] = {}
     """Options that mean nothing here: dotted path -> why. One that the user changed is listed in a log line."""
 
-    def __init__(self, *, config: Config, topology: Topology, job: Job) -> None:
+    def __init__(self, *, config: Config, mesh: Mesh, job: Job) -> None:
         self.config = config
-        self.topology = topology
+        self.mesh = mesh
         self.job = job
         self.group = ProcessGroup(job)
 
@@ -90,7 +90,7 @@ class Engine(ABC):
         _refuse_sparse_gradients(model)
 
     @abstractmethod
-    def setup(self, plan: WrapPlan) -> None:
+    def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime and the process group, for a model with this plan. Collective: every process."""
 
     @property
@@ -104,7 +104,7 @@ class Engine(ABC):
         """The data-parallel devices, by index, that this process feeds."""
 
     @abstractmethod
-    def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "ShardedModel":
+    def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "ShardedModel":
         """Shard a model in place by its plan. Collective: every process.
 
         Args:
@@ -124,7 +124,7 @@ class Engine(ABC):
     @cached_property
     def row_gatherer(self) -> RowGatherer:
         """The collectives of rows between processes. Made by a collective: every process."""
-        return HostRowGatherer(self.group, self.topology)
+        return HostRowGatherer(self.group, self.mesh)
 
     def sync(self) -> None:
         """Run what has been recorded so far, where an engine records at all."""
@@ -168,7 +168,7 @@ class Engine(ABC):
 class ShardedModel(ABC):
     """What an engine knows of one model that it has sharded: the operations that need more than the module."""
 
-    def __init__(self, engine: Engine, model: nn.Module, plan: WrapPlan) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, plan: ShardingPlan) -> None:
         self.engine = engine
         self.model = model
         self.plan = plan
@@ -192,12 +192,12 @@ class ShardedModel(ABC):
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     @cached_property
-    def holdings(self) -> dict[nn.Parameter, Holding]:
+    def local_shards(self) -> dict[nn.Parameter, LocalShard]:
         """What this process holds of each parameter that an optimizer sees."""
-        return dict(self._holdings())
+        return dict(self._local_shards())
 
     @abstractmethod
-    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]: ...
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]: ...
 
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,7 +217,7 @@ class ShardedModel(ABC):
         """Return a tensor that lies like a parameter.
 
         Args:
-            parameter: One of `holdings`.
+            parameter: One of `local_shards`.
             local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements
                 as its pieces have.
         """
@@ -230,7 +230,7 @@ class ShardedModel(ABC):
         """Return the host memory of what this process keeps of a tensor, to be written to.
 
         Args:
-            parameter: One of `holdings`.
+            parameter: One of `local_shards`.
             tensor: It, or anything else.
 
         Returns:
@@ -243,7 +243,7 @@ class ShardedModel(ABC):
         """Which copy of the shards this process holds, and how many copies there are."""
         return 0, 1
 
-    def replica_of(self, holding: Holding) -> tuple[int, int]:
+    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return which copy of a parameter's shard this process holds, and how many there are."""
         return self.replica
 
@@ -257,28 +257,28 @@ class ShardedModel(ABC):
         """Whether each process holds one run of a parameter's elements, as rank files and `TensorShard`s have it."""
         return True
 
-    def gather(self, holding: Holding, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
+    def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the whole of what processes hold of a parameter, flat, on the host. Collective: every process.
 
         Args:
-            holding: The parameter's.
+            local_shard: The parameter's.
             local: What `fetch()` gave.
             rank0_only: Whether other processes than rank 0 get None, and need no memory for the whole.
         """
         if self.num_shards == 1:
-            return None if rank0_only and self.engine.job.rank else local[: holding.numel].clone()
-        padded = local if len(local) == holding.shard_numel else local.new_zeros(holding.shard_numel)
+            return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
+        padded = local if len(local) == local_shard.shard_numel else local.new_zeros(local_shard.shard_numel)
         padded[: len(local)] = local
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
-        return found if found is None else self._joined(holding, found)
+        return found if found is None else self._joined(local_shard, found)
 
-    def _joined(self, holding: Holding, shards: torch.Tensor) -> torch.Tensor:
+    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the whole from the shards of all processes of `_shard_group`, one after another."""
-        return shards[: holding.numel]
+        return shards[: local_shard.numel]
 
     @cached_property
     def _shard_group(self) -> Any:
-        return self.engine.group.own_subgroup(self.engine.topology.groups("fsdp", "tp"))
+        return self.engine.group.own_subgroup(self.engine.mesh.groups("fsdp", "tp"))
 
     @abstractmethod
     def local_numel(self) -> int:
@@ -321,7 +321,7 @@ class ShardedModel(ABC):
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
         model, inner = self.model, self.model.forward
-        sees_a_part = self.engine.job.launched and self.engine.topology.num_data_shards > 1
+        sees_a_part = self.engine.job.launched and self.engine.mesh.num_data_shards > 1
         balances = modules_with_balance(model) if sees_a_part else []
 
         @functools.wraps(inner)
@@ -354,7 +354,7 @@ class ShardedModel(ABC):
         map_tensors(returned.append, output)
         rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
         if rows and any(is_sum_over(rows, tensor) for tensor in returned if not tensor.dim()):
-            count = self.engine.topology.num_data_shards
+            count = self.engine.mesh.num_data_shards
             _log.warning(
                 "the loss that this %s returns is a sum over samples. With a process for each device gradients are "
                 "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchacc.engines.deferred import take_values
 from torchacc.errors import ConfigError
-from torchacc.plan import PlannedParameter
+from torchacc.parallel.plan import PlannedParameter
 
 _UNTOUCHED = -7919
 """Stands in a buffer until the model has computed it."""

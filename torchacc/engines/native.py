@@ -26,9 +26,9 @@ from torchacc.engines.offload import SaveActivationsOnHost
 from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
-from torchacc.layout import Cut, Holding
 from torchacc.logging import get_logger
-from torchacc.plan import Unit, WrapPlan, make_plan
+from torchacc.parallel.plan import ShardingPlan, Unit, make_plan
+from torchacc.parallel.sharding import LocalShard, TensorParallelSlice
 
 _log = get_logger(__name__)
 
@@ -81,8 +81,8 @@ class NativeEngine(Engine):
                 f"the parameter {empty[0]!r} has no elements, and FSDP2 cannot sum an empty gradient over devices: "
                 "leave it out of the model, or keep it as a buffer (register_buffer)"
             )
-        if self.topology.size("tp") > 1:
-            native_layers.check(model, make_plan(model, self.config, self.topology))
+        if self.mesh.size("tp") > 1:
+            native_layers.check(model, make_plan(model, self.config, self.mesh))
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -98,7 +98,7 @@ class NativeEngine(Engine):
                 f"{self.device.type} devices: `torchrun --nproc_per_node={found} your_script.py`"
             )
 
-    def setup(self, plan: WrapPlan) -> None:
+    def setup(self, plan: ShardingPlan) -> None:
         """Start the process group, and choose this process's device."""
         self.group.start()
         if self.device.type == "cpu":
@@ -121,31 +121,31 @@ class NativeEngine(Engine):
     @property
     def data_shards(self) -> range:
         """This process's one device."""
-        shard = self.topology.data_shard(self.job.rank)
+        shard = self.mesh.data_shard(self.job.rank)
         return range(shard, shard + 1)
 
     @cached_property
-    def mesh(self) -> Any:
-        """The DeviceMesh (dp, fsdp), with the processes where the topology has them; (fsdp,) without replicas.
+    def device_mesh(self) -> Any:
+        """The DeviceMesh (dp, fsdp), with the processes where the mesh has them; (fsdp,) without replicas.
 
         On a mesh with a dp axis of one, FSDP2 would still reduce each gradient over it.
         """
-        return self._whole_mesh[("dp", "fsdp") if self.topology.size("dp") > 1 else ("fsdp",)]
+        return self._process_mesh[("dp", "fsdp") if self.mesh.size("dp") > 1 else ("fsdp",)]
 
     @property
     def tp_mesh(self) -> Any:
         """The DeviceMesh of the processes that share layers."""
-        return self._whole_mesh["tp"]
+        return self._process_mesh["tp"]
 
     @cached_property
-    def _whole_mesh(self) -> Any:
+    def _process_mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        topology = self.topology
-        axes = [axis for axis in ("dp", "fsdp", "tp") if axis == "fsdp" or topology.size(axis) > 1]
-        sizes = [topology.size(axis) for axis in axes]
+        mesh = self.mesh
+        axes = [axis for axis in ("dp", "fsdp", "tp") if axis == "fsdp" or mesh.size(axis) > 1]
+        sizes = [mesh.size(axis) for axis in axes]
         at = [dict(zip(axes, position, strict=True)) for position in product(*map(range, sizes))]
-        ranks = torch.tensor([topology.device(**coordinates) for coordinates in at], dtype=torch.int)
+        ranks = torch.tensor([mesh.device(**coordinates) for coordinates in at], dtype=torch.int)
         with hushed_gloo():
             return DeviceMesh(self.device.type, ranks.view(sizes), mesh_dim_names=tuple(axes))
 
@@ -172,7 +172,7 @@ class NativeEngine(Engine):
         """Return the accelerator's name, or that it is the CPU."""
         return super().device_name() if self.device.type == "cpu" else _name(self.device)
 
-    def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
+    def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`."""
         sharded = NativeModel(self, model, plan)
         sharded.shard(optimizer)
@@ -218,7 +218,7 @@ class NativeModel(ShardedModel):
     def _cut(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a tensor that is as large as a parameter, laid out like that."""
         flat = whole.reshape(-1)
-        parts = [flat[piece.start : piece.stop] for piece in self.holdings[parameter].pieces]
+        parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
         return self.place(parameter, torch.cat(parts) if parts else flat[:0])
 
     def _shard_unit(self, unit: Unit) -> None:
@@ -236,12 +236,12 @@ class NativeModel(ShardedModel):
         with self._on_device(own):
             fully_shard(
                 module,
-                mesh=self.engine.mesh,
+                mesh=self.engine.device_mesh,
                 # What the inputs are cast to is left to autocast: a float input may be a target or a position.
                 mp_policy=MixedPrecisionPolicy(self._lowered, self._reduced, cast_forward_inputs=False),
                 offload_policy=offload,
                 ignored_params=set(module.parameters()) - set(own),
-                reshard_after_forward=self.plan.gathers_again_in(unit),
+                reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
         _keep_class_name(module)
 
@@ -252,9 +252,9 @@ class NativeModel(ShardedModel):
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
-        for name, following in self.plan.gathered_ahead.items():
+        for name, following in self.plan.prefetched_in_forward.items():
             modules[name].set_modules_to_forward_prefetch([modules[following]])
-        if not self.plan.prefetches_backward:
+        if not self.plan.backward_prefetch:
             for module in modules.values():
                 # Where nothing is named FSDP2 gathers the next unit. This one is whole by then, which ends it there.
                 module.set_modules_to_backward_prefetch([module])
@@ -309,7 +309,7 @@ class NativeModel(ShardedModel):
 
     def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
-        is_split = self.engine.topology.num_devices > self.engine.topology.size("dp")
+        is_split = self.engine.mesh.num_devices > self.engine.mesh.size("dp")
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
             if self.plan.split.size > 1:
@@ -344,17 +344,17 @@ class NativeModel(ShardedModel):
     @property
     def replica(self) -> tuple[int, int]:
         """This process's place on the axis of replicas."""
-        return self._coordinates["dp"], self.engine.topology.size("dp")
+        return self._coordinates["dp"], self.engine.mesh.size("dp")
 
-    def replica_of(self, holding: Holding) -> tuple[int, int]:
+    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard; what is not split all have that share layers."""
         (index, count), size = self.replica, self.plan.split.size
-        return (index, count) if holding.cut else (index * size + self._coordinates.get("tp", 0), count * size)
+        return (index, count) if local_shard.cut else (index * size + self._coordinates.get("tp", 0), count * size)
 
     @property
     def num_shards(self) -> int:
         """The processes on the axes of shards and of split layers."""
-        return self.engine.topology.size("fsdp") * self.plan.split.size
+        return self.engine.mesh.size("fsdp") * self.plan.split.size
 
     @property
     def shards_are_runs(self) -> bool:
@@ -363,29 +363,29 @@ class NativeModel(ShardedModel):
 
     @cached_property
     def _coordinates(self) -> dict[str, int]:
-        return self.engine.topology.coordinates(self.engine.job.rank)
+        return self.engine.mesh.coordinates(self.engine.job.rank)
 
-    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
-        at, num_shards = self._coordinates, self.engine.topology.size("fsdp")
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
+        at, num_shards = self._coordinates, self.engine.mesh.size("fsdp")
         for planned in self.plan.parameters:
             spec, size = self.plan.split.spec_of(planned.name), self.plan.split.size
-            cut = Cut(spec.index("tp"), at["tp"], size) if size > 1 and "tp" in spec else None
+            cut = TensorParallelSlice(spec.index("tp"), at["tp"], size) if size > 1 and "tp" in spec else None
             shape = [n // cut.count if cut and dim == cut.dim else n for dim, n in enumerate(planned.shape)]
             numel = -(-shape[0] // num_shards) * prod(shape[1:])
             members = ((planned.name, planned.shape),)
-            yield self.model.get_parameter(planned.name), Holding(planned.name, members, numel, at["fsdp"], cut)
+            yield self.model.get_parameter(planned.name), LocalShard(planned.name, members, numel, at["fsdp"], cut)
 
-    def _joined(self, holding: Holding, shards: torch.Tensor) -> torch.Tensor:
+    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the whole from the shards of processes, of which those that share layers may have the same."""
-        topology = self.engine.topology
+        mesh = self.engine.mesh
         if self.plan.split.size == 1:
-            return super()._joined(holding, shards)
-        whole = shards.new_empty(holding.numel)
-        ranks = next(group for group in topology.groups("fsdp", "tp") if self.engine.job.rank in group)
+            return super()._joined(local_shard, shards)
+        whole = shards.new_empty(local_shard.numel)
+        ranks = next(group for group in mesh.groups("fsdp", "tp") if self.engine.job.rank in group)
         for rank, shard in zip(ranks, shards.view(len(ranks), -1), strict=True):
-            at = topology.coordinates(rank)
-            cut = replace(holding.cut, index=at["tp"]) if holding.cut else None
-            for piece in replace(holding, index=at["fsdp"], cut=cut).pieces:
+            at = mesh.coordinates(rank)
+            cut = replace(local_shard.cut, index=at["tp"]) if local_shard.cut else None
+            for piece in replace(local_shard, index=at["fsdp"], cut=cut).slices:
                 whole[piece.start : piece.stop] = shard[piece.offset : piece.offset + piece.numel]
         return whole
 
@@ -428,7 +428,7 @@ class NativeModel(ShardedModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
-        return sum(holding.shard_numel for holding in self.holdings.values())
+        return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
 
 
 @contextmanager

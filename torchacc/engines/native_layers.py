@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.plan import PlannedParameter, WrapPlan
-from torchacc.tensor_parallel import LayerSplit, ParameterSpec
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
+from torchacc.parallel.tensor_parallel import LayerSplit, ParameterSpec
 
 Forward = Callable[..., Any]
 
@@ -28,7 +28,7 @@ _LOGITS = re.compile(r"(^|\.)(lm_head|predictions\.decoder)$")
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 
 
-def check(model: nn.Module, plan: WrapPlan) -> None:
+def check(model: nn.Module, plan: ShardingPlan) -> None:
     """Refuse what would not compute the unsharded numbers.
 
     Args:
@@ -62,7 +62,7 @@ def check(model: nn.Module, plan: WrapPlan) -> None:
             )
 
 
-def split_forwards(model: nn.Module, plan: WrapPlan, mesh: Any) -> None:
+def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
     """Let modules compute with distributed tensors as their parameters.
 
     Args:

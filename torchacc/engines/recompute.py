@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from torchacc.logging import get_logger
-from torchacc.plan import is_checkpointing_layer
+from torchacc.parallel.units import is_checkpointing_layer
 
 _log = get_logger(__name__)
 

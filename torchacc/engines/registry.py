@@ -12,8 +12,8 @@ from torchacc.engines.xla import hardware
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
 from torchacc.logging import get_logger
-from torchacc.plan import WrapPlan
-from torchacc.topology import from_config
+from torchacc.parallel.mesh import from_config
+from torchacc.parallel.plan import ShardingPlan
 
 _log = get_logger(__name__)
 
@@ -89,7 +89,7 @@ def make_engine(config: Config, job: Job) -> Engine:
     """
     chosen = engine_class(choose_kind(config, job))
     resolved = resolve(config, job, num_devices=chosen.count_devices(config, job))
-    return chosen(config=resolved, topology=from_config(resolved), job=job)
+    return chosen(config=resolved, mesh=from_config(resolved), job=job)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Active:
 _active = _Active()
 
 
-def activate(engine: Engine, plan: WrapPlan) -> None:
+def activate(engine: Engine, plan: ShardingPlan) -> None:
     """Start an engine for a model with this plan, and make it the process's own. Collective: every process."""
     engine.setup(plan)
     if _active.engine is None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import DataError, EngineError
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 _MOST_DIMS = 8
 
@@ -16,11 +16,11 @@ _MOST_DIMS = 8
 class RowGatherer(ABC):
     """The collectives of tensors between processes that see different data."""
 
-    def __init__(self, group: ProcessGroup, topology: Topology) -> None:
+    def __init__(self, group: ProcessGroup, mesh: Mesh) -> None:
         """Make the group of processes. Collective: every process."""
-        groups = topology.groups(*topology.data_axes)
+        groups = mesh.groups(*mesh.data_axes)
         own = next(ranks for ranks in groups if group.job.rank in ranks)
-        self.ranks = sorted(own, key=topology.data_shard)
+        self.ranks = sorted(own, key=mesh.data_shard)
         """The processes in the order of their rows."""
         self._members = group.own_subgroup(groups)
         # PyTorch sorts the processes of a group.

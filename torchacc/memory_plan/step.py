@@ -15,8 +15,8 @@ from torchacc.errors import ConfigError
 from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lifetimes
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
-from torchacc.plan import WrapPlan, make_plan
-from torchacc.topology import STRATEGIES, from_config
+from torchacc.parallel.mesh import STRATEGIES, from_config
+from torchacc.parallel.plan import ShardingPlan, make_plan
 
 MOST_DEVICES = 1024
 """How far `Step.smallest()` looks."""
@@ -29,7 +29,7 @@ class PlannedEngine:
 
     runs_eagerly: bool
     lifetimes: Callable[[Trace], Lifetimes]
-    count: Callable[[WrapPlan, Lifetimes, int, int], DeviceBytes]
+    count: Callable[[ShardingPlan, Lifetimes, int, int], DeviceBytes]
 
 
 ENGINES: Mapping[str, PlannedEngine] = {
@@ -43,7 +43,7 @@ ENGINES: Mapping[str, PlannedEngine] = {
 class Step:
     """What is known of a training step, for any number of devices."""
 
-    plan: WrapPlan
+    plan: ShardingPlan
     """On one device."""
     lifetimes: Lifetimes
     num_states: int
@@ -70,8 +70,8 @@ class Step:
         config.dist.dp.size, config.dist.fsdp.size = replicas, num_devices // replicas
         config.dist.fsdp.sharding_strategy = strategy  # type: ignore[assignment]
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
-        again = STRATEGIES[strategy].gathers_again
-        plan = replace(self.plan, topology=from_config(config), gathers_again=again)
+        again = STRATEGIES[strategy].reshard_after_forward
+        plan = replace(self.plan, mesh=from_config(config), reshard_after_forward=again)
         return self.engine.count(plan, self.lifetimes, self.num_states, self.batch_bytes)
 
     def smallest(self, memory_bytes: int, strategy: str, *, replicas: int = 1) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
-from torchacc.plan import PlannedParameter, WrapPlan
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -39,7 +39,7 @@ class _Interval:
     stop: int
 
 
-def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what XLA plans for a device: one program holds the whole step."""
     master = _DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
@@ -47,10 +47,10 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
     intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
     in_shards = {buffer.lookup_of for buffer in lifetimes.buffers if not buffer.joins_another}
     for unit in plan.units:
-        again = plan.gathers_again_in(unit)
+        again = plan.is_resharded_after_forward(unit)
         for parameter in unit.parameters:
             intervals += _weight(plan, parameter, lifetimes, master, again=again)
-            added = plan.topology.size("fsdp") > 1 and parameter.name in in_shards
+            added = plan.mesh.size("fsdp") > 1 and parameter.name in in_shards
             intervals += _gradient(plan, parameter, lifetimes, num_states, added=added)
     intervals += _copies(plan, lifetimes, master)
     peak = _peak(intervals)
@@ -63,16 +63,16 @@ def xla_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes
     )
 
 
-def _size(plan: WrapPlan, buffer: Buffer) -> int:
+def _size(plan: ShardingPlan, buffer: Buffer) -> int:
     """Return what a buffer takes: a lookup's gradient is added into the shard, or into what is there of it."""
     if buffer.lookup_of is None:
         return buffer.nbytes
-    if buffer.joins_another and plan.topology.num_data_shards == 1:
+    if buffer.joins_another and plan.mesh.num_data_shards == 1:
         return 0
-    return buffer.nbytes // plan.topology.size("fsdp")
+    return buffer.nbytes // plan.mesh.size("fsdp")
 
 
-def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what PyTorch's FSDP holds on a device, each operation a kernel of its own.
 
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
@@ -95,7 +95,7 @@ def native_bytes(plan: WrapPlan, lifetimes: Lifetimes, num_states: int, batch_by
     )
 
 
-def _unit_weights(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
+def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
     """Yield when the weights of a unit are whole, which `fully_shard` has beside the shards on one process, too."""
     turn = lifetimes.num_forward
     uses = {
@@ -108,16 +108,16 @@ def _unit_weights(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
             continue
         nbytes = unit.numel * _DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
-        if not plan.gathers_again_in(unit):
+        if not plan.is_resharded_after_forward(unit):
             yield _Interval("gathered", nbytes, times[0], ends)
             continue
         # In backward a unit is gathered when the one that comes before it begins.
         ahead = max((time for time in begins.values() if time < begins[unit]), default=begins[unit])
         yield _Interval("gathered", nbytes, times[0], max((time for time in times if time < turn), default=times[0]))
-        yield _Interval("gathered", nbytes, ahead if plan.prefetches_backward else begins[unit], ends)
+        yield _Interval("gathered", nbytes, ahead if plan.backward_prefetch else begins[unit], ends)
 
 
-def _unit_gradients(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
+def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
     """Yield when gradients are whole, in the buffer in which those of a unit are summed, and split."""
     compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
@@ -126,30 +126,30 @@ def _unit_gradients(plan: WrapPlan, lifetimes: Lifetimes) -> Iterator[_Interval]
         for parameter in unit:
             yield _Interval("gradients", parameter.numel * compute, lifetimes.gradients[parameter.name], done)
         following = min((time for time in complete if time > done), default=done)
-        if plan.topology.num_data_shards > 1:
+        if plan.mesh.num_data_shards > 1:
             yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
         shards = sum(_even_shard(plan, parameter) for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, lifetimes.num_operations)
 
 
-def _even_shard(plan: WrapPlan, parameter: PlannedParameter) -> int:
+def _even_shard(plan: ShardingPlan, parameter: PlannedParameter) -> int:
     """Return the elements of a shard of `fully_shard`, which pads the first dimension."""
     rows = parameter.shape[0]
-    return -(-rows // plan.topology.size("fsdp")) * (parameter.numel // rows) if rows else 0
+    return -(-rows // plan.mesh.size("fsdp")) * (parameter.numel // rows) if rows else 0
 
 
-def _shard_numel(plan: WrapPlan, parameter: PlannedParameter) -> int:
-    return parameter.numel if _split_dim(plan, parameter) is None else parameter.numel // plan.topology.size("fsdp")
+def _shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
+    return parameter.numel if _split_dim(plan, parameter) is None else parameter.numel // plan.mesh.size("fsdp")
 
 
-def _split_dim(plan: WrapPlan, parameter: PlannedParameter) -> int | None:
+def _split_dim(plan: ShardingPlan, parameter: PlannedParameter) -> int | None:
     """Return the first dimension that divides, along which a parameter is split; None where none does."""
-    size = plan.topology.size("fsdp")
+    size = plan.mesh.size("fsdp")
     return next((dim for dim, n in enumerate(parameter.shape) if size > 1 and n >= size and n % size == 0), None)
 
 
 def _weight(
-    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
+    plan: ShardingPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
 ) -> Iterator[_Interval]:
     """Yield when a weight is whole on the device, beside its shard, and when that is there in the dtype of products."""
     dim, uses = _split_dim(plan, parameter), lifetimes.uses.get(parameter.name, ())
@@ -173,20 +173,20 @@ def _weight(
 
 
 def _gradient(
-    plan: WrapPlan, parameter: PlannedParameter, lifetimes: Lifetimes, num_states: int, *, added: bool
+    plan: ShardingPlan, parameter: PlannedParameter, lifetimes: Lifetimes, num_states: int, *, added: bool
 ) -> Iterator[_Interval]:
     """Yield what a gradient takes: itself is among the buffers, as an operation makes it, or added into the shard."""
     if parameter.name not in lifetimes.gradients:
         return
     time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
-    if plan.topology.num_data_shards > 1 and not added:
+    if plan.mesh.num_data_shards > 1 and not added:
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
     late = max(0, num_states - 1) * _shard_numel(plan, parameter) * master
     yield _Interval("gradients", late, time + 1, lifetimes.num_operations)
 
 
-def _copies(plan: WrapPlan, lifetimes: Lifetimes, itemsize: int) -> Iterator[_Interval]:
+def _copies(plan: ShardingPlan, lifetimes: Lifetimes, itemsize: int) -> Iterator[_Interval]:
     """Yield the copies of shards that XLA makes of what it overwrites: each in the place of the one before it."""
     seen: Counter[tuple[int, ...]] = Counter()
     for parameter in plan.parameters:

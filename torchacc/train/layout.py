@@ -13,7 +13,7 @@ from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
-from torchacc.topology import Topology, from_config
+from torchacc.parallel.mesh import Mesh, from_config
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
 _IS_SHARDED = {"fsdp": True, "ddp": False}
@@ -56,7 +56,7 @@ class Layout:
     """Devices of all machines."""
     config: Config
     """The config for `accelerate()`; not resolved yet, and frozen."""
-    topology: Topology
+    mesh: Mesh
     """The mesh."""
     notes: tuple[str, ...]
     """What was decided for the user, and what has no effect."""
@@ -64,7 +64,7 @@ class Layout:
     @property
     def num_data_shards(self) -> int:
         """Devices that see different data."""
-        return self.topology.num_data_shards
+        return self.mesh.num_data_shards
 
     def rows(self) -> dict[str, str]:
         """Return what `--dry-run` prints of it."""
@@ -75,7 +75,7 @@ class Layout:
         strategy = self.config.dist.fsdp.sharding_strategy
         return {
             "devices": f"{self.num_devices}, engine {self.kind}, {processes}",
-            "mesh": f"{self.topology.describe()}, {strategy}",
+            "mesh": f"{self.mesh.describe()}, {strategy}",
             "precision": _precision_in_words(self.config),
         }
 
@@ -110,7 +110,7 @@ def make_layout(
     _check_devices(devices, kind, notes)
     _check_batchnorm(distributed, kind, total, notes)
     engine = registry.make_engine(config, job)
-    if engine.topology.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
+    if engine.mesh.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
         engine.check(nn.Module())
     config.freeze()
     return Layout(
@@ -119,7 +119,7 @@ def make_layout(
         num_processes=job.local_num_processes,
         num_devices=total,
         config=config,
-        topology=from_config(engine.config),
+        mesh=from_config(engine.config),
         notes=tuple(notes),
     )
 

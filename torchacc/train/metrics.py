@@ -104,7 +104,7 @@ class RunLog:
         peak = peak_flops(engine.device_name())
         self._tokens_per_sec_at_peak: float | None = None
         if peak and flops_per_token:
-            self._tokens_per_sec_at_peak = peak * engine.topology.num_devices / flops_per_token
+            self._tokens_per_sec_at_peak = peak * engine.mesh.num_devices / flops_per_token
         self._held: list[_Held] = []
         self.num_odd = 0
         """Steps in a row, up to the last one that was fetched, whose loss or gradient norm is not finite."""
@@ -235,8 +235,8 @@ class RunLog:
         compiled = self._engine.compile_report()
         return {
             "engine": self._engine.kind,
-            "devices": f"{self._engine.topology.num_devices} × {self._engine.device_name()}",
-            "mesh": self._engine.topology.describe(),
+            "devices": f"{self._engine.mesh.num_devices} × {self._engine.device_name()}",
+            "mesh": self._engine.mesh.describe(),
             "processes": self._engine.job.num_processes,
             "compiled": f"{compiled.graphs} programs in {compiled.secs:.1f} s",
             **({"compiled anew": "; ".join(compiled.recompiles)} if compiled.recompiles else {}),

@@ -101,16 +101,16 @@ def _split_for_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """Return the parameters of two or more dimensions when unsharded, and the others."""
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
-    holdings = sharded_model(model).holdings
+    local_shards = sharded_model(model).local_shards
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        holding = holdings[parameter]
-        is_weight = {len(shape) > 1 for _, shape in holding.members}
+        local_shard = local_shards[parameter]
+        is_weight = {len(shape) > 1 for _, shape in local_shard.members}
         if len(is_weight) > 1:
             raise ConfigError(
                 f"optimizer.weight_decay leaves out biases and norms, which flatten_parameters joins with weights in "
-                f"{holding.key}: write flatten_parameters: false, or weight_decay: 0"
+                f"{local_shard.key}: write flatten_parameters: false, or weight_decay: 0"
             )
         (decayed if is_weight.pop() else spared).append(parameter)
     return decayed, spared

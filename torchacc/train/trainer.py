@@ -294,7 +294,7 @@ class Trainer:
     def _shard_evaluation(self, validation: Any) -> AsyncLoader | None:
         if validation is None:
             return None
-        num_data_shards = self._sharded.engine.topology.num_data_shards
+        num_data_shards = self._sharded.engine.mesh.num_data_shards
         completed = evaluation_loader(
             validation, batch_size=self.run.training.batch_size, num_data_shards=num_data_shards
         )

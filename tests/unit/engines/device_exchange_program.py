@@ -14,11 +14,11 @@ from torchacc.engines.xla import runtime
 from torchacc.engines.xla.blocks import Block, Rows
 from torchacc.engines.xla.exchange_device import DeviceExchange
 from torchacc.engines.xla.gather import Weight, install_unit
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 
 def exchange(dp, fsdp):
-    return DeviceExchange(Topology((("dp", dp), ("fsdp", fsdp))), rank=0, ordinals=range(dp * fsdp))
+    return DeviceExchange(Mesh((("dp", dp), ("fsdp", fsdp))), rank=0, ordinals=range(dp * fsdp))
 
 
 def shard_layer(layer, through):
@@ -29,7 +29,7 @@ def shard_layer(layer, through):
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
         blocks.append(Block(shard, rows, [weight], is_flat=False))
-    install_unit(layer, through.make_gatherer(blocks, gathers_again=True))
+    install_unit(layer, through.make_gatherer(blocks, reshard_after_forward=True))
 
 
 def main():

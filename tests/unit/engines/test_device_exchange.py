@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchacc.engines.xla.exchange_device import DeviceExchange
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.xla
 
@@ -43,9 +43,9 @@ def test_gradients_are_reduced_inside_of_a_replica_then_across(result):
 
 @pytest.mark.parametrize("ordinals", [[0, 1, 2, 3], [1, 0, 3, 2], [2, 0, 3, 1], [3, 1, 0, 2]])
 def test_shards_lie_by_rank_whatever_the_devices_numbers(ordinals):
-    topology = Topology((("dp", 2), ("fsdp", 2)))
+    mesh = Mesh((("dp", 2), ("fsdp", 2)))
     for rank, ordinal in enumerate(ordinals):
-        exchange = DeviceExchange(topology, rank, ordinals)
+        exchange = DeviceExchange(mesh, rank, ordinals)
         own = next(group for group in exchange._shards if ordinal in group)
         assert [ordinals.index(other) for other in own] == [rank - rank % 2, rank - rank % 2 + 1]
         assert own.index(ordinal) == exchange.shard_index == rank % 2

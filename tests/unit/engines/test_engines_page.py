@@ -11,8 +11,8 @@ from torchacc.engines import registry
 from torchacc.engines.xla import runtime
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.plan import make_plan
-from torchacc.topology import from_config
+from torchacc.parallel.mesh import from_config
+from torchacc.parallel.plan import make_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 # What asks for each option of the table; others that it needs are set beside it.
@@ -90,8 +90,8 @@ def outcome(kind: str, option: str) -> str:
     job = Job() if kind == "xla-spmd" else Job(num_processes=2, local_num_processes=2)
     try:
         resolved = resolve(config, job, num_devices=2)
-        engine = registry.engine_class(kind)(config=resolved, topology=from_config(resolved), job=job)
-        make_plan(Layers(), resolved, engine.topology)
+        engine = registry.engine_class(kind)(config=resolved, mesh=from_config(resolved), job=job)
+        make_plan(Layers(), resolved, engine.mesh)
         engine.check(Layers())
     except ConfigError:
         return "refused"

@@ -5,8 +5,8 @@ import pytest
 from torchacc.config import Config
 from torchacc.engines.native_layers import check
 from torchacc.errors import ConfigError
-from torchacc.plan import make_plan
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import make_plan
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,7 +24,7 @@ def make_gpt2():
 
 def checked(model, size=2, **options):
     config = Config(dist={"tp": {"size": size, **options}})
-    check(model, make_plan(model, config, Topology((("dp", 1), ("fsdp", 1), ("tp", size)))))
+    check(model, make_plan(model, config, Mesh((("dp", 1), ("fsdp", 1), ("tp", size)))))
 
 
 def test_a_known_family_is_split():

@@ -123,9 +123,7 @@ def test_labels_that_are_numbers_stay_as_they_are():
 
 
 def engine_of(data_shards):
-    return SimpleNamespace(
-        topology=SimpleNamespace(num_data_shards=2), data_shards=data_shards, put=lambda batch: batch
-    )
+    return SimpleNamespace(mesh=SimpleNamespace(num_data_shards=2), data_shards=data_shards, put=lambda batch: batch)
 
 
 def test_an_evaluation_without_a_length_is_refused():

@@ -7,7 +7,7 @@ from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.engines.base import HANDLE
 from torchacc.env import Job
-from torchacc.plan import make_plan
+from torchacc.parallel.plan import make_plan
 from torchacc.train.flops import flops_per_token, peak_flops
 
 TINY = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -19,7 +19,7 @@ def sharded(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config) if not isinstance(config, nn.Module) else config
     engine = registry.make_engine(Config(backend="native"), Job())
-    engine_model = type("Planned", (), {"plan": make_plan(model, engine.config, engine.topology)})()
+    engine_model = type("Planned", (), {"plan": make_plan(model, engine.config, engine.mesh)})()
     vars(model)[HANDLE] = engine_model
     return model
 

@@ -31,7 +31,7 @@ class Fetches(NativeEngine):
 @pytest.fixture
 def engine(monkeypatch):
     made = registry.make_engine(Config(backend="native"), Job())
-    engine = Fetches(config=made.config, topology=made.topology, job=made.job)
+    engine = Fetches(config=made.config, mesh=made.mesh, job=made.job)
     monkeypatch.setattr(registry._active, "engine", engine)
     return engine
 

@@ -118,7 +118,7 @@ def test_every_option_of_the_fsdp_section_reaches_the_config(make):
 def test_without_sharding_every_device_has_the_model(make, distributed):
     run = make(distributed=distributed)
     assert run.config.dist.fsdp.sharding_strategy == "NO_SHARD"
-    assert run.layout.topology.describe() == "dp 2 x fsdp 1"
+    assert run.layout.mesh.describe() == "dp 2 x fsdp 1"
 
 
 def test_what_has_no_effect_without_sharding_is_noted(make):
@@ -130,12 +130,12 @@ def test_what_has_no_effect_without_sharding_is_noted(make):
 
 def test_a_hybrid_shards_inside_of_each_node(make):
     run = make(distributed="num_nodes: 2, fsdp: {sharding_strategy: HYBRID_SHARD}")
-    assert run.layout.topology.describe() == "dp 2 x fsdp 2"
+    assert run.layout.mesh.describe() == "dp 2 x fsdp 2"
 
 
 def test_other_axes_leave_fsdp_the_rest(make):
     run = make(stage="torchacc: {dist: {dp: {size: 2}}}")
-    assert run.layout.topology.describe() == "dp 2 x fsdp 1"
+    assert run.layout.mesh.describe() == "dp 2 x fsdp 1"
 
 
 @pytest.mark.xla
@@ -150,7 +150,7 @@ def test_other_axes_leave_fsdp_the_rest(make):
 )
 def test_a_process_that_drives_all_devices_leaves_none_idle(make, sizes, problem):
     assert problem in refusal(make, preset="auto", devices=4, stage=f"torchacc: {{dist: {{{sizes}}}}}")
-    assert make(preset="auto", devices=4, stage="torchacc: {dist: {fsdp: {size: 2}}}").layout.topology.describe() == (
+    assert make(preset="auto", devices=4, stage="torchacc: {dist: {fsdp: {size: 2}}}").layout.mesh.describe() == (
         "dp 2 x fsdp 2"
     )
 

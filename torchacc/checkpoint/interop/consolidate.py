@@ -89,8 +89,8 @@ def whole_tensors(
     """
     own = _cast(sharded.slots[0].dtype, dtype)
     blanks = {name: Blank(name + entry, own, shape) for name, shape in sharded.block.members}
-    for holding, slot in zip(sharded.holdings, sharded.slots, strict=True):
-        for piece in holding.pieces:
+    for holding, slot in zip(sharded.local_shards, sharded.slots, strict=True):
+        for piece in holding.slices:
             copies.append(Copy(slot, piece.offset, blanks[piece.name], piece.start, piece.numel))
     return blanks
 

@@ -19,8 +19,8 @@ from torchacc.checkpoint.guarded import open_regular
 from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
+from torchacc.parallel.sharding import LocalShard
 
 Part = Literal["model", "optimizer"]
 
@@ -97,8 +97,8 @@ class Sharded:
                 f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
                 f"{self.block.shape}: the tensor and shard_metadata contradict each other"
             )
-        for holding, slot in zip(self.holdings, self.slots, strict=True):
-            held = sum(piece.numel for piece in holding.pieces)
+        for holding, slot in zip(self.local_shards, self.slots, strict=True):
+            held = sum(piece.numel for piece in holding.slices)
             fits = slot.numel in (held, self.shard_numel) and self.block.has_rows_like(slot)
             if not fits or slot.dtype != first.dtype:
                 raise CheckpointError(
@@ -117,10 +117,10 @@ class Sharded:
         return any(slot.numel < self.shard_numel for slot in self.slots)
 
     @property
-    def holdings(self) -> tuple[Holding, ...]:
+    def local_shards(self) -> tuple[LocalShard, ...]:
         """What each rank has of the parameters."""
         block = self.block
-        return tuple(Holding(block.key, block.members, self.shard_numel, rank) for rank in range(len(self.slots)))
+        return tuple(LocalShard(block.key, block.members, self.shard_numel, rank) for rank in range(len(self.slots)))
 
     def is_cut(self, cut: Cut) -> bool:
         """Return whether the shards are what comes of cutting the whole so."""

@@ -264,9 +264,9 @@ def _whole(tree: Any) -> Any:
 
 def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
     """Return what a shard of a model's state is a part of, by its key, or of a flat one by all original names."""
-    holding = sharded.holdings[parameter]
-    parts = state.gathered(sharded, holding, shard, rank0_only=True)
-    if holding.names == (holding.key,):
+    local_shard = sharded.local_shards[parameter]
+    parts = state.gathered(sharded, local_shard, shard, rank0_only=True)
+    if local_shard.names == (local_shard.key,):
         return dict.fromkeys([key], *parts.values()) if parts else {}
     names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
     return {name: part for first, part in parts.items() for name in names_of[first]}

@@ -39,7 +39,7 @@ from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
-from torchacc.plan import PlannedParameter, WrapPlan
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 
 _log = get_logger(__name__)
 
@@ -174,7 +174,7 @@ class XlaModel(ShardedModel):
 
     engine: XlaEngine
 
-    def __init__(self, engine: XlaEngine, model: nn.Module, plan: WrapPlan) -> None:
+    def __init__(self, engine: XlaEngine, model: nn.Module, plan: ShardingPlan) -> None:
         super().__init__(engine, model, plan)
         self._units: list[UnitHooks] = []
         self._recompute = Recompute(self._units, self.patched)

@@ -8,7 +8,7 @@ import torch
 from torchacc.engines.xla.blocks import Block
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.shards import Reader
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 
 class BlockGatherer(Gatherer):
@@ -26,17 +26,17 @@ class BlockGatherer(Gatherer):
 class Exchange(Reader):
     """The collectives of one model, by one means of communication."""
 
-    def __init__(self, topology: Topology, rank: int, meet: Callable[[str], None]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, meet: Callable[[str], None]) -> None:
         """Take a process's place on the mesh.
 
         Args:
-            topology: The mesh.
+            mesh: The mesh.
             rank: The process, which is as many on the mesh.
             meet: Raises unless every process calls it with the same words.
         """
-        self.num_devices = topology.num_devices
-        self.num_shards = topology.size("fsdp")
-        self.shard_index = topology.coordinates(rank)["fsdp"]
+        self.num_devices = mesh.num_devices
+        self.num_shards = mesh.size("fsdp")
+        self.shard_index = mesh.coordinates(rank)["fsdp"]
         self._meet = meet
         self.holds_gradients = False
         """Whether backward keeps whole gradients, to be reduced by a later one."""
@@ -52,7 +52,7 @@ class Exchange(Reader):
         self._meet(what)
 
     @abstractmethod
-    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
+    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
 
     def forget_failed_backward(self) -> None:

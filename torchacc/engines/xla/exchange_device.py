@@ -12,30 +12,30 @@ from torchacc.engines.xla.blocks import Block, Rows
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange, weight_places
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 
 class DeviceExchange(Exchange):
     """Collectives on device tensors along the mesh's axes."""
 
     def __init__(
-        self, topology: Topology, rank: int, ordinals: Sequence[int], meet: Callable[[str], None] = lambda what: None
+        self, mesh: Mesh, rank: int, ordinals: Sequence[int], meet: Callable[[str], None] = lambda what: None
     ) -> None:
         """Take a process's place on the mesh, where it is its rank, as for the host's collectives.
 
         Args:
-            topology: The mesh.
+            mesh: The mesh.
             rank: The process.
             ordinals: PJRT's number of the device of each process, by rank: collectives on devices are told these.
             meet: Raises unless every process calls it with the same words.
         """
-        super().__init__(topology, rank, meet)
-        self._shards = [[ordinals[rank] for rank in group] for group in topology.groups("fsdp")]
-        self._replicas = [[ordinals[rank] for rank in group] for group in topology.groups("dp")]
+        super().__init__(mesh, rank, meet)
+        self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups("fsdp")]
+        self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups("dp")]
 
-    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
+    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
-        return _DeviceGatherer(blocks, self, gathers_again=gathers_again)
+        return _DeviceGatherer(blocks, self, reshard_after_forward=reshard_after_forward)
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices."""
@@ -82,9 +82,9 @@ class DeviceExchange(Exchange):
 class DeviceRowGatherer(RowGatherer):
     """Collectives of rows in the program of the devices."""
 
-    def __init__(self, group: ProcessGroup, topology: Topology, ordinals: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, mesh: Mesh, ordinals: Sequence[int]) -> None:
         """Take PJRT's number of each process's device. Collective: every process."""
-        super().__init__(group, topology)
+        super().__init__(group, mesh)
         self._devices = [[ordinals[rank] for rank in self.ranks]]  # there is no axis but those of data
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -115,9 +115,9 @@ class DeviceRowGatherer(RowGatherer):
 
 
 class _DeviceGatherer(BlockGatherer):
-    def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, gathers_again: bool) -> None:
+    def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, reshard_after_forward: bool) -> None:
         super().__init__(blocks)
-        self.keeps_weights = not gathers_again
+        self.keeps_weights = not reshard_after_forward
         self._exchange = exchange
         self._places = weight_places(blocks)
 

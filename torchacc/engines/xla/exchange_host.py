@@ -18,7 +18,7 @@ from torchacc.engines.xla.blocks import Block, Rows, flatten
 from torchacc.engines.xla.exchange import BlockGatherer, Exchange
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 _log = get_logger(__name__)
 
@@ -26,19 +26,19 @@ _log = get_logger(__name__)
 class HostExchange(Exchange):
     """Collectives on host tensors along the mesh's axes."""
 
-    def __init__(self, topology: Topology, group: ProcessGroup) -> None:
+    def __init__(self, mesh: Mesh, group: ProcessGroup) -> None:
         """Make the process groups. Collective: every process."""
-        super().__init__(topology, group.job.rank, group.meet)
+        super().__init__(mesh, group.job.rank, group.meet)
         self._group = group
-        self._shards = group.own_subgroup(topology.groups("fsdp"))
-        self._replicas = group.own_subgroup(topology.groups("dp"))
+        self._shards = group.own_subgroup(mesh.groups("fsdp"))
+        self._replicas = group.own_subgroup(mesh.groups("dp"))
         self._gatherers: list[_HostGatherer] = []
         self._is_queued = False
         self._keeps_all = False
 
-    def make_gatherer(self, blocks: list[Block], *, gathers_again: bool) -> BlockGatherer:
+    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks; its weights are the program's input, and stay for it."""
-        if gathers_again and self.num_shards > 1 and not self._keeps_all:
+        if reshard_after_forward and self.num_shards > 1 and not self._keeps_all:
             self._keeps_all = True
             _log.info(
                 "XLA's CPU client has no collectives of its own, so that whole weights stay from forward to backward, "
@@ -114,9 +114,9 @@ class HostExchange(Exchange):
 class XlaRowGatherer(RowGatherer):
     """Collectives of rows on the host: what has been recorded runs before each of them."""
 
-    def __init__(self, group: ProcessGroup, topology: Topology, run: Callable[[], None]) -> None:
+    def __init__(self, group: ProcessGroup, mesh: Mesh, run: Callable[[], None]) -> None:
         """Take a call that runs what has been recorded. Collective: every process."""
-        super().__init__(group, topology)
+        super().__init__(group, mesh)
         self._run = run
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:

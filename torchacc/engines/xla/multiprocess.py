@@ -26,9 +26,9 @@ from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
-from torchacc.plan import Unit, WrapPlan
+from torchacc.parallel.plan import ShardingPlan, Unit
+from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
@@ -72,13 +72,13 @@ class MultiprocessEngine(XlaEngine):
                 "compute.scan_layers = True with one XLA process per device: weights are exchanged between its "
                 "programs, and a loop is inside of one. Use config.dist.fsdp.use_spmd = True, `python your_script.py`"
             )
-        if self.topology.size("tp") > 1:
+        if self.mesh.size("tp") > 1:
             raise ConfigError(
-                f"config.dist.tp.size = {self.topology.size('tp')} with one XLA process per device: layers are split "
+                f"config.dist.tp.size = {self.mesh.size('tp')} with one XLA process per device: layers are split "
                 "in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
             )
 
-    def setup(self, plan: WrapPlan) -> None:
+    def setup(self, plan: ShardingPlan) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()
         self.group.prepare_meetings()
@@ -92,14 +92,14 @@ class MultiprocessEngine(XlaEngine):
     @property
     def data_shards(self) -> range:
         """This process's one device, which is on the mesh where its rank is, whatever PJRT's number of it."""
-        shard = self.topology.data_shard(self.job.rank)
+        shard = self.mesh.data_shard(self.job.rank)
         return range(shard, shard + 1)
 
     def make_exchange(self) -> Exchange:
         """Return the collectives for one model. Collective: every process."""
         if runtime.runs_on_cpu():
-            return HostExchange(self.topology, self.group)
-        return DeviceExchange(self.topology, self.job.rank, self.ordinals, self.group.meet)
+            return HostExchange(self.mesh, self.group)
+        return DeviceExchange(self.mesh, self.job.rank, self.ordinals, self.group.meet)
 
     @cached_property
     def ordinals(self) -> list[int]:
@@ -110,8 +110,8 @@ class MultiprocessEngine(XlaEngine):
     def row_gatherer(self) -> RowGatherer:
         """The collectives of rows between processes. Made by a collective: every process."""
         if runtime.runs_on_cpu():
-            return XlaRowGatherer(self.group, self.topology, self._run_recorded)
-        return DeviceRowGatherer(self.group, self.topology, self.ordinals)
+            return XlaRowGatherer(self.group, self.mesh, self._run_recorded)
+        return DeviceRowGatherer(self.group, self.mesh, self.ordinals)
 
     def _run_recorded(self) -> None:
         """Run what has been recorded so far of a step that goes on."""
@@ -119,7 +119,9 @@ class MultiprocessEngine(XlaEngine):
         self.sync()
         self.has_recorded = goes_on
 
-    def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "MultiprocessModel":
+    def apply(
+        self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None
+    ) -> "MultiprocessModel":
         """Shard a model in place between the processes."""
         sharded = MultiprocessModel(self, model, plan)
         sharded.shard(optimizer)
@@ -148,7 +150,9 @@ class MultiprocessModel(XlaModel):
             made = list(self._flat_blocks(unit, module) if self.plan.flatten else self._blocks(unit))
             replaced |= {original: block.shard for originals, block in made for original in originals}
             blocks = [block for _, block in made]
-            self._gatherers.append(self._exchange.make_gatherer(blocks, gathers_again=self.plan.gathers_again_in(unit)))
+            self._gatherers.append(
+                self._exchange.make_gatherer(blocks, reshard_after_forward=self.plan.is_resharded_after_forward(unit))
+            )
             self.install_unit(module, self._gatherers[-1])
             for block in blocks:
                 assert isinstance(block.shard, ShardTensor)
@@ -232,21 +236,23 @@ class MultiprocessModel(XlaModel):
     @property
     def replica(self) -> tuple[int, int]:
         """This process's place on the axis of replicas."""
-        topology = self.engine.topology
-        return topology.coordinates(self.engine.job.rank)["dp"], topology.size("dp")
+        mesh = self.engine.mesh
+        return mesh.coordinates(self.engine.job.rank)["dp"], mesh.size("dp")
 
     @property
     def num_shards(self) -> int:
         """The processes on the axis of shards."""
         return self._exchange.num_shards
 
-    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for gatherer in self._gatherers:
             for block in gatherer.blocks:
                 members = tuple((weight.name, weight.shape) for weight in block.weights)
-                holding = Holding(names[block.shard], members, block.rows.shard_numel, self._exchange.shard_index)
-                yield block.shard, holding
+                local_shard = LocalShard(
+                    names[block.shard], members, block.rows.shard_numel, self._exchange.shard_index
+                )
+                yield block.shard, local_shard
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter's shard, the padding zeros."""

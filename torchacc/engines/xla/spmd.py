@@ -22,10 +22,10 @@ from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.layout import Holding
 from torchacc.logging import get_logger
-from torchacc.plan import WrapPlan
-from torchacc.tensor_parallel import ParameterSpec
+from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.sharding import LocalShard
+from torchacc.parallel.tensor_parallel import ParameterSpec
 
 _log = get_logger(__name__)
 
@@ -77,22 +77,22 @@ class SpmdEngine(XlaEngine):
                 f"compute.reduce_dtype = {self.config.compute.reduce_dtype!r} is not available under SPMD: XLA sums a "
                 "gradient over the devices as part of the product that it comes from, in a dtype of its choice. Leave "
                 "it at 'float32', or start one process per device: `torchrun --nproc_per_node="
-                f"{self.topology.num_devices} your_script.py` with config.dist.fsdp.use_spmd = False"
+                f"{self.mesh.num_devices} your_script.py` with config.dist.fsdp.use_spmd = False"
             )
         if self.config.compute.bf16 and self.is_partitioned:
             _log.info("under SPMD the gradients of products in bfloat16 are bfloat16, and XLA may sum them in it")
 
-    def setup(self, plan: WrapPlan) -> None:
+    def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime with the mesh's devices."""
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
         runtime.use_gpu_plugin(self.config.memory, drives_all=self.config.dist.fsdp.use_spmd)
         self.open_compile_cache()
-        runtime.start(num_devices=self.topology.num_devices, spmd=self.uses_virtual_device)
+        runtime.start(num_devices=self.mesh.num_devices, spmd=self.uses_virtual_device)
 
     @property
     def is_partitioned(self) -> bool:
         """Whether there is more than one device to spread over."""
-        return self.topology.num_devices > 1
+        return self.mesh.num_devices > 1
 
     @property
     def uses_virtual_device(self) -> bool:
@@ -102,15 +102,15 @@ class SpmdEngine(XlaEngine):
     @property
     def data_shards(self) -> range:
         """All data-parallel devices: this process feeds each of them."""
-        return range(self.topology.num_data_shards)
+        return range(self.mesh.num_data_shards)
 
     @cached_property
-    def mesh(self) -> Any:
-        """The torch_xla mesh of the topology."""
+    def xla_mesh(self) -> Any:
+        """The mesh as torch_xla takes it."""
         import torch_xla.distributed.spmd as xs
 
-        devices = np.arange(self.topology.num_devices)
-        return xs.Mesh(devices, self.topology.shape, self.topology.axis_names)
+        devices = np.arange(self.mesh.num_devices)
+        return xs.Mesh(devices, self.mesh.shape, self.mesh.axis_names)
 
     @cached_property
     def _op_shardings(self) -> dict[Spec, Any]:
@@ -120,7 +120,7 @@ class SpmdEngine(XlaEngine):
         """Return the tensor: this process has the rows of all devices."""
         return tensor
 
-    def apply(self, model: nn.Module, plan: WrapPlan, optimizer: torch.optim.Optimizer | None) -> "SpmdModel":
+    def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "SpmdModel":
         """Shard a model in place by annotations."""
         sharded = SpmdModel(self, model, plan)
         sharded.shard(optimizer)
@@ -132,9 +132,9 @@ class SpmdEngine(XlaEngine):
 
     def batch_spec(self, tensor: torch.Tensor) -> Spec | None:
         """Return how a tensor with one row for each sample is split; None where its rows do not divide."""
-        if not tensor.dim() or tensor.shape[0] % self.topology.num_data_shards:
+        if not tensor.dim() or tensor.shape[0] % self.mesh.num_data_shards:
             return None
-        return (self.topology.data_axes, *[None] * (tensor.dim() - 1))
+        return (self.mesh.data_axes, *[None] * (tensor.dim() - 1))
 
     def transfer(self, tensors: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> list[torch.Tensor]:
         """Move tensors to the devices in one transfer, each split as its spec says; None is a copy on each device."""
@@ -158,7 +158,7 @@ class SpmdEngine(XlaEngine):
 
     def partition(self, spec: Spec) -> Partition:
         """Return how a tensor with this spec lies on the mesh."""
-        return partition(spec, dict(self.topology.axes))
+        return partition(spec, dict(self.mesh.axes))
 
     def parameter_spec(self, shape: Sequence[int], planned: ParameterSpec = ()) -> ParameterSpec:
         """Return how a parameter is split.
@@ -169,8 +169,8 @@ class SpmdEngine(XlaEngine):
                 dimension that is left and divides: gathered along another, each shard would be transposed first, and
                 kept so from forward to backward.
         """
-        size = self.topology.size("fsdp")
-        spec = [axis if axis and self.topology.size(axis) > 1 else None for axis in planned or (None,) * len(shape)]
+        size = self.mesh.size("fsdp")
+        spec = [axis if axis and self.mesh.size(axis) > 1 else None for axis in planned or (None,) * len(shape)]
         fitting = [dim for dim, n in enumerate(shape) if spec[dim] is None and n % size == 0 and n >= size]
         if size > 1 and fitting and "fsdp" not in spec:
             spec[fitting[0]] = "fsdp"
@@ -182,7 +182,7 @@ class SpmdModel(XlaModel):
 
     engine: SpmdEngine
 
-    def __init__(self, engine: SpmdEngine, model: nn.Module, plan: WrapPlan) -> None:
+    def __init__(self, engine: SpmdEngine, model: nn.Module, plan: ShardingPlan) -> None:
         super().__init__(engine, model, plan)
         self._specs: dict[torch.Tensor, ParameterSpec] = {}
         """How each parameter is split."""
@@ -204,8 +204,8 @@ class SpmdModel(XlaModel):
             if engine.is_partitioned:
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and "fsdp" in self._specs[weight.shard]]
-                again = self.plan.gathers_again_in(unit)
-                self.install_unit(module, _SpmdGatherer(split, engine, self._specs, gathers_again=again))
+                again = self.plan.is_resharded_after_forward(unit)
+                self.install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
                 self._constrain_output(module, along_sequence=bool(unit.name))
         if self.plan.split.sequence_parallel:
             self._constrain_embeddings()
@@ -261,7 +261,7 @@ class SpmdModel(XlaModel):
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if user_rule is not None:
-                user_rule(output, engine.mesh)
+                user_rule(output, engine.xla_mesh)
                 return
             tensor = _first_tensor(output)
             spec = self._activation_spec(tensor, along_sequence) if tensor is not None else None
@@ -279,7 +279,7 @@ class SpmdModel(XlaModel):
 
     def _activation_spec(self, tensor: torch.Tensor, along_sequence: bool) -> Spec | None:
         """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
-        spec, size = self.engine.batch_spec(tensor), self.engine.topology.size("tp")
+        spec, size = self.engine.batch_spec(tensor), self.engine.mesh.size("tp")
         if spec is None or not along_sequence or not self.plan.split.sequence_parallel or tensor.dim() != 3:
             return spec
         if tensor.shape[1] % size:
@@ -293,10 +293,10 @@ class SpmdModel(XlaModel):
         yield
         runtime.sync()
 
-    def _holdings(self) -> Iterator[tuple[nn.Parameter, Holding]]:
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         for planned in self.plan.parameters:
             members = ((planned.name, planned.shape),)
-            yield self.model.get_parameter(planned.name), Holding(planned.name, members, planned.numel, index=0)
+            yield self.model.get_parameter(planned.name), LocalShard(planned.name, members, planned.numel, index=0)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return whole tensors, flat, on the host."""
@@ -311,7 +311,7 @@ class SpmdModel(XlaModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""
-        size = self.engine.topology.size
+        size = self.engine.mesh.size
         return sum(
             parameter.numel() // prod(size(axis) for axis in spec if axis) for parameter, spec in self._specs.items()
         )
@@ -326,12 +326,12 @@ class _SpmdGatherer(Gatherer):
         engine: SpmdEngine,
         specs: Mapping[torch.Tensor, ParameterSpec],
         *,
-        gathers_again: bool,
+        reshard_after_forward: bool,
     ) -> None:
         super().__init__(weights)
         self._engine = engine
         self._specs = specs
-        self.keeps_weights = not gathers_again
+        self.keeps_weights = not reshard_after_forward
 
     def gather(self) -> list[torch.Tensor]:
         return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]

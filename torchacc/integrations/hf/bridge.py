@@ -85,10 +85,10 @@ class Bridge:
 
     def gather(self, count: torch.Tensor) -> torch.Tensor:
         """Return something whose sum is that of a number over all devices that see different data. Collective."""
-        job, topology = self.engine.job, self.engine.topology
+        job, mesh = self.engine.job, self.engine.mesh
         if not job.launched:
             return count
-        copies = job.num_processes * len(self.engine.data_shards) // topology.num_data_shards
+        copies = job.num_processes * len(self.engine.data_shards) // mesh.num_data_shards
         total = self.engine.group.sum(count.cpu() if self._group_of_host else count)
         return total // copies
 
@@ -124,6 +124,6 @@ class Bridge:
         gathered = self.engine.group.gather(flat, None, rank0_only=False)
         assert gathered is not None
         of_ranks = gathered.view(self.engine.job.num_processes, *tensor.shape)
-        topology = self.engine.topology
-        shards = [topology.data_shard(rank) for rank in range(len(of_ranks))]
-        return torch.cat([of_ranks[shards.index(shard)] for shard in range(topology.num_data_shards)])
+        mesh = self.engine.mesh
+        shards = [mesh.data_shard(rank) for rank in range(len(of_ranks))]
+        return torch.cat([of_ranks[shards.index(shard)] for shard in range(mesh.num_data_shards)])

@@ -68,9 +68,9 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     sharded = sharded_model(model)
     adapters: set[str] = set(model.peft_config)  # type: ignore[arg-type]
     weights: dict[str, torch.Tensor] = {}
-    for parameter, holding in sharded.holdings.items():
-        if parameter.requires_grad or any(adapters.intersection(name.split(".")) for name in holding.names):
-            weights |= state.gathered(sharded, holding, parameter, rank0_only=True)
+    for parameter, local_shard in sharded.local_shards.items():
+        if parameter.requires_grad or any(adapters.intersection(name.split(".")) for name in local_shard.names):
+            weights |= state.gathered(sharded, local_shard, parameter, rank0_only=True)
     return weights
 
 

@@ -27,7 +27,7 @@ class EvalLoader:
                 "last batch of all devices could not be told from them: evaluate on a dataset with a length"
             )
         self.dataset = loader.dataset
-        self.num_rows = loader.batch_size * bridge.engine.topology.num_data_shards
+        self.num_rows = loader.batch_size * bridge.engine.mesh.num_data_shards
         """Rows of a batch of all devices."""
         self.num_filling = 0 if loader.drop_last else -len(loader.dataset) % self.num_rows  # type: ignore[arg-type]
         """Rows that complete the last batch."""
@@ -58,7 +58,7 @@ def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
         num_rows: This process's.
         num_filling: Those of all devices, at the end of the last ones' rows, that do not count.
     """
-    after = engine.topology.num_data_shards - engine.data_shards.stop
+    after = engine.mesh.num_data_shards - engine.data_shards.stop
     num_after = after * num_rows // len(engine.data_shards)
     return num_rows - min(max(num_filling - num_after, 0), num_rows)
 

@@ -102,7 +102,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         api.accelerate(model, config=self._config, optimizer=self._given_optimizer)
         self.accelerator.sharded = sharded_model(model)
         self.accelerator.sharded.averages_scalars = False  # compute_loss() weighs each device's own
-        self.args._devices = Devices(self._engine.device, self._engine.topology.num_data_shards)
+        self.args._devices = Devices(self._engine.device, self._engine.mesh.num_data_shards)
 
     @property
     def _engine(self) -> Engine:
@@ -111,7 +111,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
     @property
     def _num_losses(self) -> int:
         """How many losses of a global batch there are: under SPMD one, otherwise one for each device."""
-        return self._engine.topology.num_data_shards // len(self._engine.data_shards)
+        return self._engine.mesh.num_data_shards // len(self._engine.data_shards)
 
     # ---- Data
 

@@ -20,7 +20,7 @@ from torchacc.engines.xla.multiprocess import MultiprocessEngine
 from torchacc.engines.xla.spmd import SpmdEngine
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = Path(__file__).with_name("hardware_program.py")
@@ -139,7 +139,7 @@ def test_accelerate_refuses_one_process_for_each_gpu_before_anything_starts(gpu,
 
 
 def test_a_single_gpu_is_driven_as_spmds_virtual_device(gpu):
-    engine = SpmdEngine(config=Config(), topology=Topology((("dp", 1), ("fsdp", 1))), job=ALONE)
+    engine = SpmdEngine(config=Config(), mesh=Mesh((("dp", 1), ("fsdp", 1))), job=ALONE)
     assert not engine.is_partitioned
     assert engine.uses_virtual_device
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchacc.config.sections import TPConfig
 from torchacc.errors import ConfigError
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
 
 ParameterSpec = tuple[str | None, ...]
 """For each dimension of a parameter the mesh axis that it is split over; None where the plan leaves it."""
@@ -145,21 +145,21 @@ Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
 
 
-def split_layers(model: nn.Module, config: TPConfig, topology: Topology, shapes: Shapes) -> LayerSplit:
+def split_layers(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes) -> LayerSplit:
     """Decide how a model's layers are split.
 
     Args:
         model: The model; it is only read.
         config: `config.dist.tp`.
-        topology: The mesh.
+        mesh: The mesh.
         shapes: The model's parameters.
 
     Raises:
         ConfigError: The plan does not fit the model, the model's sizes do not divide, or no plan is known for it.
     """
-    size = topology.size("tp")
+    size = mesh.size("tp")
     if config.plan is not None:
-        specs = _by_own_plan(config.plan, topology, shapes)
+        specs = _by_own_plan(config.plan, mesh, shapes)
         return LayerSplit(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
     if size == 1:
         return LayerSplit()
@@ -205,9 +205,7 @@ def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int
     return f"{length} is no multiple of {size}" if length % size else None
 
 
-def _by_own_plan(
-    plan: Mapping[str, Sequence[str | None]], topology: Topology, shapes: Shapes
-) -> dict[str, ParameterSpec]:
+def _by_own_plan(plan: Mapping[str, Sequence[str | None]], mesh: Mesh, shapes: Shapes) -> dict[str, ParameterSpec]:
     specs: dict[str, ParameterSpec] = {}
     unused = dict(plan)
     for names, shape in shapes.items():
@@ -215,7 +213,7 @@ def _by_own_plan(
         for pattern in fitting:
             unused.pop(pattern, None)
         if fitting:
-            specs[names[0]] = _checked_spec(fitting[0], tuple(plan[fitting[0]]), names[0], shape, topology)
+            specs[names[0]] = _checked_spec(fitting[0], tuple(plan[fitting[0]]), names[0], shape, mesh)
     for pattern in unused:
         raise ConfigError(
             f"config.dist.tp.plan has the pattern {pattern!r}, which is found in no parameter's name; "
@@ -224,9 +222,7 @@ def _by_own_plan(
     return specs
 
 
-def _checked_spec(
-    pattern: str, spec: ParameterSpec, name: str, shape: tuple[int, ...], topology: Topology
-) -> ParameterSpec:
+def _checked_spec(pattern: str, spec: ParameterSpec, name: str, shape: tuple[int, ...], mesh: Mesh) -> ParameterSpec:
     given = f"config.dist.tp.plan[{pattern!r}] = {list(spec)}"
     if len(spec) != len(shape):
         raise ConfigError(
@@ -234,10 +230,10 @@ def _checked_spec(
             r"where it is not split, and let the pattern tell weights from biases, such as '\.weight$'"
         )
     for axis, length in zip(spec, shape, strict=True):
-        if axis is not None and length % topology.size(axis):
+        if axis is not None and length % mesh.size(axis):
             raise ConfigError(
                 f"{given} splits {name!r} of shape {shape}, and {length} is no multiple of {axis}'s "
-                f"{topology.size(axis)} devices: write None there, or another size"
+                f"{mesh.size(axis)} devices: write None there, or another size"
             )
     return spec
 

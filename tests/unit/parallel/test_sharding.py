@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from torchacc.layout import Cut, Holding, flat_run
+from torchacc.parallel.sharding import LocalShard, TensorParallelSlice, flat_slices
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -16,9 +16,9 @@ def test_shards_hold_every_element_once(shapes, count):
     total = sum(prod(shape) for shape in shapes)
     held = {name: [] for name, _ in members}
     for index in range(count):
-        holding = Holding("key", members, -(-total // count), index)
+        holding = LocalShard("key", members, -(-total // count), index)
         offset = 0
-        for piece in holding.pieces:
+        for piece in holding.slices:
             assert piece.offset == offset, "pieces lie one after another"
             offset += piece.numel
             held[piece.name] += range(piece.start, piece.stop)
@@ -36,10 +36,12 @@ def test_shards_of_parts_hold_every_element_once(shape, dim, num_shards):
     rows = -(-parts[0].shape[0] // num_shards)
     held = []
     for part, shard in product(range(2), range(num_shards)):
-        holding = Holding("key", (("p", shape),), rows * parts[part][0].numel(), shard, Cut(dim, part, 2))
+        holding = LocalShard(
+            "key", (("p", shape),), rows * parts[part][0].numel(), shard, TensorParallelSlice(dim, part, 2)
+        )
         expected = parts[part][shard * rows : (shard + 1) * rows].flatten()
         found = torch.full_like(expected, -1)
-        for piece in holding.pieces:
+        for piece in holding.slices:
             found[piece.offset : piece.offset + piece.numel] = whole[piece.start : piece.stop]
         assert torch.equal(found, expected)
         held += found.tolist()
@@ -48,7 +50,7 @@ def test_shards_of_parts_hold_every_element_once(shape, dim, num_shards):
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_sharers_of_a_piece_have_every_element_once(count):
-    (piece,) = flat_run(["p"], [(3, 5)], 2, 11)
+    (piece,) = flat_slices(["p"], [(3, 5)], 2, 11)
     parts = [piece.part(index, count) for index in range(count)]
     assert [element for part in parts for element in range(part.start, part.stop)] == list(range(2, 11))
     assert all(part.offset - piece.offset == part.start - piece.start for part in parts)

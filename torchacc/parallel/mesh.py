@@ -23,22 +23,22 @@ def _replicate_only(dp: int, fsdp: int) -> tuple[int, int]:
 class Strategy:
     """What a sharding strategy comes to."""
 
-    mesh: Callable[[int, int], tuple[int, int]]
+    sizes: Callable[[int, int], tuple[int, int]]
     """Turns the sizes of `dp` and `fsdp` that a config asks for into those of the mesh."""
-    gathers_again: bool
+    reshard_after_forward: bool
     """Whether a unit's weights are freed after its forward, and gathered again for its backward."""
 
 
 STRATEGIES: Mapping[str, Strategy] = {
-    "FULL_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
-    "HYBRID_SHARD": Strategy(_replicate_and_shard, gathers_again=True),
-    "SHARD_GRAD_OP": Strategy(_replicate_and_shard, gathers_again=False),
-    "NO_SHARD": Strategy(_replicate_only, gathers_again=False),
+    "FULL_SHARD": Strategy(_replicate_and_shard, reshard_after_forward=True),
+    "HYBRID_SHARD": Strategy(_replicate_and_shard, reshard_after_forward=True),
+    "SHARD_GRAD_OP": Strategy(_replicate_and_shard, reshard_after_forward=False),
+    "NO_SHARD": Strategy(_replicate_only, reshard_after_forward=False),
 }
 
 
 @dataclass(frozen=True)
-class Topology:
+class Mesh:
     """A mesh of devices, numbered row-major: the last axis varies fastest."""
 
     axes: tuple[tuple[str, int], ...]
@@ -113,7 +113,7 @@ class Topology:
         return [dict(zip(axes, at, strict=True)) for at in product(*(range(self.size(axis)) for axis in axes))]
 
 
-def from_config(config: Config) -> Topology:
+def from_config(config: Config) -> Mesh:
     """Return the mesh that a resolved config asks for, after its sharding strategy has had its say.
 
     Args:
@@ -121,6 +121,6 @@ def from_config(config: Config) -> Topology:
     """
     dist = config.dist
     assert dist.dp.size is not None, "resolve() sizes every axis"
-    dp, fsdp = STRATEGIES[dist.fsdp.sharding_strategy].mesh(dist.dp.size, dist.fsdp.size)
+    dp, fsdp = STRATEGIES[dist.fsdp.sharding_strategy].sizes(dist.dp.size, dist.fsdp.size)
     sizes = {"dp": dp, "fsdp": fsdp, "pp": dist.pp.size, "sp": dist.sp.size, "tp": dist.tp.size}
-    return Topology(tuple((axis, sizes[axis]) for axis in dist.topology))
+    return Mesh(tuple((axis, sizes[axis]) for axis in dist.topology))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.scanning import select_scanned
+from torchacc.parallel.layer_scan import select_scanned
 
 
 class Layer(nn.Module):

@@ -4,10 +4,11 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.plan import infer_layer_classes, make_plan, select_units
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import make_plan
+from torchacc.parallel.units import infer_layer_classes, select_units
 
-ALONE = Topology((("dp", 1), ("fsdp", 1)))
+ALONE = Mesh((("dp", 1), ("fsdp", 1)))
 
 
 class Attention(nn.Module):
@@ -288,22 +289,22 @@ def test_the_config_decides_on_dtypes(compute, dtypes):
 
 
 def test_a_unit_gathers_the_next_one_ahead_and_the_model_the_first():
-    assert plan(Net(3), forward_prefetch=True).gathered_ahead == {
+    assert plan(Net(3), forward_prefetch=True).prefetched_in_forward == {
         "": "blocks.0",
         "blocks.0": "blocks.1",
         "blocks.1": "blocks.2",
     }
-    assert plan(Net(3)).gathered_ahead == {}
+    assert plan(Net(3)).prefetched_in_forward == {}
 
 
 def test_a_unit_inside_of_another_is_gathered_after_it():
-    found = plan(Net(), forward_prefetch=True, wrap_modules={"blocks.*", "blocks.*.attention"}).gathered_ahead
+    found = plan(Net(), forward_prefetch=True, wrap_modules={"blocks.*", "blocks.*.attention"}).prefetched_in_forward
     assert list(found.values()) == ["blocks.0", "blocks.0.attention", "blocks.1", "blocks.1.attention"]
 
 
 def test_what_has_no_parameters_of_its_own_is_not_gathered_ahead():
     model = nn.Sequential(Block(), Block())
-    assert plan(model, forward_prefetch=True).gathered_ahead == {"0": "1"}
+    assert plan(model, forward_prefetch=True).prefetched_in_forward == {"0": "1"}
 
 
 def test_the_config_decides_on_flattening():

@@ -5,13 +5,13 @@ import pytest
 from torchacc.config import Config, resolve
 from torchacc.config.sections import ShardingStrategy
 from torchacc.env import Job
-from torchacc.topology import STRATEGIES, Topology, from_config
+from torchacc.parallel.mesh import STRATEGIES, Mesh, from_config
 
-DP2_FSDP3 = Topology((("dp", 2), ("fsdp", 3)))
-FSDP_OUTSIDE = Topology((("fsdp", 3), ("tp", 2), ("dp", 2)))
+DP2_FSDP3 = Mesh((("dp", 2), ("fsdp", 3)))
+FSDP_OUTSIDE = Mesh((("fsdp", 3), ("tp", 2), ("dp", 2)))
 
 
-def mesh(num_devices, **dist):
+def mesh_of(num_devices, **dist):
     config = resolve(Config(dist=dist), Job(), num_devices=num_devices)
     return from_config(config)
 
@@ -35,10 +35,10 @@ def test_the_last_axis_varies_fastest():
     ]
 
 
-@pytest.mark.parametrize("topology", [DP2_FSDP3, FSDP_OUTSIDE])
-def test_coordinates_and_device_are_inverse(topology):
-    devices = range(topology.num_devices)
-    assert [topology.device(**topology.coordinates(device)) for device in devices] == list(devices)
+@pytest.mark.parametrize("mesh", [DP2_FSDP3, FSDP_OUTSIDE])
+def test_coordinates_and_device_are_inverse(mesh):
+    devices = range(mesh.num_devices)
+    assert [mesh.device(**mesh.coordinates(device)) for device in devices] == list(devices)
 
 
 @pytest.mark.parametrize("device", [-1, 6])
@@ -73,7 +73,7 @@ def test_data_shards_are_numbered_dp_first_whatever_the_order_of_axes():
 
 
 def test_a_mesh_is_described_by_what_is_larger_than_one_and_its_data_axes():
-    assert mesh(4, fsdp={"size": 4}).describe() == "dp 1 x fsdp 4"
+    assert mesh_of(4, fsdp={"size": 4}).describe() == "dp 1 x fsdp 4"
     assert FSDP_OUTSIDE.describe() == "fsdp 3 x tp 2 x dp 2"
 
 
@@ -88,17 +88,17 @@ def test_a_mesh_is_described_by_what_is_larger_than_one_and_its_data_axes():
     ],
 )
 def test_a_strategy_is_a_mesh_shape(strategy, dp, fsdp, expected):
-    topology = mesh(4, dp={"size": dp}, fsdp={"size": fsdp, "sharding_strategy": strategy})
-    assert topology.describe() == expected
-    assert topology.num_devices == 4
+    mesh = mesh_of(4, dp={"size": dp}, fsdp={"size": fsdp, "sharding_strategy": strategy})
+    assert mesh.describe() == expected
+    assert mesh.num_devices == 4
 
 
 def test_no_strategy_changes_the_number_of_devices():
     for strategy in STRATEGIES.values():
-        replicate, shard = strategy.mesh(2, 3)
+        replicate, shard = strategy.sizes(2, 3)
         assert replicate * shard == 6
 
 
 def test_the_configs_order_of_axes_is_the_meshs():
-    topology = mesh(4, fsdp={"size": 2}, topology=["fsdp", "dp", "tp", "sp", "pp"])
-    assert topology.axes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1))
+    mesh = mesh_of(4, fsdp={"size": 2}, topology=["fsdp", "dp", "tp", "sp", "pp"])
+    assert mesh.axes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1))

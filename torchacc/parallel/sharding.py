@@ -7,7 +7,7 @@ from math import prod
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """A run of consecutive elements of a whole tensor, and where a holder has it."""
 
     name: str
@@ -26,7 +26,7 @@ class Piece:
         """Number of elements of the run."""
         return self.stop - self.start
 
-    def part(self, index: int, count: int) -> "Piece":
+    def part(self, index: int, count: int) -> "TensorSlice":
         """Return the run that one of `count` equal sharers has of this one, the last ones possibly less."""
         if count == 1:
             return self
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorParallelSlice:
     """One of the equal parts into which a whole tensor is cut along a dimension, before the part is sharded."""
 
     dim: int
@@ -45,7 +45,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """What one process holds of a parameter that an optimizer sees: a shard of one tensor, or of several flattened."""
 
     key: str
@@ -56,7 +56,7 @@ class Holding:
     """Elements of each shard, padding included; those of the last ones may be left out."""
     index: int
     """Which of the shards it is."""
-    cut: Cut | None = None
+    cut: TensorParallelSlice | None = None
     """Of which part of the one tensor it is a shard; None where that is not cut."""
 
     @property
@@ -70,16 +70,18 @@ class Holding:
         return tuple(name for name, _ in self.members)
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def slices(self) -> tuple[TensorSlice, ...]:
         """What the shard has of each whole tensor; of some it may have nothing."""
         names, shapes = zip(*self.members, strict=True)
         start = self.index * self.shard_numel
         if self.cut is not None:
             return tuple(_runs_of_part(names[0], shapes[0], self.cut, start, start + self.shard_numel))
-        return flat_run(names, shapes, start, start + self.shard_numel)
+        return flat_slices(names, shapes, start, start + self.shard_numel)
 
 
-def _runs_of_part(name: str, shape: tuple[int, ...], cut: Cut, start: int, stop: int) -> Iterator[Piece]:
+def _runs_of_part(
+    name: str, shape: tuple[int, ...], cut: TensorParallelSlice, start: int, stop: int
+) -> Iterator[TensorSlice]:
     """Yield the runs of a whole tensor that are the elements from `start` to `stop` of a part of it, flattened."""
     row = prod(shape[cut.dim :]) // cut.count  # as long as this, elements of the part are neighbours in the whole
     stop = min(stop, prod(shape) // cut.count)
@@ -88,18 +90,20 @@ def _runs_of_part(name: str, shape: tuple[int, ...], cut: Cut, start: int, stop:
         index, within = divmod(position, row)
         end = min(stop, (index + 1) * row)
         first = (index * cut.count + cut.index) * row + within
-        yield Piece(name, shape, first, first + end - position, offset=position - start)
+        yield TensorSlice(name, shape, first, first + end - position, offset=position - start)
         position = end
 
 
-def flat_run(names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int) -> tuple[Piece, ...]:
+def flat_slices(
+    names: Iterable[str], shapes: Iterable[Iterable[int]], start: int, stop: int
+) -> tuple[TensorSlice, ...]:
     """Return what a run of several tensors, flattened one after another, has of each; empty pieces are left out."""
-    pieces: list[Piece] = []
+    pieces: list[TensorSlice] = []
     begin = 0
     for name, shape in zip(names, map(tuple, shapes), strict=True):
         end = begin + prod(shape)
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            pieces.append(Piece(name, shape, first - begin, last - begin, offset=first - start))
+            pieces.append(TensorSlice(name, shape, first - begin, last - begin, offset=first - start))
         begin = end
     return tuple(pieces)

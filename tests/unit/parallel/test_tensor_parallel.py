@@ -8,9 +8,9 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.plan import make_plan
-from torchacc.tensor_parallel import FAMILIES
-from torchacc.topology import Topology
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import make_plan
+from torchacc.parallel.tensor_parallel import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,7 +57,7 @@ class Mlp(nn.Module):
 
 def plan(model, tp=2, fsdp=1, **options):
     config = Config(dist={"tp": {"size": tp, **options}, "fsdp": {"size": fsdp}})
-    return make_plan(model, config, Topology((("dp", 1), ("fsdp", fsdp), ("tp", tp))))
+    return make_plan(model, config, Mesh((("dp", 1), ("fsdp", fsdp), ("tp", tp))))
 
 
 def refusal(*args, **options):
