@@ -182,7 +182,8 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     import torch_xla
     import torch_xla.distributed.spmd as xs
 
-    from torchacc.engines.xla import quirks, runtime
+    from torchacc.engines.patches import model_patches
+    from torchacc.engines.xla import runtime
 
     runtime.use_plain_scheduler(recomputes=False)
     runtime.start(num_devices=case.devices, spmd=True)
@@ -191,7 +192,7 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     model.tie_weights()
     prepared = case.strategy == "FSDPv2, prepared"
     if prepared:
-        quirks.prepare(model, partitioned=True)
+        model_patches.prepare(model, partitioned=True)
 
     wrapped = wrap_fsdp_v2(model, mesh)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
@@ -199,7 +200,7 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
     xs.mark_sharding(batch, mesh, ("fsdp", None))
 
     def step() -> torch.Tensor:
-        with quirks.patches(model, packed=False) if prepared else nullcontext():
+        with model_patches.patches() if prepared else nullcontext():
             loss: torch.Tensor = wrapped(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()

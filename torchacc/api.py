@@ -15,10 +15,11 @@ from torchacc import arguments, data
 from torchacc.checkpoint import optimizer_state, state
 from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
-from torchacc.engines import compat, deferred, failure, registry
+from torchacc.engines import deferred, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.meta import materialise_buffers
+from torchacc.engines.patches import torch_patches
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
 from torchacc.errors import CheckpointError, ConfigError
@@ -336,8 +337,8 @@ def _watch_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-    compat.hold_until_exit(compat.optimizer_states(saved, to_load))
-    compat.hold_until_exit(compat.clearing_of_gradients(cleared))
+    torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
+    torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:

@@ -275,7 +275,7 @@ CHANGES = {
 @case(XLA, each=CHANGES)
 def what_is_compiled_anew_is_named(change: Change) -> None:
     from torchacc.engines.xla import base
-    from torchacc.engines.xla.compiles import CompileWatch
+    from torchacc.engines.xla.compile_watch import CompileWatch
 
     listener, logger = Listener(), logging.getLogger("torchacc")
     logger.addHandler(listener)

@@ -29,7 +29,7 @@ from casekit import (
 from torch import nn
 
 import torchacc
-from torchacc.engines.offload import SaveActivationsOnHost
+from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 
 FP16 = {"fp16": True}
 SCALE = 2.0**10

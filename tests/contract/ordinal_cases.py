@@ -26,7 +26,7 @@ from shard_reading_cases import Scaled
 
 import torchacc
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.exchange_device import DeviceExchange, DeviceRowGatherer
+from torchacc.engines.xla.device_collectives import DeviceExchange, DeviceRowGatherer
 from torchacc.engines.xla.multiprocess import MultiprocessEngine
 
 ORDINALS = [1, 0]

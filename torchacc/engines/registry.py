@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from torchacc.config import Config, resolve
-from torchacc.engines import compat
 from torchacc.engines.base import Engine
+from torchacc.engines.patches import torch_patches
 from torchacc.engines.xla import hardware
 from torchacc.engines.xla import runtime as xla_runtime
 from torchacc.env import Job
@@ -18,7 +18,7 @@ from torchacc.parallel.plan import ShardingPlan
 _log = get_logger(__name__)
 
 ENGINES = {
-    "native": "torchacc.engines.native:NativeEngine",
+    "native": "torchacc.engines.native.native_engine:NativeEngine",
     "xla-multiprocess": "torchacc.engines.xla.multiprocess:MultiprocessEngine",
     "xla-spmd": "torchacc.engines.xla.spmd:SpmdEngine",
 }
@@ -104,7 +104,7 @@ def activate(engine: Engine, plan: ShardingPlan) -> None:
     """Start an engine for a model with this plan, and make it the process's own. Collective: every process."""
     engine.setup(plan)
     if _active.engine is None:
-        compat.hold_until_exit(compat.cuda_autocast_is_optional())
+        torch_patches.hold_until_exit(torch_patches.cuda_autocast_is_optional())
     _active.engine = engine
 
 

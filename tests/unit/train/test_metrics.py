@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from torchacc.config import Config
 from torchacc.engines import registry
-from torchacc.engines.native import NativeEngine
+from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.env import Job
 from torchacc.logging import get_logger, make_console
 from torchacc.train.metrics import RunLog

@@ -13,17 +13,17 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
-from torchacc.engines import compat
 from torchacc.engines.base import average_scalars, remap_optimizer
+from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.rows import RowGatherer
-from torchacc.engines.xla import hardware, quirks, runtime
-from torchacc.engines.xla.base import XlaEngine, XlaModel
-from torchacc.engines.xla.blocks import Block, Rows, flatten
-from torchacc.engines.xla.exchange import BlockGatherer, Exchange
-from torchacc.engines.xla.exchange_device import DeviceExchange, DeviceRowGatherer
-from torchacc.engines.xla.exchange_host import HostExchange, XlaRowGatherer
+from torchacc.engines.xla import hardware, runtime
+from torchacc.engines.xla.collectives import BlockGatherer, Exchange
+from torchacc.engines.xla.device_collectives import DeviceExchange, DeviceRowGatherer
+from torchacc.engines.xla.flat_parameters import Block, Rows, flatten
 from torchacc.engines.xla.gather import Weight
+from torchacc.engines.xla.host_collectives import HostExchange, XlaRowGatherer
 from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
+from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -142,7 +142,7 @@ class MultiprocessModel(XlaModel):
         self._gatherers: list[BlockGatherer] = []
         self._exchange = self.engine.make_exchange()
         self._exchange.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
-        quirks.prepare(self.model, partitioned=False)
+        model_patches.prepare(self.model, partitioned=False)
         self._flattened_for = optimizer
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
@@ -285,7 +285,7 @@ _models: WeakSet[MultiprocessModel] = WeakSet()
 @functools.cache
 def _know_total_norm() -> None:
     """Let PyTorch's own clipping see whole gradients, however a script has imported it."""
-    compat.hold_until_exit(compat.total_norm_over_shards(_total_norm))
+    torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_total_norm))
 
 
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchacc.engines.xla.blocks import Rows
+from torchacc.engines.xla.flat_parameters import Rows
 from torchacc.errors import EngineError
 
 _QUESTIONS = {

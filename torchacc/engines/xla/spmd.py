@@ -14,12 +14,13 @@ from torch import nn
 
 from torchacc.config import Config, requested_devices
 from torchacc.engines.base import remap_optimizer
-from torchacc.engines.xla import hardware, quirks, runtime
-from torchacc.engines.xla.attention import HeadsStayApart
-from torchacc.engines.xla.base import XlaEngine, XlaModel
+from torchacc.engines.patches import model_patches
+from torchacc.engines.patches.split_heads import HeadsStayApart
+from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.gather import Gatherer, Weight, edit_is_lost
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
+from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -190,7 +191,7 @@ class SpmdModel(XlaModel):
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine
-        quirks.prepare(self.model, partitioned=engine.is_partitioned)
+        model_patches.prepare(self.model, partitioned=engine.is_partitioned)
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)

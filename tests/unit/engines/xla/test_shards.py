@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchacc.engines.xla.blocks import Rows
+from torchacc.engines.xla.flat_parameters import Rows
 from torchacc.engines.xla.shards import Layout, as_shard
 from torchacc.errors import EngineError
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchacc.engines.offload import SaveActivationsOnHost
+from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 
 
 def make_model():

@@ -39,7 +39,7 @@ def _batch_norm(
 ) -> torch.Tensor:
     """Normalise each channel; torch_xla's keeps a biased running variance, and has no backward in eval mode.
 
-    From means, as LayerNorm in `quirks.py`, XLA can partition it, too.
+    From means, as LayerNorm in `model_patches.py`, XLA can partition it, too.
     """
     shape = [1, -1, *[1] * (x.dim() - 2)]
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.blocks import Block, Rows, flatten
-from torchacc.engines.xla.exchange import BlockGatherer, Exchange
+from torchacc.engines.xla.collectives import BlockGatherer, Exchange
+from torchacc.engines.xla.flat_parameters import Block, Rows, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.mesh import Mesh

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchacc.engines.xla.blocks import Rows, flatten, unflatten
+from torchacc.engines.xla.flat_parameters import Rows, flatten, unflatten
 
 SHAPES = [(8,), (7,), (1,), (131, 3), (2, 3, 4), (4, 1, 1), (3, 0)]
 

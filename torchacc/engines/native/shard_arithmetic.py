@@ -164,7 +164,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "is called by every process; of an optimizer, torchacc.optim_state_dict(model, optimizer)"
         )
     if kind is Kind.GRADIENTS:
-        from torchacc.engines.native_gradients import gradients
+        from torchacc.engines.native.gradients import gradients
 
         return gradients(*args, **kwargs)
     if kind is Kind.COPY:

@@ -1,4 +1,4 @@
-"""Run by test_device_exchange.py in its own process: a layer on one device, and its program on four."""
+"""Run by test_device_collectives.py in its own process: a layer on one device, and its program on four."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import torch_xla
 from torch import nn
 
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.blocks import Block, Rows
-from torchacc.engines.xla.exchange_device import DeviceExchange
+from torchacc.engines.xla.device_collectives import DeviceExchange
+from torchacc.engines.xla.flat_parameters import Block, Rows
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.parallel.mesh import Mesh
 

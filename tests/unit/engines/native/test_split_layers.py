@@ -3,7 +3,7 @@
 import pytest
 
 from torchacc.config import Config
-from torchacc.engines.native_layers import check
+from torchacc.engines.native.split_layers import check
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import make_plan

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchacc.data.tree import map_tensors
-from torchacc.engines import compat
+from torchacc.engines.patches import torch_patches
+from torchacc.engines.patches.transformers_masks import Answers
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import MADE_TWICE, Gatherer, UnitHooks, edit_is_lost
-from torchacc.engines.xla.masks import Answers
 
 
 class Recompute:
@@ -118,7 +118,7 @@ _running: list[Recompute] = []
 @functools.cache
 def know_checkpoint() -> None:
     """Let PyTorch's `checkpoint()` run on XLA devices, inside of a sharded model and outside."""
-    compat.hold_until_exit(compat.checkpoint_through(_checkpoint))
+    torch_patches.hold_until_exit(torch_patches.checkpoint_through(_checkpoint))
 
 
 def _checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

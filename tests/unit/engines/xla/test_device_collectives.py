@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchacc.engines.xla.exchange_device import DeviceExchange
+from torchacc.engines.xla.device_collectives import DeviceExchange
 from torchacc.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.xla
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xla
 
 @pytest.fixture(scope="module")
 def result():
-    program = Path(__file__).with_name("device_exchange_program.py")
+    program = Path(__file__).with_name("device_collectives_program.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchacc.engines.xla import masks
+from torchacc.engines.patches import transformers_masks
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -33,7 +33,7 @@ def prepare(model: nn.Module, *, partitioned: bool) -> None:
 @contextmanager
 def patches() -> Iterator[None]:
     """Hold the patches of other libraries for one forward."""
-    with _attention_in_one_dtype(), masks.without_questions():
+    with _attention_in_one_dtype(), transformers_masks.without_questions():
         yield
 
 

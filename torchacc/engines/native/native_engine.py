@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines import native_clipping, native_layers, recompute
+from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
-from torchacc.engines.elementwise import is_elementwise
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.meta import materialise_parameters
-from torchacc.engines.norms import keep_precision_of_statistics
-from torchacc.engines.offload import SaveActivationsOnHost
+from torchacc.engines.native import gradient_norm, split_layers
+from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
+from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -82,7 +83,7 @@ class NativeEngine(Engine):
                 "leave it out of the model, or keep it as a buffer (register_buffer)"
             )
         if self.mesh.size("tp") > 1:
-            native_layers.check(model, make_plan(model, self.config, self.mesh))
+            split_layers.check(model, make_plan(model, self.config, self.mesh))
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -194,7 +195,7 @@ class NativeModel(ShardedModel):
         """Move the model to the device and shard its units."""
         self._move_buffers()
         if self.plan.split.size > 1:
-            native_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
+            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         self.install(self.run)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
@@ -203,7 +204,7 @@ class NativeModel(ShardedModel):
             self._shard_unit(unit)
         self._set_prefetch()
         self._take_over_groups()
-        native_clipping.know(self)
+        gradient_norm.know(self)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {
@@ -228,7 +229,7 @@ class NativeModel(ShardedModel):
         # Here and not for the whole model, so that no more than one unit is ever whole.
         materialise_parameters(self.model, unit.parameters, self.engine.device)
         if self.plan.split.size > 1:
-            native_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
+            split_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -246,7 +247,7 @@ class NativeModel(ShardedModel):
         _keep_class_name(module)
 
     def _take_over_groups(self) -> None:
-        from torchacc.engines.native_groups import Groups
+        from torchacc.engines.native.parameter_groups import Groups
 
         self._groups = Groups(self.model, [self.model.get_submodule(unit.name) for unit in self.plan.units])
 
@@ -291,7 +292,7 @@ class NativeModel(ShardedModel):
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
         device = self.engine.device.type
         if self.plan.split.size > 1 and self.model.training:
-            native_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
+            split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
             if self.plan.activations_on_host and device != "cpu":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchacc.engines.xla.blocks import Block
+from torchacc.engines.xla.flat_parameters import Block
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.shards import Reader
 from torchacc.parallel.mesh import Mesh

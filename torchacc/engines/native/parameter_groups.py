@@ -24,8 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
-from torchacc.engines.native_arithmetic import OWNER, install
-from torchacc.engines.native_gradients import know_inputs_of_backward
+from torchacc.engines.native.gradients import know_inputs_of_backward
+from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.errors import EngineError
 
 _TIMES_DATA = "_torchacc_times_data"

@@ -16,13 +16,14 @@ from torchacc.config import Config
 from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors
-from torchacc.engines import compat, recompute
+from torchacc.engines import recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.memory import Memory
-from torchacc.engines.xla import hardware, lowerings, quirks, runtime
-from torchacc.engines.xla.compiles import CompileWatch
+from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
+from torchacc.engines.xla import hardware, runtime
+from torchacc.engines.xla.compile_watch import CompileWatch
 from torchacc.engines.xla.gather import (
     EACH_ITS_OWN,
     Gatherer,
@@ -33,8 +34,8 @@ from torchacc.engines.xla.gather import (
     install_unit,
     replace_parameter,
 )
-from torchacc.engines.xla.optimizer import prime
-from torchacc.engines.xla.recompute import Recompute, know_checkpoint
+from torchacc.engines.xla.initial_state import prime
+from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
 from torchacc.errors import ConfigError, EngineError
@@ -187,7 +188,7 @@ class XlaModel(ShardedModel):
         """By the first of the parameters that are updated together."""
         _keep_numbers_on_device()
         know_checkpoint()
-        lowerings.install()
+        xla_lowerings.install()
 
     def install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
         """Gather a unit's weights around its forward."""
@@ -262,7 +263,7 @@ class XlaModel(ShardedModel):
 
     def patched(self) -> AbstractContextManager[None]:
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
-        return quirks.patches()
+        return model_patches.patches()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
@@ -343,7 +344,7 @@ class XlaModel(ShardedModel):
 
 @functools.cache
 def _keep_numbers_on_device() -> None:
-    compat.hold_until_exit(compat.updates_within(_numbers_on_device))
+    torch_patches.hold_until_exit(torch_patches.updates_within(_numbers_on_device))
 
 
 def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

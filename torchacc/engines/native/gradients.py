@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchacc.engines import compat
-from torchacc.engines.native_arithmetic import OWNER, cut, is_of_model, mean_over_data, whole
+from torchacc.engines.native.shard_arithmetic import OWNER, cut, is_of_model, mean_over_data, whole
+from torchacc.engines.patches import torch_patches
 from torchacc.errors import EngineError
 
 
 @functools.cache
 def know_inputs_of_backward() -> None:
     """Let backward find the parameters that a script names by `inputs`, for as long as the process lives."""
-    compat.hold_until_exit(compat.inputs_of_backward(_with_whole_weights))
+    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_whole_weights))
 
 
 def _with_whole_weights(inputs: Any) -> list[Any]:

@@ -8,8 +8,8 @@ import torch
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
-from torchacc.engines.xla.blocks import Block, Rows
-from torchacc.engines.xla.exchange import BlockGatherer, Exchange, weight_places
+from torchacc.engines.xla.collectives import BlockGatherer, Exchange, weight_places
+from torchacc.engines.xla.flat_parameters import Block, Rows
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
 from torchacc.parallel.mesh import Mesh

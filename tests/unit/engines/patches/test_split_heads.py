@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchacc.engines.xla.attention import HeadsStayApart
+from torchacc.engines.patches.split_heads import HeadsStayApart
 
 HIDDEN = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
 """What the second of three rows does not see."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_ATTENTION = F.scaled_dot_product_attention  # which `quirks.patches()` covers
+_ATTENTION = F.scaled_dot_product_attention  # which `model_patches.patches()` covers
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 

@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 import torch
 
-from torchacc.engines import compat
 from torchacc.engines.base import ShardedModel
+from torchacc.engines.patches import torch_patches
 
 _models: WeakSet[ShardedModel] = WeakSet()
 
@@ -26,8 +26,8 @@ def know(model: ShardedModel) -> None:
 
 @functools.cache
 def _hold() -> None:
-    if compat.knows_clipping():
-        compat.hold_until_exit(compat.total_norm_over_shards(_checked_norm))
+    if torch_patches.knows_clipping():
+        torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_checked_norm))
 
 
 def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

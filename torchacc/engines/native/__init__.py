@@ -1,0 +1,1 @@
+"""The native engine: PyTorch's FSDP2."""
