@@ -15,9 +15,9 @@ from torchacc.api import state_dict as state_dict
 from torchacc.api import sync as sync
 from torchacc.checkpoint.interop.saving import load as load
 from torchacc.checkpoint.interop.saving import save as save
-from torchacc.checkpoint.state import FullStateDictConfig as FullStateDictConfig
-from torchacc.checkpoint.state import StateDictType as StateDictType
-from torchacc.checkpoint.state import TensorShard as TensorShard
+from torchacc.checkpoint.model_state import FullStateDictConfig as FullStateDictConfig
+from torchacc.checkpoint.model_state import StateDictType as StateDictType
+from torchacc.checkpoint.model_state import TensorShard as TensorShard
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
 from torchacc.engines.compile_report import CompileReport as CompileReport

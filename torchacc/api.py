@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchacc import arguments, data
-from torchacc.checkpoint import optimizer_state, state
-from torchacc.checkpoint.state import FullStateDictConfig, StateDictType
+from torchacc.checkpoint import model_state, optimizer_state
+from torchacc.checkpoint.model_state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
 from torchacc.engines import deferred, failure, registry
 from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
@@ -143,7 +143,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
     Returns:
         Original name -> tensor, tied names included; one copy of the model.
     """
-    return state.full_state_dict(sharded_model(model), rank0_only=rank0_only, cpu_offload=cpu_offload)
+    return model_state.full_state_dict(sharded_model(model), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
 def state_dict(
@@ -163,10 +163,10 @@ def state_dict(
     """
     sharded, config = sharded_model(model), config or FullStateDictConfig()
     if state_dict_type is StateDictType.FULL_STATE_DICT:
-        return state.full_state_dict(sharded, rank0_only=config.rank0_only, cpu_offload=config.offload_to_cpu)
+        return model_state.full_state_dict(sharded, rank0_only=config.rank0_only, cpu_offload=config.offload_to_cpu)
     if state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return state.sharded_state_dict(sharded)
-    return state.local_state_dict(sharded)
+        return model_state.sharded_state_dict(sharded)
+    return model_state.local_state_dict(sharded)
 
 
 def optim_state_dict(
@@ -272,10 +272,10 @@ def _attach(sharded: ShardedModel) -> None:
     model.register_forward_pre_hook(sharded.check_usable, prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
     for module in model.modules():
-        module.register_state_dict_post_hook(functools.partial(state.note_shards, sharded))
+        module.register_state_dict_post_hook(functools.partial(model_state.note_shards, sharded))
     methods: dict[str, Callable[..., Any]] = {
-        "load_state_dict": state.load_state_dict,
-        "get_shard_metadata": state.shard_metadata,
+        "load_state_dict": model_state.load_state_dict,
+        "get_shard_metadata": model_state.shard_metadata,
         "sharded_optim_state_dict": optimizer_state.sharded_optim_state_dict,
         "full_optim_state_dict": optimizer_state.full_optim_state_dict,
         "optim_state_dict_to_load": optimizer_state.optim_state_dict_to_load,

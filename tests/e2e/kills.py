@@ -102,7 +102,7 @@ def digest_of(model: Any, optimizer: Any) -> str:
     """Return a checksum of all that this process holds of the weights and of the optimizer's state."""
     import xxhash
 
-    from torchacc.checkpoint import state
+    from torchacc.checkpoint import model_state
     from torchacc.engines.base import sharded_model
 
     sharded = sharded_model(model)
@@ -112,7 +112,7 @@ def digest_of(model: Any, optimizer: Any) -> str:
         for parameter in group["params"]:
             entries = optimizer.state[parameter]
             for tensor in (parameter, *(entries[key] for key in sorted(entries))):
-                found.update(state.to_host(sharded, tensor).detach().contiguous().numpy().tobytes())
+                found.update(model_state.to_host(sharded, tensor).detach().contiguous().numpy().tobytes())
     sharded.engine.set_random_state(drawn)
     return found.hexdigest()
 

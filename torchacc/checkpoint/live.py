@@ -17,9 +17,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from torchacc.checkpoint import hub, optimizer_state, plain, state
-from torchacc.checkpoint.calls import path_first
-from torchacc.checkpoint.contents import (
+from torchacc.checkpoint import hf, model_state, optimizer_state
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.commit import FolderWriter
+from torchacc.checkpoint.format.manifest import as_bytes, token_of
+from torchacc.checkpoint.format.safetensors_files import Slot
+from torchacc.checkpoint.interop.forged import check_alike, check_random_states, making_sense
+from torchacc.checkpoint.save_plan import (
     Contents,
     Other,
     indices,
@@ -27,12 +32,8 @@ from torchacc.checkpoint.contents import (
     pretrained_files,
     random_state,
 )
-from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.interop.forged import check_alike, check_random_states, making_sense
-from torchacc.checkpoint.manifest import as_bytes, token_of
 from torchacc.checkpoint.staging import BackgroundCopy, Run, Staging
-from torchacc.checkpoint.tensor_files import Slot
-from torchacc.checkpoint.writing import FolderWriter
+from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -367,7 +368,7 @@ def _planned(sharded: ShardedModel, folder: Folder, optimizer: Any, scheduler: A
             f"{folder.path} was saved with the scheduler {saved_class}, and this one is {type(scheduler).__name__}: "
             "load without it, or make the one that it was saved with"
         )
-    modules = state.extra_states(sharded.model)
+    modules = model_state.extra_states(sharded.model)
     differing = modules.keys() ^ state_of.get("modules", {}).keys()
     if differing:
         raise CheckpointError(
@@ -387,7 +388,7 @@ class _Unplaced(NamedTuple):
 
     parameter: nn.Parameter
     local_shard: LocalShard
-    tensors: Mapping[str, hub.Stored]
+    tensors: Mapping[str, hf.Stored]
     dtype: torch.dtype
 
 
@@ -410,10 +411,10 @@ class _Reader:
         self._sharded = sharded
         self._described = described
         self._modules = modules
-        self._tensors = hub.find(sharded, folder)
+        self._tensors = hf.find(sharded, folder)
         self._filled: list[torch.Tensor] = []
         self._unassigned: list[tuple[nn.Parameter, LocalShard]] = []
-        self._conversions: list[tuple[memoryview, torch.dtype, hub.Stored, int]] = []
+        self._conversions: list[tuple[memoryview, torch.dtype, hf.Stored, int]] = []
         self._groups: list[dict[str, Any]] = []
         self._entries: dict[int, dict[str, Any]] = {}
         self._random_states: list[dict[str, Any]] = []
@@ -439,17 +440,17 @@ class _Reader:
     @torch.no_grad()
     def plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan to read an optimizer's state."""
-        described = plain.decode(self._described["optimizer.json"], self._state_tensors)
+        described = json_codec.decode(self._described["optimizer.json"], self._state_tensors)
         for own, group in zip(optimizer.param_groups, described["groups"], strict=False):
             own = {name: value for name, value in own.items() if name not in ("params", "param_names")}
             check_alike(self.folder.path / "optimizer.json", "optimizer", own, group)
         groups = optimizer_state.match_groups(
             self._sharded, optimizer, [group["parameters"] for group in described["groups"]]
         )
-        stored: dict[str, dict[str, hub.Plain]] = {}
+        stored: dict[str, dict[str, hf.Plain]] = {}
         for full_name, slot in self.folder.optimizer.items():
             name, _, key = full_name.rpartition("/")
-            stored.setdefault(name, {})[key] = hub.Plain(self.folder, full_name, slot)
+            stored.setdefault(name, {})[key] = hf.Plain(self.folder, full_name, slot)
         ids = itertools.count()
         for group, saved in zip(groups, described["groups"], strict=True):
             own_ids = list(itertools.islice(ids, len(group)))
@@ -464,14 +465,14 @@ class _Reader:
         self.folder.carry_out()
         conversions, self._conversions = self._conversions, []
         for conversion in conversions:
-            hub.read_into(*conversion)
+            hf.read_into(*conversion)
 
     def load_model(self) -> None:
         """Load parameters that are not in memory at hand, and persistent buffers."""
         torch.autograd.graph.increment_version(self._filled)  # of which a read into memory does not tell autograd
         for parameter, local_shard in self._unassigned:
             self._sharded.assign(parameter, self._read(local_shard, self._tensors, parameter.dtype))
-        for name, buffer in state.buffer_slots(self._sharded.model):
+        for name, buffer in model_state.buffer_slots(self._sharded.model):
             if name in self._tensors:
                 buffer.copy_(self._tensors[name].read().view(buffer.shape).to(buffer.dtype))
 
@@ -489,7 +490,7 @@ class _Reader:
         if "state.json" not in self._described:
             return
         path = self.folder.path / "state.json"
-        self._other = plain.decode(self._described["state.json"], self._state_tensors)
+        self._other = json_codec.decode(self._described["state.json"], self._state_tensors)
         check_random_states(path, self._other["random"])
         self._other["extra"], [self._other["modules"][name] for name in self._modules]
         for part, name in ((scheduler, "scheduler"), (loader, "loader")):
@@ -509,7 +510,7 @@ class _Reader:
         self._random_states = self._other["random"]
         return self._other["extra"]
 
-    def _read(self, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, local_shard: LocalShard, tensors: Mapping[str, hf.Stored], dtype: torch.dtype) -> torch.Tensor:
         """Return what this process holds of tensors, flat."""
         local = torch.empty(sum(piece.numel for piece in local_shard.slices), dtype=dtype)
         self._plan_read(local, local_shard, tensors)
@@ -517,14 +518,14 @@ class _Reader:
         return local
 
     def _plan_read(
-        self, local: torch.Tensor, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], *, is_new: bool = False
+        self, local: torch.Tensor, local_shard: LocalShard, tensors: Mapping[str, hf.Stored], *, is_new: bool = False
     ) -> None:
         """Plan to fill a host tensor with what this process holds of tensors, cast to its dtype."""
         memory, dtype = as_bytes(local), local.dtype
         for piece in local_shard.slices:
             run = memory[piece.offset * dtype.itemsize : (piece.offset + piece.numel) * dtype.itemsize]
             stored = tensors[piece.name]
-            if isinstance(stored, hub.Plain) and stored.dtype == dtype:
+            if isinstance(stored, hf.Plain) and stored.dtype == dtype:
                 self.folder.plan_read(run, stored.name, stored.slot, piece.start, is_new=is_new)
             else:
                 self._conversions.append((run, dtype, stored, piece.start))
@@ -532,7 +533,7 @@ class _Reader:
     def _plan_entries(
         self,
         parameter: nn.Parameter,
-        stored: Mapping[str, dict[str, hub.Plain]],
+        stored: Mapping[str, dict[str, hf.Plain]],
         values: Mapping[str, dict[str, Any]],
         present: Mapping[str, Any],
     ) -> dict[str, Any]:
@@ -545,21 +546,21 @@ class _Reader:
         for key in members[0]:
             entries = [member[key] for member in members]
             if all(
-                isinstance(e, hub.Plain) and e.shape == shape != () for e, shape in zip(entries, shapes, strict=True)
+                isinstance(e, hf.Plain) and e.shape == shape != () for e, shape in zip(entries, shapes, strict=True)
             ):
                 tensors = dict(zip(local_shard.names, entries, strict=True))
                 found[key] = self._plan_state(parameter, local_shard, tensors, present.get(key))
             elif len(entries) == 1:
-                found[key] = self._plan_whole(entries[0]) if isinstance(entries[0], hub.Plain) else entries[0]
+                found[key] = self._plan_whole(entries[0]) if isinstance(entries[0], hf.Plain) else entries[0]
             else:
-                first, *others = [e.read_whole() if isinstance(e, hub.Plain) else e for e in entries]
+                first, *others = [e.read_whole() if isinstance(e, hf.Plain) else e for e in entries]
                 if any(optimizer_state.differ(first, other) for other in others):
                     raise CheckpointError(optimizer_state.flattened_apart(local_shard, f"values of {key!r}"))
                 found[key] = first
         return found
 
     def _plan_state(
-        self, parameter: nn.Parameter, local_shard: LocalShard, tensors: Mapping[str, hub.Stored], present: Any
+        self, parameter: nn.Parameter, local_shard: LocalShard, tensors: Mapping[str, hf.Stored], present: Any
     ) -> Any:
         """Return a state that lies like a parameter: the present one where that can be filled, or a new one."""
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in tensors.values()))
@@ -574,14 +575,14 @@ class _Reader:
         self._plan_read(memory, local_shard, tensors, is_new=is_new)
         return present
 
-    def _plan_whole(self, stored: hub.Plain) -> torch.Tensor:
+    def _plan_whole(self, stored: hf.Plain) -> torch.Tensor:
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         self.folder.plan_read(as_bytes(whole), stored.name, stored.slot)
         return whole
 
     @functools.cached_property
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: hub.Plain(self.folder, name, slot).read_whole() for name, slot in self.folder.state.items()}
+        return {name: hf.Plain(self.folder, name, slot).read_whole() for name, slot in self.folder.state.items()}
 
     def set_random_state(self) -> None:
         """Put this process's random states where they were. Comes last, as whatever is run moves XLA's seed."""

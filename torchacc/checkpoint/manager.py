@@ -20,11 +20,10 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint import live
-from torchacc.checkpoint.calls import path_first
-from torchacc.checkpoint.manifest import MANIFEST, read_manifest
-from torchacc.checkpoint.owner import FolderLock
-from torchacc.checkpoint.removal import foreign_names, listed, remove
-from torchacc.checkpoint.settling import settle
+from torchacc.checkpoint.format.locks import FolderLock
+from torchacc.checkpoint.format.manifest import MANIFEST, read_manifest
+from torchacc.checkpoint.format.removal import foreign_names, listed, remove, settle
+from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.checkpoint import state
+from torchacc.checkpoint import model_state
+from torchacc.checkpoint.model_state import TensorShard, local_shard_of
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import LocalShard, TensorSlice
@@ -24,7 +25,7 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
         CheckpointError: The optimizer holds a parameter that is not the model's.
     """
     return [
-        _in_order(sharded, [state.local_shard_of(sharded, parameter) for parameter in group["params"]])
+        _in_order(sharded, [local_shard_of(sharded, parameter) for parameter in group["params"]])
         for group in optimizer.param_groups
     ]
 
@@ -60,8 +61,8 @@ def whole_optim_state_dict(
         for own_id, (parameter, local_shard) in zip(group["params"], members, strict=True):
             for key, value in own["state"].get(own_id, {}).items():
                 if is_laid_out_like(parameter, value):
-                    parts: dict[str, Any] = state.gathered(sharded, local_shard, value, rank0_only=rank0_only)
-                    parts = {name: state.moved(sharded, part, cpu_offload) for name, part in parts.items()}
+                    parts: dict[str, Any] = model_state.gathered(sharded, local_shard, value, rank0_only=rank0_only)
+                    parts = {name: model_state.moved(sharded, part, cpu_offload) for name, part in parts.items()}
                 else:
                     parts = {name: _own_copy(sharded, value) for name in local_shard.names}
                 for name, part in parts.items():
@@ -78,13 +79,13 @@ def whole_optim_state_dict(
 def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
     sharded.check_optimizer(optimizer)
-    state.refuse_split(sharded, "an optimizer's state in shards")
+    model_state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        local_shard = state.local_shard_of(sharded, parameter)
+        local_shard = local_shard_of(sharded, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             parts: dict[str, Any] = (
-                state.cut_up(sharded, local_shard, value)
+                model_state.cut_up(sharded, local_shard, value)
                 if is_laid_out_like(parameter, value)
                 else {name: _own_copy(sharded, value) for name in local_shard.names}
             )
@@ -119,7 +120,7 @@ def optim_state_dict_to_load(
     held = [
         _holding_and_entries(sharded, parameter, by_key) for g in optimizer.param_groups for parameter in g["params"]
     ]
-    is_local = state.are_local(
+    is_local = model_state.are_local(
         [(local_shard, parts) for local_shard, entries in held for parts in entries.values() if _are_tensors(parts)]
     )
     found: dict[int, dict[str, Any]] = {}
@@ -152,14 +153,17 @@ def with_metadata(
         for parameter in sharded.local_shards:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_laid_out_like(parameter, value):
-                    state.shards[value] = (sharded, parameter)
+                    model_state.shards[value] = (sharded, parameter)
     if len(models) != 1 or not holds_only(models[0], optimizer):
         return own
     groups = [
-        {**given, "param_names": [state.local_shard_of(models[0], parameter).key for parameter in group["params"]]}
+        {
+            **given,
+            "param_names": [local_shard_of(models[0], parameter).key for parameter in group["params"]],
+        }
         for given, group in zip(own["param_groups"], optimizer.param_groups, strict=True)
     ]
-    return {**own, "param_groups": groups, "shard_metadata": state.shard_metadata(models[0])}
+    return {**own, "param_groups": groups, "shard_metadata": model_state.shard_metadata(models[0])}
 
 
 def holds_only(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> bool:
@@ -219,7 +223,7 @@ def _in_order(sharded: ShardedModel, local_shards: Sequence[LocalShard]) -> list
 
 
 def _own_copy(sharded: ShardedModel, value: Any) -> Any:
-    return state.to_host(sharded, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return model_state.to_host(sharded, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +236,7 @@ def _saved_by_key(
 ) -> dict[str, dict[str, Any]]:
     """Return the saved state of each parameter by its key, or by its original names."""
     own_names = optimizer_names(sharded, optimizer)
-    own_keys = [[state.local_shard_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
+    own_keys = [[local_shard_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
     groups = saved["param_groups"]
     if len(groups) != len(own_names):
         raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
@@ -257,7 +261,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
             "param_groups": saved["param_groups"],
             "state": {
                 own: {
-                    key: state.TensorShard(TensorSlice("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
+                    key: TensorShard(TensorSlice("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
                     if isinstance(value, torch.Tensor) and value.dim()
                     else value
                     for key, value in entry.items()
@@ -273,7 +277,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
     }
     for own, entry in received["state"].items():
         for key, value in entry.items():
-            if isinstance(value, state.TensorShard):
+            if isinstance(value, TensorShard):
                 whole = saved["state"][own][key] if skeleton is not None else None
                 if whole is None:
                     whole = torch.empty(value.piece.shape, dtype=value.data.dtype)
@@ -283,7 +287,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
                     continue
                 name = names.get(own, "")
                 piece = pieces.get(name, TensorSlice(name, value.piece.shape, 0, 0))
-                entry[key] = state.TensorShard(piece, flat[piece.start : piece.stop].clone())
+                entry[key] = TensorShard(piece, flat[piece.start : piece.stop].clone())
     return received
 
 
@@ -312,15 +316,13 @@ def _entries_of(
 def _holding_and_entries(
     sharded: ShardedModel, parameter: nn.Parameter, by_key: Mapping[str, Mapping[str, Any]]
 ) -> tuple[LocalShard, dict[str, dict[str, Any]]]:
-    local_shard = state.local_shard_of(sharded, parameter)
+    local_shard = local_shard_of(sharded, parameter)
     return local_shard, _entries_of(sharded, local_shard, by_key)
 
 
 def _are_tensors(parts: Mapping[str, Any]) -> bool:
     """Return whether the values are tensors with dimensions, in place of a step or another number."""
-    return all(
-        isinstance(v, state.TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values()
-    )
+    return all(isinstance(v, TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values())
 
 
 def _laid_out(
@@ -330,7 +332,7 @@ def _laid_out(
     local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
     if _are_tensors(parts) and not _is_of_another_shape(sharded, local_shard, first):
-        return sharded.place(parameter, state.cut(sharded, local_shard, parts, is_local))
+        return sharded.place(parameter, model_state.cut(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
@@ -338,7 +340,7 @@ def _laid_out(
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of whole rows or columns, where there are whole ones."""
-    if isinstance(value, state.TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
         return False
     shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))

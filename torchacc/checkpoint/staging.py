@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchacc.checkpoint.manifest import as_bytes
-from torchacc.checkpoint.tensor_files import Slot
+from torchacc.checkpoint.format.manifest import as_bytes
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.errors import CheckpointError
 
 _SAMPLED = 64

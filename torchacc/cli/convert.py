@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchacc.checkpoint.forms import form_of
+from torchacc.checkpoint.format.locks import clear_unfinished
+from torchacc.checkpoint.formats import form_of
 from torchacc.checkpoint.interop.consolidate import Output
 from torchacc.checkpoint.interop.convert import plan_consolidation, plan_conversion
 from torchacc.checkpoint.interop.dcp_convert import export_dcp, import_dcp
-from torchacc.checkpoint.owner import clear_unfinished
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError, printable

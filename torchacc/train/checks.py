@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.format.checkpoint_folder import Folder
 from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
 from torchacc.errors import CheckpointError, ConfigError, DataError, shown

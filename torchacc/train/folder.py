@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchacc.checkpoint.removal import listed
+from torchacc.checkpoint.format.removal import listed
 from torchacc.config.text_file import read_json
 from torchacc.errors import ConfigError, shown
 from torchacc.logging import get_logger

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from torchacc.checkpoint.removal import foreign_names, listed, remove
+from torchacc.checkpoint.format.removal import foreign_names, listed, remove
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)

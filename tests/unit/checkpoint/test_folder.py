@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint import writing
-from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.manifest import as_bytes, locate, read_manifest, render_manifest
-from torchacc.checkpoint.settling import settle
-from torchacc.checkpoint.tensor_files import plan_safetensors, read_slots, safetensors_index
-from torchacc.checkpoint.writing import FolderWriter
+from torchacc.checkpoint.format import commit
+from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.commit import FolderWriter
+from torchacc.checkpoint.format.manifest import as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.format.removal import settle
+from torchacc.checkpoint.format.safetensors_files import plan_safetensors, read_slots, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
@@ -254,7 +254,7 @@ def test_a_folder_that_cannot_be_made_whole_is_removed(tmp_path, monkeypatch):
     def refuse(path, header, nbytes):
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(writing, "preallocate", refuse)
+    monkeypatch.setattr(commit, "preallocate", refuse)
     with pytest.raises(CheckpointError, match="c: a checkpoint cannot be written here: File too large"):
         FolderWriter(tmp_path / "c", "t", 0, 1).prepare({"model.safetensors": (b"", 8)})
     assert not list(tmp_path.iterdir())

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchacc
 from torchacc.checkpoint import live
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
+from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.checkpoint.interop.convert import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.interop.copying import carry_out
-from torchacc.checkpoint.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.errors import CheckpointError, ConfigError, DataError
 
 OURS = (CheckpointError, ConfigError, DataError)

@@ -14,8 +14,8 @@ from torch import nn
 
 import torchacc
 from tests import forkrun
-from torchacc.checkpoint import hub
-from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint import hf
+from torchacc.checkpoint.format.checkpoint_folder import Folder
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 
@@ -237,9 +237,9 @@ class TestIntoAShardedModel:
     def test_only_what_one_tensor_is_made_of_is_read_at_once(self, tmp_path, monkeypatch):
         make("mixtral").save_pretrained(tmp_path)
         events = []
-        read, run = Folder.read, hub._Conversion.run
+        read, run = Folder.read, hf._Conversion.run
         monkeypatch.setattr(Folder, "read", lambda self, key, *args: (events.append(key), read(self, key, *args))[1])
-        monkeypatch.setattr(hub._Conversion, "run", lambda self, *args: (events.append(self), run(self, *args))[1])
+        monkeypatch.setattr(hf._Conversion, "run", lambda self, *args: (events.append(self), run(self, *args))[1])
         sharded = accelerate(make("mixtral", meta=True))
         torchacc.checkpoint.load(tmp_path, model=sharded)
         conversions = {event for event in events if not isinstance(event, str)}
@@ -417,7 +417,7 @@ class TestUnknownInternals:
     @pytest.fixture(params=["version", "signature"])
     def unknown(self, request, monkeypatch):
         if request.param == "version":
-            monkeypatch.setattr(hub, "_CONVERSIONS", SpecifierSet("<5"))
+            monkeypatch.setattr(hf, "_CONVERSIONS", SpecifierSet("<5"))
         else:
             monkeypatch.setattr(core_model_loading, "rename_source_key", lambda source_key, mapping: None)
 

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchacc
-from torchacc.checkpoint import CheckpointManager, live, owner, settling
+from torchacc.checkpoint import CheckpointManager, live
 from torchacc.checkpoint import manager as manager_module
+from torchacc.checkpoint.format import locks, removal
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError
 
@@ -508,7 +509,7 @@ def test_a_run_that_is_still_saving_completes_nothing_that_is_being_removed(tmp_
     run.train(until=1)
     pending = live.snapshot(tmp_path / "step-00000001", model=run.model)
     seen = []
-    monkeypatch.setattr(settling, "remove", lambda path, **_: seen.append(path.name))  # it takes its time
+    monkeypatch.setattr(removal, "remove", lambda path, **_: seen.append(path.name))  # it takes its time
     Run(tmp_path)  # as one that is started while the last one is still at it
     with pytest.raises(CheckpointError, match="step-00000001 was not saved"):
         pending.write()
@@ -575,7 +576,7 @@ def test_what_lies_in_the_folder_of_a_dead_save_stays(tmp_path, caplog):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from torchacc.checkpoint.owner import FolderLock
+from torchacc.checkpoint.format.locks import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)
@@ -584,7 +585,7 @@ time.sleep(60)
 
 
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "_PATIENCE_SECS", 0.2)
+    monkeypatch.setattr(locks, "_PATIENCE_SECS", 0.2)
     other = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
@@ -604,11 +605,11 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, monkeypatch
 
 
 def test_only_what_a_dead_process_of_this_machine_has_made_is_abandoned():
-    token = owner.new_token()
-    assert not owner.is_abandoned(token)
+    token = locks.new_token()
+    assert not locks.is_abandoned(token)
     machine = token.partition("-")[0]
     ended = subprocess.Popen(["true"])
     ended.wait()
-    assert owner.is_abandoned(f"{machine}-{ended.pid}-0badc0de")
-    assert not owner.is_abandoned(f"00000000-{ended.pid}-0badc0de")
-    assert not owner.is_abandoned("0badc0de")
+    assert locks.is_abandoned(f"{machine}-{ended.pid}-0badc0de")
+    assert not locks.is_abandoned(f"00000000-{ended.pid}-0badc0de")
+    assert not locks.is_abandoned("0badc0de")

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import torchacc
-from torchacc.checkpoint import live, owner
+from torchacc.checkpoint import live
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
+from torchacc.checkpoint.format import locks
+from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.checkpoint.interop.consolidate import Output
 from torchacc.checkpoint.interop.convert import plan_consolidation
 from torchacc.checkpoint.interop.copying import carry_out
-from torchacc.checkpoint.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.errors import CheckpointError
 
 
@@ -299,7 +300,7 @@ def test_the_litter_of_a_killed_conversion_is_removed_and_nothing_else(tmp_path)
     torchacc.save(rank_file, tmp_path, master_only=False)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    machine = owner.new_token().partition("-")[0]
+    machine = locks.new_token().partition("-")[0]
     (tmp_path / f".model.pth.{machine}-{ended.pid}-0badc0de.incomplete").touch()
     kept = {
         f".model.pth.{machine}-{os.getpid()}-0badc0de.incomplete",

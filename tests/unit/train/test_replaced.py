@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchacc.checkpoint.manifest import digest, render_manifest
+from torchacc.checkpoint.format.manifest import digest, render_manifest
 from torchacc.errors import ConfigError
 from torchacc.train.folder import check_folder, drop_replaced, mark_finished, take_folder
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.guarded import read_regular
+from torchacc.checkpoint.format.regular_files import read_regular
+from torchacc.checkpoint.format.safetensors_files import Slot, plan_safetensors, safetensors_index
 from torchacc.checkpoint.interop.copying import Copy, NewFile, Plan, PthFile, SafetensorsFile, SmallFile
 from torchacc.checkpoint.interop.optimizer_files import OptimizerState, read_optimizer
 from torchacc.checkpoint.interop.pth import Blank
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded
-from torchacc.checkpoint.tensor_files import Slot, plan_safetensors, safetensors_index
 from torchacc.errors import CheckpointError
 
 _CONFIG = "config.json"

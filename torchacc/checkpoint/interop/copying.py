@@ -21,12 +21,12 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.crc import Crc
-from torchacc.checkpoint.guarded import open_regular
+from torchacc.checkpoint.format.locks import clear_unfinished, unfinished
+from torchacc.checkpoint.format.manifest import sync_folder
+from torchacc.checkpoint.format.regular_files import open_regular
+from torchacc.checkpoint.format.safetensors_files import Layout, Slot, preallocate, read_exactly, write_exactly
 from torchacc.checkpoint.interop.pth import Blank, Written, blanks_in, create_pth, damaged_record, seal_pth
-from torchacc.checkpoint.manifest import sync_folder
-from torchacc.checkpoint.owner import clear_unfinished, unfinished
 from torchacc.checkpoint.records import RecordChecks, Run, damaged
-from torchacc.checkpoint.tensor_files import Layout, Slot, preallocate, read_exactly, write_exactly
 from torchacc.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20

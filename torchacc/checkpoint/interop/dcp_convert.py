@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint import plain
-from torchacc.checkpoint.contents import MAX_SHARD_SIZE, Tensors, indices
-from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.commit import FolderWriter
+from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished, unfinished
+from torchacc.checkpoint.format.manifest import sync_folder
+from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors
 from torchacc.checkpoint.interop.consolidate import pretrained_files, tied_head
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, DcpWriter
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.live import Pending
-from torchacc.checkpoint.manifest import sync_folder
-from torchacc.checkpoint.owner import clear_unfinished, remove_unfinished, unfinished
-from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors
-from torchacc.checkpoint.writing import FolderWriter
+from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, Tensors, indices
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
@@ -119,7 +119,7 @@ def import_dcp(
             "groups": contents.optimizer.groups,
             "values": contents.optimizer.values,
         }
-        files["optimizer.json"] = (json.dumps(plain.encode(described, tensors, "optimizer")) + "\n").encode()
+        files["optimizer.json"] = (json.dumps(json_codec.encode(described, tensors, "optimizer")) + "\n").encode()
     layouts: dict[str, Layout] = {}
     for stem, keys in stems.items():
         layouts |= plan_safetensors(_shapes(folder, keys), stem, max_shard_size)
@@ -144,7 +144,7 @@ def _export_optimizer(folder: Folder, writer: DcpWriter, boxes: _Boxes) -> None:
         name, _, key = stored.rpartition("/")
         writer.add_tensor([("optim", "state", name, key)], slot.dtype, slot.shape, boxes(stored, slot))
     tensors = {name: folder.read(name, slot).view(slot.shape) for name, slot in folder.state.items()}
-    described = plain.decode(folder.read_json("optimizer.json"), tensors)
+    described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
     for name, values in described["values"].items():
         for key, value in values.items():
             _add(writer, [("optim", "state", name, key)], value)

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from typing_extensions import Buffer, override
 
-from torchacc.checkpoint.guarded import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
+from torchacc.checkpoint.format.manifest import sync_folder
+from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
 from torchacc.checkpoint.interop.pth import verify_records
-from torchacc.checkpoint.manifest import sync_folder
 from torchacc.errors import CheckpointError
 
 METADATA = ".metadata"

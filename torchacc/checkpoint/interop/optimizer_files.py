@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.checkpoint.interop.rank_files import Block, RankFiles, Sharded
-from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 
 

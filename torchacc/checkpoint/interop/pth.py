@@ -15,8 +15,8 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.crc import Crc
-from torchacc.checkpoint.guarded import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
-from torchacc.checkpoint.tensor_files import Slot
+from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.errors import CheckpointError
 
 

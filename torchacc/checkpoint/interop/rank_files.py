@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.guarded import open_regular
+from torchacc.checkpoint.format.regular_files import open_regular
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.checkpoint.interop.pth import read_pth
-from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 from torchacc.parallel.sharding import LocalShard

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.checkpoint import optimizer_state, state
-from torchacc.checkpoint.guarded import open_regular
+from torchacc.checkpoint import model_state, optimizer_state
+from torchacc.checkpoint.format.locks import clear_unfinished, unfinished
+from torchacc.checkpoint.format.manifest import as_bytes, digest
+from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.interop.pth import read_pth, verify_records
-from torchacc.checkpoint.manifest import as_bytes, digest
-from torchacc.checkpoint.owner import clear_unfinished, unfinished
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -112,7 +112,7 @@ def _is_sharded(tree: Any) -> bool:
     if any(_says_sharded(part) for part in _mappings(tree)):
         return True
     tensors = _tensors(tree)
-    owners = map(state.shard_of, tensors)
+    owners = map(model_state.shard_of, tensors)
     return any(hasattr(tensor, "to_local") for tensor in tensors) or any(
         owner is not None and owner[0].num_shards > 1 for owner in owners
     )
@@ -126,14 +126,14 @@ def _says_sharded(part: Mapping[Any, Any]) -> bool:
 
 def _check_usable(tree: Any) -> None:
     for tensor in _tensors(tree):
-        if (owner := state.shard_of(tensor)) is not None:
+        if (owner := model_state.shard_of(tensor)) is not None:
             owner[0].check_usable()
 
 
 def _refuse_split(tree: Any) -> None:
     for tensor in _tensors(tree):
-        if (owner := state.shard_of(tensor)) is not None:
-            state.refuse_split(owner[0], "a file for each rank")
+        if (owner := model_state.shard_of(tensor)) is not None:
+            model_state.refuse_split(owner[0], "a file for each rank")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -145,7 +145,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _refuse_loss(tree: Any) -> None:
     """Refuse what is said, or can be seen, to be a part of something, and cannot be put together."""
     for tensor in _tensors(tree):
-        if hasattr(tensor, "to_local") and state.shard_of(tensor) is None:
+        if hasattr(tensor, "to_local") and model_state.shard_of(tensor) is None:
             raise CheckpointError(f"a DTensor of shape {tuple(tensor.shape)} {_UNKNOWN}")
     for part in _mappings(tree):
         if _says_sharded(part):
@@ -162,7 +162,7 @@ _UNKNOWN = (
 
 def _may_be_shard(tensor: torch.Tensor) -> bool:
     """Return whether a tensor that is not put together could be a part of something: neither a buffer nor a number."""
-    known = state.shard_of(tensor) is not None or state.is_buffer(tensor)
+    known = model_state.shard_of(tensor) is not None or model_state.is_buffer(tensor)
     return tensor.dim() > 0 and tensor.is_floating_point() and not known
 
 
@@ -219,9 +219,9 @@ def _older_sets(target: Path, job: Job) -> list[Path]:
 
 def _on_host(tree: Any) -> Any:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        owner = state.shard_of(tensor)
+        owner = model_state.shard_of(tensor)
         if owner is not None:
-            return state.to_host(owner[0], tensor)
+            return model_state.to_host(owner[0], tensor)
         return tensor.detach().cpu()
 
     return map_tensors(copied, tree)
@@ -249,7 +249,7 @@ def _whole(tree: Any) -> Any:
             return _whole_optimizer(tree)
         found: dict[Any, Any] = {}
         for key, value in tree.items():
-            owner = state.shard_of(value) if isinstance(value, torch.Tensor) else None
+            owner = model_state.shard_of(value) if isinstance(value, torch.Tensor) else None
             if owner is not None:
                 found |= _whole_weights(*owner, key, value)
             elif key != _METADATA:
@@ -257,7 +257,7 @@ def _whole(tree: Any) -> Any:
         return found
     if isinstance(tree, list | tuple):
         return type(tree)(map(_whole, tree))
-    if isinstance(tree, torch.Tensor) and state.shard_of(tree) is not None:
+    if isinstance(tree, torch.Tensor) and model_state.shard_of(tree) is not None:
         raise CheckpointError("a single shard has no name to be put together by: save the model's whole state_dict()")
     return _on_host(tree)
 
@@ -265,7 +265,7 @@ def _whole(tree: Any) -> Any:
 def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
     """Return what a shard of a model's state is a part of, by its key, or of a flat one by all original names."""
     local_shard = sharded.local_shards[parameter]
-    parts = state.gathered(sharded, local_shard, shard, rank0_only=True)
+    parts = model_state.gathered(sharded, local_shard, shard, rank0_only=True)
     if local_shard.names == (local_shard.key,):
         return dict.fromkeys([key], *parts.values()) if parts else {}
     names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
@@ -274,7 +274,7 @@ def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, sha
 
 def _whole_optimizer(own: Mapping[str, Any]) -> Any:
     values = [value for entry in own["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    models = {owner[0] for owner in map(state.shard_of, values) if owner is not None}
+    models = {owner[0] for owner in map(model_state.shard_of, values) if owner is not None}
     if len(models) == 1:
         return optimizer_state.whole_optim_state_dict(models.pop(), own, rank0_only=True)
     return {key: value for key, value in own.items() if key != _METADATA}

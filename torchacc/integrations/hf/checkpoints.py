@@ -14,10 +14,10 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, _is_peft_model, sort_checkpoints
 
 from torchacc import api
-from torchacc.checkpoint import live, state
-from torchacc.checkpoint.contents import random_state
-from torchacc.checkpoint.manifest import MANIFEST
-from torchacc.checkpoint.settling import settle
+from torchacc.checkpoint import live, model_state
+from torchacc.checkpoint.format.manifest import MANIFEST
+from torchacc.checkpoint.format.removal import settle
+from torchacc.checkpoint.save_plan import random_state
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -70,7 +70,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for parameter, local_shard in sharded.local_shards.items():
         if parameter.requires_grad or any(adapters.intersection(name.split(".")) for name in local_shard.names):
-            weights |= state.gathered(sharded, local_shard, parameter, rank0_only=True)
+            weights |= model_state.gathered(sharded, local_shard, parameter, rank0_only=True)
     return weights
 
 
@@ -125,7 +125,7 @@ def _save_adapters(folder: Path, run: Run, tokenizer: Any, extra: Any) -> None:
     drawn = random_state(sharded)  # comes first: to fetch tensors moves XLA's seed
     draws = engine.group.all_gather_objects(drawn)
     weights = whole_weights(run.model)
-    on_rank0 = state.FullStateDictConfig(rank0_only=True)
+    on_rank0 = model_state.FullStateDictConfig(rank0_only=True)
     optimizer = None if run.optimizer is None else api.optim_state_dict(run.model, run.optimizer, config=on_rank0)
 
     def write() -> None:

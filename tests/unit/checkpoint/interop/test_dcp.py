@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import torchacc
 from tests import forkrun
-from torchacc.checkpoint import load, plain, save, verify
+from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
-from torchacc.checkpoint.folder import Folder
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.checkpoint_folder import Folder
 from torchacc.checkpoint.interop.dcp_files import DcpFolder, DcpWriter
 from torchacc.errors import CheckpointError
 
@@ -326,7 +327,7 @@ def test_groups_in_one_entry_are_read_too(tmp_path):
     writer.finish()
     import_dcp(tmp_path / "dcp", tmp_path / "saved")
     with Folder(tmp_path / "saved") as saved:
-        groups = plain.decode(saved.read_json("optimizer.json"), {})["groups"]
+        groups = json_codec.decode(saved.read_json("optimizer.json"), {})["groups"]
         assert groups == [{"lr": 0.5, "betas": (0.9, 0.99), "parameters": ["w"]}]
         assert list(saved.optimizer) == ["w/exp_avg"]
 

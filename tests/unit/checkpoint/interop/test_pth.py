@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchacc.checkpoint.crc import Crc
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.checkpoint.interop.pth import Blank, Written, create_pth, damaged_record, read_pth, seal_pth
-from torchacc.checkpoint.tensor_files import Slot
 from torchacc.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from torchacc.checkpoint.format.manifest import MANIFEST
 from torchacc.checkpoint.interop.dcp_files import METADATA
-from torchacc.checkpoint.manifest import MANIFEST
 from torchacc.errors import CheckpointError
 
 Form = Literal["rank-files", "torchacc", "hf", "dcp"]

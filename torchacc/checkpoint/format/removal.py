@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from torchacc.checkpoint.manifest import MANIFEST, read_manifest
+from torchacc.checkpoint.format.manifest import MANIFEST, leftovers, locate, read_manifest
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
@@ -89,3 +89,16 @@ def _names(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir())
     except OSError:
         return []
+
+
+def settle(path: Path) -> None:
+    """Complete a replacement that was cut short, and remove what interrupted saves of a path have left."""
+    if not path.exists():
+        with suppress(CheckpointError):
+            locate(path).rename(path)
+    for other in leftovers(path, "incomplete", "replaced"):
+        # By another name first, lest a run that is still saving complete what is half removed.
+        with suppress(OSError):
+            other.rename(other.with_suffix(".removed"))
+    for other in leftovers(path, "removed"):
+        remove(other, heir=path)

@@ -16,9 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
-from torchacc.checkpoint.guarded import open_regular
-from torchacc.checkpoint.manifest import MANIFEST, Segment, as_bytes, hasher, is_incomplete, locate, read_manifest
-from torchacc.checkpoint.tensor_files import Slot, read_exactly, read_header, read_slots
+from torchacc.checkpoint.format.manifest import (
+    MANIFEST,
+    Segment,
+    as_bytes,
+    hasher,
+    is_incomplete,
+    locate,
+    read_manifest,
+)
+from torchacc.checkpoint.format.regular_files import open_regular
+from torchacc.checkpoint.format.safetensors_files import Slot, read_exactly, read_header, read_slots
 from torchacc.errors import CheckpointError
 
 _PART_BYTES = 256 << 10

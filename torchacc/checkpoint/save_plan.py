@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchacc.checkpoint import hub, optimizer_state, plain, state
+from torchacc.checkpoint import hf, model_state, optimizer_state
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.checkpoint.staging import Run
-from torchacc.checkpoint.tensor_files import Layout, Slot, plan_safetensors, safetensors_index
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -44,7 +45,7 @@ class Contents:
         self._has_optimizer = optimizer is not None
         self._sources: list[tuple[torch.Tensor, LocalShard, str]] = []
         """Tensors that lie like a parameter: the parameter's shard, and what is added to the names."""
-        self._whole: dict[str, torch.Tensor] = state.buffers(sharded)
+        self._whole: dict[str, torch.Tensor] = model_state.buffers(sharded)
         """What every process has."""
         self.model: Tensors = {}
         self.optimizer: Tensors = {}
@@ -61,7 +62,7 @@ class Contents:
         tensors.update({name + suffix: (source.dtype, shape) for name, shape in local_shard.members})
 
     def _add_states(self, parameter: nn.Parameter, entries: Mapping[str, Any]) -> None:
-        local_shard = state.local_shard_of(self._sharded, parameter)
+        local_shard = model_state.local_shard_of(self._sharded, parameter)
         for key, value in entries.items():
             if optimizer_state.is_laid_out_like(parameter, value):
                 self._add(self.optimizer, value, local_shard, f"/{key}")
@@ -74,7 +75,7 @@ class Contents:
                         "config.dist.fsdp.use_spmd = True"
                     )
                 for name in local_shard.names:
-                    self._whole[f"{name}/{key}"] = state.to_host(self._sharded, value)
+                    self._whole[f"{name}/{key}"] = model_state.to_host(self._sharded, value)
                     self.optimizer[f"{name}/{key}"] = (value.dtype, tuple(value.shape))
 
     def lay_out(self, max_shard_size: int | None) -> dict[str, Layout]:
@@ -159,7 +160,7 @@ def other_state(
         "engine": sharded.engine.kind,
         "mesh": sharded.plan.mesh.describe(),
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
-        "modules": {name: module.get_extra_state() for name, module in state.extra_states(sharded.model).items()},
+        "modules": {name: module.get_extra_state() for name, module in model_state.extra_states(sharded.model).items()},
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "scheduler_class": type(scheduler).__name__,
         "loader": loader.state_dict() if loader is not None else None,
@@ -167,9 +168,9 @@ def other_state(
         "extra": extra,
     }
     other = Other()
-    files = {"state.json": plain.encode(described, other.tensors, "state")}
+    files = {"state.json": json_codec.encode(described, other.tensors, "state")}
     if optimizer is not None:
-        files["optimizer.json"] = plain.encode(_described(sharded, optimizer), other.tensors, "optimizer")
+        files["optimizer.json"] = json_codec.encode(_described(sharded, optimizer), other.tensors, "optimizer")
     other.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
     return other
 
@@ -180,7 +181,7 @@ def _described(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         plain_values = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
         if plain_values:
-            values |= dict.fromkeys(state.local_shard_of(sharded, parameter).names, plain_values)
+            values |= dict.fromkeys(model_state.local_shard_of(sharded, parameter).names, plain_values)
     groups = [
         {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
         for group, names in zip(
@@ -217,7 +218,7 @@ def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
             # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
             part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    reason = hub.why_not_opened(sharded) if "config.json" in files else None
+    reason = hf.why_not_opened(sharded) if "config.json" in files else None
     if reason is not None:
         del files["config.json"]
         _log.warning(

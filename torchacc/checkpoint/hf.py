@@ -19,9 +19,9 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from torchacc.checkpoint import state
-from torchacc.checkpoint.folder import Folder
-from torchacc.checkpoint.tensor_files import Slot
+from torchacc.checkpoint import model_state
+from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -185,7 +185,7 @@ class _Wanted:
         self.prefix: str = getattr(sharded.model, "base_model_prefix", "")
         self.has_values = sharded.unusable is None
         self.parameters = {planned.name for planned in sharded.plan.parameters}
-        buffers = dict(state.buffer_slots(sharded.model))
+        buffers = dict(model_state.buffer_slots(sharded.model))
         self.names = {planned.name: planned.names for planned in sharded.plan.parameters}
         self.names |= {name: (name,) for name in buffers}
         self.shapes = {planned.name: planned.shape for planned in sharded.plan.parameters}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchacc.checkpoint.guarded import read_regular
+from torchacc.checkpoint.format.regular_files import read_regular
 from torchacc.errors import CheckpointError
 
 MANIFEST = "manifest.json"

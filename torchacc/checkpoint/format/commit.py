@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.manifest import (
+from torchacc.checkpoint.format.manifest import (
     MANIFEST,
     Segment,
     as_bytes,
@@ -28,9 +28,8 @@ from torchacc.checkpoint.manifest import (
     token_of,
     write_synced,
 )
-from torchacc.checkpoint.removal import announce, foreign_names, forget_announcement, listed, remove
-from torchacc.checkpoint.settling import settle
-from torchacc.checkpoint.tensor_files import Slot, preallocate, write_exactly
+from torchacc.checkpoint.format.removal import announce, foreign_names, forget_announcement, listed, remove, settle
+from torchacc.checkpoint.format.safetensors_files import Slot, preallocate, write_exactly
 from torchacc.errors import CheckpointError
 
 _SEGMENT_BYTES = 8 << 20
