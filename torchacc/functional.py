@@ -10,7 +10,6 @@ from torchacc.api import accelerate
 from torchacc.config import Config
 from torchacc.config.sections import ShardingStrategy
 from torchacc.data.tree import map_tensors
-from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -84,10 +83,6 @@ def fsdp(
         _log.info("fsdp(): TransformerBlock has no effect without auto_wrap=True")
     options.backward_prefetch, options.forward_prefetch = "BACKWARD_PRE", True
     config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
-    option = registry.native_only(config)
-    if option is not None:
-        _log.info("fsdp(): the native engine carries out %s, which XLA has not", option)
-        config.backend = "native"
     sharded: nn.Module = accelerate(model, config=config)
     _move_inputs(sharded)
     return sharded

@@ -93,12 +93,6 @@ def test_a_class_that_is_not_there(asked):
     assert not asked
 
 
-def test_float16_takes_the_engine_that_has_it(asked):
-    for mp in ("fp16", "bf16"):
-        torchacc.fsdp(make_model(), mp=mp)
-    assert [(config.compute.fp16, config.backend) for config in asked] == [(True, "native"), (False, "auto")]
-
-
 def test_float16_trains_in_one_process_with_a_scaler():
     program = """
 import torch, torchacc

@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 def _auto() -> str:
     try:
-        return registry.choose_kind(Config(), read_job())
+        return registry.choose(Config(), read_job()).kind
     except ConfigError as error:
         return f"none: {error}"
 

@@ -1,6 +1,7 @@
 """Choose the engine: the one place where a backend or an engine is compared by name."""
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,43 +26,46 @@ ENGINES = {
 """Every engine: its kind, and where its class is. A class is imported when it is chosen."""
 
 
-def choose_kind(config: Config, job: Job) -> str:
-    """Return the kind of engine that a config asks for in this job.
+@dataclass(frozen=True)
+class Choice:
+    """The engine that a config asks for in a job."""
 
-    With backend `auto` it is XLA where torch_xla is installed and PyTorch has no accelerator of its own that
-    torch_xla would leave idle, or PJRT_DEVICE=CUDA asks for it; else native.
+    kind: str
+    instead_of_xla: str | None = None
+    """The option, by its path, for which backend `auto` takes the native engine where it would take XLA; else None."""
+
+
+_NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
+    "compute.fp16": lambda config: config.compute.fp16,
+    "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
+    "memory.offload_activations": lambda config: config.memory.offload_activations,
+}
+"""What the native engine alone can do: an option's path, and whether a config asks for it."""
+
+
+def choose(config: Config, job: Job) -> Choice:
+    """Choose the engine for a config: here, for `accelerate()`, `fsdp()` and the trainer alike.
+
+    Backend `auto` is XLA where torch_xla is installed, PyTorch has no accelerator of its own that torch_xla would leave
+    idle (unless PJRT_DEVICE=CUDA asks for it), and the config asks for nothing that the native engine alone can do;
+    else it is native. A backend that the config names is the user's choice: its engine refuses what it cannot do.
 
     Raises:
         ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or what drives
             its devices is not installed.
     """
-    backend = config.backend
-    if backend == "auto":
+    if config.backend == "native":
+        return Choice("native")
+    if config.backend == "auto":
         left_idle = torch.accelerator.is_available() and not hardware.is_asked_for_gpu()
-        prefers_xla = xla_runtime.is_installed() and not left_idle
-        backend = "xla" if prefers_xla else "native"
-    if backend == "native":
-        return "native"
+        if left_idle or not xla_runtime.is_installed():
+            return Choice("native")
+        option = next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
+        if option is not None:
+            return Choice("native", instead_of_xla=option)
     xla_runtime.check_versions()
     hardware.check_platform()
-    return "xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd"
-
-
-_NATIVE_ONLY = {
-    "compute.fp16": lambda config: config.compute.fp16,
-    "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
-    "memory.offload_activations": lambda config: config.memory.offload_activations,
-}
-
-
-def native_only(config: Config) -> str | None:
-    """Return an option that asks for what the native engine alone can do; None where there is none.
-
-    A backend that the config names stays the user's choice, which the engine itself refuses.
-    """
-    if config.backend != "auto":
-        return None
-    return next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
+    return Choice("xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd")
 
 
 def drives_all_devices(kind: str) -> bool:
@@ -87,7 +91,10 @@ def make_engine(config: Config, job: Job) -> Engine:
     Raises:
         ConfigError: The config contradicts itself or the job.
     """
-    chosen = engine_class(choose_kind(config, job))
+    choice = choose(config, job)
+    if choice.instead_of_xla is not None:
+        _log.info("config.backend = 'auto' takes the native engine for %s, which XLA has not", choice.instead_of_xla)
+    chosen = engine_class(choice.kind)
     resolved = resolve(config, job, num_devices=chosen.count_devices(config, job))
     return chosen(config=resolved, mesh=from_config(resolved), job=job)
 

@@ -193,16 +193,11 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launch: Launch, not
     fsdp = config.dist.fsdp
     may_drive_all = "use_spmd" not in fsdp.model_fields_set or fsdp.use_spmd
     fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not launch.job.launched
-    option = registry.native_only(config)
-    kind = registry.choose_kind(config, job)
-    if option is not None:
-        config.backend = "native"
-        chosen = registry.choose_kind(config, job)
-        if chosen != kind:
-            notes.append(f"engine: auto takes {chosen}, as {option} is asked for, which XLA has not")
-        kind = chosen
-    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(kind)
-    return kind
+    choice = registry.choose(config, job)
+    if choice.instead_of_xla is not None:
+        notes.append(f"engine: auto takes {choice.kind}, as {choice.instead_of_xla} is asked for, which XLA has not")
+    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(choice.kind)
+    return choice.kind
 
 
 def _check_processes(num_nodes: int, devices: int, launch: Launch) -> None:

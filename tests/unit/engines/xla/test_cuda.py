@@ -139,7 +139,7 @@ def test_a_plugin_that_does_not_fit_is_refused_before_anything_starts(site, monk
     install(site, "0.7.2", Path(__file__))
     monkeypatch.setenv("PJRT_DEVICE", "CUDA")
     with pytest.raises(ConfigError, match=r"jax-cuda12-pjrt 0\.7\.2 is installed"):
-        registry.choose_kind(Config(backend="xla"), ALONE)
+        registry.choose(Config(backend="xla"), ALONE)
 
 
 @pytest.mark.xla
@@ -147,11 +147,11 @@ def test_pjrt_device_decides_for_xla_where_pytorch_has_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr(cuda, "check_plugin", lambda: Path())
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    assert registry.choose_kind(Config(), ALONE) == "native"
+    assert registry.choose(Config(), ALONE).kind == "native"
     monkeypatch.setenv("PJRT_DEVICE", "CPU")  # as importing torch_xla sets it
-    assert registry.choose_kind(Config(), ALONE) == "native"
+    assert registry.choose(Config(), ALONE).kind == "native"
     monkeypatch.setenv("PJRT_DEVICE", "CUDA")
-    assert registry.choose_kind(Config(), ALONE) == "xla-spmd"
+    assert registry.choose(Config(), ALONE).kind == "xla-spmd"
 
 
 # What the client is made with

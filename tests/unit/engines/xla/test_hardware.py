@@ -101,9 +101,9 @@ def test_chips_with_libtpu_are_taken(libtpu, chips):
 @pytest.mark.xla
 def test_chips_without_libtpu_are_refused_and_not_left_for_the_cpu(chips, monkeypatch):
     with pytest.raises(ConfigError, match=r"has 4 TPU chips, and libtpu, by which XLA drives them, is not installed"):
-        registry.choose_kind(Config(backend="xla"), ALONE)
+        registry.choose(Config(backend="xla"), ALONE)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert registry.choose_kind(Config(backend="xla"), ALONE) == "xla-spmd"
+    assert registry.choose(Config(backend="xla"), ALONE).kind == "xla-spmd"
 
 
 @pytest.mark.parametrize("installed", [True, False])
