@@ -1,8 +1,8 @@
-"""Cuts documents of tokens into examples of one fixed shape."""
+"""Cut documents of tokens into examples of one fixed shape."""
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from torchacc.errors import DataError
-from torchacc.train.tokens import load_tokens
+
+if TYPE_CHECKING:
+    import datasets
 
 IGNORED = -100
 """The label of a position that nothing is learned from."""
@@ -49,36 +51,82 @@ def make_block(
     return {name: torch.from_numpy(values) for name, values in block.items()}
 
 
+class TokenDocuments:
+    """Documents of tokens one after the other, mapped from the Arrow files of a dataset, not read.
+
+    Args:
+        tokenised: A dataset whose column `tokens` has a row for each document.
+        share: The share of documents that is held out, evenly spread; of a single document it is the end.
+        held_out: Whether these are the documents that are held out, or the others.
+    """
+
+    def __init__(self, tokenised: "datasets.Dataset", share: float = 0.0, *, held_out: bool = False) -> None:
+        self._arguments = (tokenised, share, held_out)
+        chunks = tokenised.with_format("arrow")[:]["tokens"].chunks
+        offsets = [chunk.offsets.to_numpy() for chunk in chunks]
+        ends = np.concatenate([of[1:] for of in offsets])
+        begins = np.concatenate([of[:-1] for of in offsets])
+        if len(ends) == 1:
+            cut = ends - np.round((ends - begins) * share).astype(ends.dtype)
+            begins, ends = (cut, ends) if held_out else (begins, cut)
+            chosen = ends > begins
+        else:
+            chosen = held_out_mask(len(ends), share) == held_out
+        self._chunks = [chunk.values.to_numpy() for chunk in chunks]
+        self._chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])[chosen]
+        self._begins = begins[chosen]
+        self.starts = np.concatenate([[0], np.cumsum((ends - begins)[chosen], dtype=np.int64)])
+        """Where each document starts among all tokens, (num_documents + 1,); the last entry is their number."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def read(self, begin: int, end: int) -> Tokens:
+        """Return the tokens from one position to another, (end - begin,)."""
+        first = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self.starts, end))
+        parts = []
+        for document in range(first, last):
+            start, stop = max(begin, self.starts[document]), min(end, self.starts[document + 1])
+            shift = int(self._begins[document]) - self.starts[document]
+            parts.append(self._chunks[self._chunk_of[document]][start + shift : stop + shift])
+        return np.concatenate(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A spawned worker maps the files too, instead of being sent their content.
+        tokenised, share, held_out = self._arguments
+        return partial(TokenDocuments, held_out=held_out), (tokenised, share)
+
+
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Examples cut from tokens on disk, which are mapped, not read; fit for `DataLoader(shuffle=True)`.
+    """Examples cut from documents of tokens; fit for `DataLoader(shuffle=True)`.
 
     Every token is in exactly one example, and examples do not overlap.
 
     Args:
-        folder: Where `write_tokens` wrote them.
+        documents: What to cut.
         block_size: Tokens in an example.
         packing: True packs documents one after the other and keeps them apart; "concat" packs them without keeping
             them apart; False starts each document in an example of its own.
         pad_id: The token that fills the last example, or, without packing, the last of each document.
     """
 
-    def __init__(self, folder: Path, block_size: int, packing: bool | str, pad_id: int) -> None:
-        self._arguments = (folder, block_size, packing, pad_id)
+    def __init__(self, documents: TokenDocuments, block_size: int, packing: bool | str, pad_id: int) -> None:
+        self._documents = documents
         self._block_size, self._packing, self._pad_id = block_size, packing, pad_id
-        self._tokens, self._starts = load_tokens(folder)
-        sizes = np.diff(self._starts) if packing is False else self._starts[-1:]
+        sizes = np.diff(documents.starts) if packing is False else documents.starts[-1:]
         self._first_blocks = np.concatenate([[0], np.cumsum(-(-sizes // block_size))])
         """The index of the first block of each run of tokens that starts in a block of its own, and their number."""
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens in all examples, padding left out."""
-        return len(self._tokens)
+        return int(self._documents.starts[-1])
 
     @property
     def num_documents(self) -> int:
         """The number of documents that the examples are cut from."""
-        return len(self._starts) - 1
+        return len(self._documents)
 
     def __len__(self) -> int:
         return int(self._first_blocks[-1])
@@ -87,21 +135,22 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
+        starts = self._documents.starts
         run = int(np.searchsorted(self._first_blocks, index, side="right")) - 1
-        run_begin, run_end = (0, len(self._tokens)) if self._packing is not False else self._starts[run : run + 2]
+        run_begin, run_end = starts[run : run + 2] if self._packing is False else starts[[0, -1]]
         begin = int(run_begin) + (index - int(self._first_blocks[run])) * self._block_size
         end = min(begin + self._block_size, int(run_end))
-        first, last = np.searchsorted(self._starts, [begin, end])
+        first, last = np.searchsorted(starts, [begin, end])
         return make_block(
-            self._tokens[begin:end],
-            self._starts[first:last] - begin,
+            self._documents.read(begin, end),
+            starts[first:last] - begin,
             self._block_size,
             pad_id=self._pad_id,
             isolate=self._packing is True,
         )
 
     def __reduce__(self) -> tuple[type["Blocks"], tuple[Any, ...]]:
-        return Blocks, self._arguments  # a spawned worker maps the file too, instead of being sent its content
+        return Blocks, (self._documents, self._block_size, self._packing, self._pad_id)
 
 
 class StreamedBlocks(IterableDataset[dict[str, torch.Tensor]]):
@@ -156,3 +205,17 @@ class StreamedBlocks(IterableDataset[dict[str, torch.Tensor]]):
                 rest, starts = rest[:0], starts[:0]
         if len(rest):
             yield rest, starts
+
+
+def held_out_mask(num_documents: int, share: float) -> NDArray[np.bool_]:
+    """Return which documents are held out: that share, evenly spread, and at least one of two or more if any is."""
+    counted = np.floor(np.arange(num_documents + 1) * share + 1e-9)
+    mask: NDArray[np.bool_] = np.diff(counted) > 0
+    if share and num_documents > 1 and not mask.any():
+        mask[-1] = True
+    return mask
+
+
+def is_held_out(index: int, share: float) -> bool:
+    """Return whether a document of a stream, whose end is not known, is held out: that share, evenly spread."""
+    return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)

@@ -11,8 +11,9 @@ from torchacc.config.sections import did_you_mean
 from torchacc.config.yaml_file import YamlFile
 from torchacc.errors import CheckpointError, ConfigError, DataError, shown
 from torchacc.train.config import StageConfig, TextConfig
+from torchacc.train.documents import check_text
 from torchacc.train.folder import is_finished
-from torchacc.train.sources import check_text, is_path
+from torchacc.train.hub import is_path
 from torchacc.train.tokens import load_tokenizer
 
 

@@ -13,35 +13,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchacc.engines.deferred import deferred_init
-from torchacc.errors import ConfigError, in_one_line, shown
+from torchacc.errors import ConfigError, in_one_line
 from torchacc.memory_plan import WithoutValues
+from torchacc.train.hub import local_folder
 
-_LOADED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NEEDS_VALUES = re.compile(
     r"\bmeta (tensors?|device|storage)\b|\b(on|device|type)[ =]'?meta\b|\bdevices\b.*\bmeta\b", re.IGNORECASE
 )
 """How PyTorch says that an operation needs values, which the meta device has not."""
 _TOKENS_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def local_folder(source: str) -> Path:
-    """Return the folder of a checkpoint that is named by its folder or by its name on the hub, which is downloaded.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=_LOADED_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"{shown(source)} is no folder, and cannot be had from the Hugging Face hub: {error}"
-        ) from None
 
 
 def model_config(options: Mapping[str, Any], tokenizer: Any) -> PretrainedConfig:

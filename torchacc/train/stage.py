@@ -20,13 +20,13 @@ from torchacc.train.config import (
     TrainingConfig,
     WandbConfig,
 )
+from torchacc.train.documents import NO_DATASETS
 from torchacc.train.file import TrainFile
 from torchacc.train.folder import is_finished
 from torchacc.train.hub import check_hub, is_on_hub
 from torchacc.train.idle import idle_options
 from torchacc.train.layout import Launch, Layout, make_layout
 from torchacc.train.log_files import check_log_file
-from torchacc.train.sources import NO_DATASETS
 from torchacc.train.trackers import check_packages
 
 FINAL = "final"

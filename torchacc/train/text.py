@@ -1,7 +1,7 @@
 """The text that a stage trains on: read, tokenised once, and cut into blocks."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchacc.errors import ConfigError
-from torchacc.train.blocks import Blocks, StreamedBlocks
+from torchacc.train.blocks import Blocks, StreamedBlocks, TokenDocuments, Tokens, is_held_out
 from torchacc.train.config import TextConfig
-from torchacc.train.sources import Source, check_column, find_sources, has_text
-from torchacc.train.text_cache import prepare
-from torchacc.train.tokens import Tokens, is_held_out, load_tokenizer, tokenise
+from torchacc.train.documents import DocumentSource, find_sources
+from torchacc.train.token_cache import tokenised_documents
+from torchacc.train.tokens import load_tokenizer, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -102,50 +102,47 @@ def load_text(config: TextConfig, *, seed: int) -> TextData:
     Raises:
         DataError: The text or the tokenizer cannot be read.
     """
-    source, *others = find_sources(config)
-    validation = others[0] if others else None
+    sources = find_sources(config)
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    share = config.validation_share if len(sources) == 1 else 0.0
     if config.streaming:
         assert tokenizer is not None
-        return _stream(config, source, validation, tokenizer, seed)
-    folder = prepare(config, source, validation, tokenizer)
-    tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
+        return _stream(config, sources, tokenizer, share, seed)
+    tokenizer, (documents, *others) = tokenised_documents(config, sources, tokenizer)
+    validation = TokenDocuments(others[0]) if others else TokenDocuments(documents, share, held_out=True)
     train, held_out = (
-        Blocks(folder / name, config.block_size, config.packing, tokenizer.eos_token_id)
-        for name in ("train", "validation")
+        Blocks(part, config.block_size, config.packing, tokenizer.eos_token_id)
+        for part in (TokenDocuments(documents, share), validation)
     )
     return TextData(train, held_out if len(held_out) else None, tokenizer, train.num_documents, train.num_tokens)
 
 
 def _stream(
     config: TextConfig,
-    source: Source,
-    validation: Source | None,
+    sources: Sequence[DocumentSource],
     tokenizer: "PreTrainedTokenizerBase",
+    share: float,
     seed: int,
 ) -> TextData:
-    share = config.validation_share if validation is None else 0.0
-
-    def blocks(of: Source, *, held_out: bool, shuffled: bool) -> StreamedBlocks:
-        check_column(of.stream(), config.text_column, of)
+    def blocks(source: DocumentSource, *, held_out: bool, shuffled: bool) -> StreamedBlocks:
+        source.check_column(source.stream())
 
         def documents(order: int) -> Iterator[Tokens]:
-            texts = _texts(of, config.text_column, share, held_out)
+            texts = _texts(source, share, held_out=held_out)
             return _tokens(_shuffled(texts, order) if shuffled else texts, tokenizer)
 
         return StreamedBlocks(documents, config.block_size, config.packing, tokenizer.eos_token_id, seed)
 
-    train = blocks(source, held_out=False, shuffled=config.shuffle)
-    if validation is not None:
-        return TextData(train, blocks(validation, held_out=False, shuffled=False), tokenizer, None, None)
-    held_out = blocks(source, held_out=True, shuffled=False) if share else None
-    return TextData(train, held_out, tokenizer, None, None)
+    validation = None
+    if share or len(sources) > 1:
+        validation = blocks(sources[-1], held_out=len(sources) == 1, shuffled=False)
+    return TextData(blocks(sources[0], held_out=False, shuffled=config.shuffle), validation, tokenizer, None, None)
 
 
-def _texts(source: Source, column: str, share: float, held_out: bool) -> Iterator[str]:
+def _texts(source: DocumentSource, share: float, *, held_out: bool) -> Iterator[str]:
     """Return the documents to learn from, or those that are held out, in the order of the source."""
-    rows = enumerate(source.stream())
-    texts = (row[column] for index, row in rows if has_text(row[column], column, source, index))
+    texts = (row[source.column] for row in source.stream())
+    texts = (text for index, text in enumerate(texts) if source.has_text(text, index))
     return (text for index, text in enumerate(texts) if is_held_out(index, share) is held_out)
 
 
@@ -164,4 +161,4 @@ def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
 
 def _tokens(texts: Iterator[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[Tokens]:
     while batch := list(itertools.islice(texts, _STREAM_BATCH)):
-        yield from map(np.asarray, tokenise(batch, tokenizer=tokenizer)["tokens"])
+        yield from map(np.asarray, tokenise(batch, tokenizer=tokenizer))

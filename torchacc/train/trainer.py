@@ -27,8 +27,9 @@ from torchacc.train.evaluation import EarlyStopping, evaluate
 from torchacc.train.flops import flops_per_token
 from torchacc.train.folder import METRICS, drop_replaced, mark_finished
 from torchacc.train.history import read_history
+from torchacc.train.hub import local_folder
 from torchacc.train.metrics import RunLog
-from torchacc.train.models import build_model, local_folder, loss_of, model_config
+from torchacc.train.models import build_model, loss_of, model_config
 from torchacc.train.optim import make_optimizer
 from torchacc.train.schedule import make_scheduler
 from torchacc.train.stage import StageRun

@@ -3,14 +3,14 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchacc.data import shard_loader
 from torchacc.errors import DataError
-from torchacc.train.blocks import IGNORED, Blocks, StreamedBlocks, make_block
+from torchacc.train.blocks import IGNORED, Blocks, StreamedBlocks, TokenDocuments, held_out_mask, make_block
 from torchacc.train.text import PACKING_FAMILIES
-from torchacc.train.tokens import TokenWriter
 
 PAD = 0
 BLOCK = 8
@@ -19,12 +19,19 @@ DOCUMENTS = [np.arange(size) + 100 * index for index, size in enumerate((19, 5, 
 EVERY_PACKING = pytest.mark.parametrize("packing", [True, "concat", False])
 
 
+def in_memory(documents):
+    return Dataset.from_dict({"tokens": documents}, features=Features({"tokens": List(Value("uint16"))}))
+
+
 @pytest.fixture
-def folder(tmp_path):
-    with TokenWriter(tmp_path / "tokens", 1000) as writer:
-        for document in DOCUMENTS:
-            writer.add(document)
-    return tmp_path / "tokens"
+def tokenised(tmp_path):
+    in_memory(DOCUMENTS).save_to_disk(tmp_path / "tokens", num_shards=3)
+    return load_from_disk(tmp_path / "tokens")
+
+
+@pytest.fixture
+def documents(tokenised):
+    return TokenDocuments(tokenised)
 
 
 def stream(packing, documents=DOCUMENTS):
@@ -52,41 +59,60 @@ def test_concatenated_documents_are_targets_of_one_another():
 
 
 @EVERY_PACKING
-def test_every_token_is_in_one_block_in_order(folder, packing):
-    blocks = Blocks(folder, BLOCK, packing, PAD)
+def test_every_token_is_in_one_block_in_order(documents, packing):
+    blocks = Blocks(documents, BLOCK, packing, PAD)
     seen = [token for block in blocks for token in block["input_ids"].tolist() if token != PAD]
     assert seen == np.concatenate(DOCUMENTS).tolist()
     assert (blocks.num_tokens, blocks.num_documents) == (len(seen), len(DOCUMENTS))
     assert len(blocks) == {True: 6, "concat": 6, False: 3 + 1 + 1 + 1 + 1 + 2}[packing]
 
 
-def test_without_packing_a_block_holds_one_document(folder):
-    for block in Blocks(folder, BLOCK, False, PAD):
+def test_without_packing_a_block_holds_one_document(documents):
+    for block in Blocks(documents, BLOCK, False, PAD):
         tokens = block["input_ids"][block["labels"] != IGNORED]
         assert len(set((tokens // 100).tolist())) == 1
         assert block.keys() == {"input_ids", "labels"}
 
 
-def test_a_target_belongs_to_the_document_of_the_token_before_it(folder):
-    for block in Blocks(folder, BLOCK, True, PAD):
+def test_a_target_belongs_to_the_document_of_the_token_before_it(documents):
+    for block in Blocks(documents, BLOCK, True, PAD):
         targets = block["labels"][1:]
         learnt = targets != IGNORED
         assert torch.equal(block["input_ids"][:-1][learnt] + 1, targets[learnt])  # documents count up
 
 
 @EVERY_PACKING
-def test_a_stream_gives_the_same_blocks(folder, packing):
-    assert equal(stream(packing), Blocks(folder, BLOCK, packing, PAD))
+def test_a_stream_gives_the_same_blocks(documents, packing):
+    assert equal(stream(packing), Blocks(documents, BLOCK, packing, PAD))
 
 
-def test_blocks_are_indexed_like_a_list_and_travel_to_workers(folder):
-    blocks = Blocks(folder, BLOCK, True, PAD)
+def test_blocks_are_indexed_like_a_list_and_travel_to_workers(documents):
+    blocks = Blocks(documents, BLOCK, True, PAD)
     assert equal([blocks[-1]], [blocks[len(blocks) - 1]])
     with pytest.raises(IndexError, match="example 6 of 6"):
         blocks[6]
     sent = pickle.dumps(blocks)
-    assert len(sent) < 500
+    assert len(sent) < 4000
     assert equal(pickle.loads(sent), blocks)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.99])
+def test_documents_that_are_held_out_and_the_others_are_all(tokenised, share):
+    train, held_out = (TokenDocuments(tokenised, share, held_out=held) for held in (False, True))
+    assert len(train) + len(held_out) == len(DOCUMENTS)
+    assert len(held_out) == max(int(len(DOCUMENTS) * share), share > 0)
+    found = [of.read(*of.starts[i : i + 2]).tolist() for of in (train, held_out) for i in range(len(of))]
+    assert sorted(found) == [document.tolist() for document in DOCUMENTS]
+    assert held_out_mask(3, share).tolist().count(True) == max(int(3 * share), share > 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.99])
+def test_a_single_document_is_cut(share):
+    one = in_memory(DOCUMENTS[:1])
+    train, held_out = (TokenDocuments(one, share, held_out=held) for held in (False, True))
+    read = [of.read(0, of.starts[-1]).tolist() if len(of) else [] for of in (train, held_out)]
+    assert sum(read, []) == DOCUMENTS[0].tolist()
+    assert len(read[1]) == round(19 * share)
 
 
 @pytest.mark.parametrize("num_epochs_before", [0, 1, 2])
@@ -154,13 +180,10 @@ def small_model(family, attention=None) -> PreTrainedModel:
     [(family, None) for family in sorted(PACKING_FAMILIES)] + [("gpt2", "eager"), ("llama", "eager")],
 )
 @torch.no_grad()
-def test_a_document_in_a_block_has_the_logits_that_it_has_alone(family, attention, tmp_path):
+def test_a_document_in_a_block_has_the_logits_that_it_has_alone(family, attention):
     model = small_model(family, attention)
     documents = [np.random.default_rng(index).integers(2, 64, size) for index, size in enumerate((3, 5, 7, 4))]
-    with TokenWriter(tmp_path / "tokens", 64) as writer:
-        for document in documents:
-            writer.add(document)
-    batch = next(iter(DataLoader(Blocks(tmp_path / "tokens", 10, True, PAD), batch_size=2)))
+    batch = next(iter(DataLoader(Blocks(TokenDocuments(in_memory(documents)), 10, True, PAD), batch_size=2)))
     packed = model(**batch, use_cache=False).logits.flatten(0, 1)
     # The third document reaches into the second block, which sees no more of it than it holds.
     pieces = [documents[0], documents[1], documents[2][:2], documents[2][2:], documents[3]]

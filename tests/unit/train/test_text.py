@@ -16,9 +16,8 @@ from torchacc.errors import ConfigError, DataError
 from torchacc.train.blocks import IGNORED
 from torchacc.train.config import TextConfig
 from torchacc.train.corpus import stdlib_documents, stdlib_files
-from torchacc.train.sources import FileSource, StdlibSource, check_text
+from torchacc.train.documents import DocumentSource, check_text, find_sources
 from torchacc.train.text import check_model, load_text
-from torchacc.train.text_cache import prepare
 from torchacc.train.tokens import train_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +50,9 @@ def write_json(path, documents, column="text"):
 
 
 def cached(config):
-    return {path.name: path.stat().st_mtime_ns for path in Path(config.cache_dir).iterdir() if path.is_dir()}
+    """Return the files and folders of what was tokenised, and of tokenizers that were trained."""
+    found = Path(config.cache_dir).glob("tok*")
+    return {path.name: path.stat().st_mtime_ns for path in found if path.suffix != ".lock"}
 
 
 def documents_of(examples, tokenizer):
@@ -162,28 +163,30 @@ def test_what_matters_decides_whether_the_cache_is_used(configure, tmp_path):
     for same in (configure(), configure(block_size=32, packing=False, shuffle=False), configure(num_proc=1)):
         load_text(same, seed=1)
         assert cached(config) == first
+    load_text(configure(validation_share=0.1), seed=0)
+    assert cached(config) == first
     write_json(tmp_path / "text.jsonl", DOCUMENTS[::-1])  # as long as before
-    trained = {"tokenizer": None, "vocab_size": 270}
-    for number, other in enumerate([{}, {"validation_share": 0.1}, trained, {**trained, "vocab_size": 280}], start=2):
-        load_text(configure(**other), seed=0)
-        assert len(cached(config)) == number
+    load_text(configure(), seed=0)
+    assert len(cached(config)) == 2
+    for number, vocab_size in enumerate((270, 280), start=2):
+        load_text(configure(tokenizer=None, vocab_size=vocab_size), seed=0)
+        assert len(cached(config)) == 2 * number, "a tokenizer and its tokens"
     assert first.items() <= cached(config).items()
 
 
-class GrowingSource(FileSource):
-    """A file to which something is added while it is read."""
+def test_a_text_that_changes_while_it_is_read_is_refused(configure, tmp_path, monkeypatch):
+    own = DocumentSource.load
 
-    def read(self, scratch):
-        with Path(self.files[0]).open("a") as file:
+    def load(self, cache_dir):
+        with (tmp_path / "text.jsonl").open("a") as file:
             file.write('{"text": "more"}\n')
-        return super().read(scratch)
+        return own(self, cache_dir)
 
-
-def test_a_text_that_changes_while_it_is_read_is_not_kept(configure, tmp_path):
-    config = configure()
+    monkeypatch.setattr(DocumentSource, "load", load)
     with pytest.raises(DataError, match=r"text.jsonl has changed while it was read"):
-        prepare(config, GrowingSource("json", (str(tmp_path / "text.jsonl"),)), None, None)
-    assert not cached(config)
+        load_text(configure(), seed=0)
+    monkeypatch.undo()
+    assert load_text(configure(), seed=0).num_documents == 58
 
 
 @pytest.fixture
@@ -210,13 +213,12 @@ def test_one_of_several_processes_tokenises_also_after_one_was_killed(start):
     config, make = start
     killed = make()
     cache = Path(config.cache_dir)
-    while killed.poll() is None and not list(cache.glob("*.unfinished/train/*")):
+    while killed.poll() is None and not list(cache.glob("tmp*")):
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
-    (left,) = (path for path in cache.iterdir() if path.is_dir())
-    assert left.suffix == ".unfinished"
+    assert not cached(config)
 
     processes = [make(), make()]
     outputs = [process.communicate(timeout=300) for process in processes]
@@ -225,7 +227,7 @@ def test_one_of_several_processes_tokenises_also_after_one_was_killed(start):
     assert json.loads(found.splitlines()[1])[0] == 380
     assert sorted(stderr.count("tokenising /") for _, stderr in outputs) == [0, 1]
     assert sorted("examples/s" in stderr for _, stderr in outputs) == [False, True]
-    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [""]
+    assert [Path(name).suffix for name in cached(config)] == [".arrow"]
 
 
 def test_a_stream_has_the_documents_of_the_text(configure, tmp_path):
@@ -249,13 +251,14 @@ def test_each_epoch_of_a_stream_has_an_order_of_its_own(configure):
     assert sorted(first) == sorted(second)
 
 
-def test_the_standard_library():
+def test_the_standard_library(tmp_path):
     files = stdlib_files()
     assert {"argparse.py", "heapq.py"} < {path.name for path in files}
     assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
-    documents = StdlibSource("code").read(Path())["code"]
+    (source,) = find_sources(TextConfig(text_column="code"))
+    documents = source.load(tmp_path)["text"][:]
     assert documents[files.index(Path(os.__file__))] == Path(os.__file__).read_text()
-    assert len(documents) == len(stdlib_documents()) == len(files)
+    assert documents == stdlib_documents()
 
 
 BAD = {
@@ -296,7 +299,7 @@ def test_bad_input_is_refused(configure, tmp_path, monkeypatch, message):
     with pytest.raises(DataError) as caught:
         load_text(configure(**BAD[message]), seed=0)
     assert message in str(caught.value)
-    assert not list(Path(configure().cache_dir).glob("*/"))
+    assert not cached(configure()) or "blank" in message, "no row of it is text"
     if not any(late in message for late in ("blank", "row")):  # it takes reading all
         with pytest.raises(DataError) as early:
             check_text(configure(**BAD[message]))
@@ -311,7 +314,7 @@ def test_a_row_without_text_is_refused_in_a_stream(configure, tmp_path):
 
 
 def test_a_cache_that_cannot_be_made_is_refused(configure):
-    with pytest.raises(DataError, match=r"data.cache_dir: /proc/none cannot be made"):
+    with pytest.raises(DataError, match=r"data.cache_dir: /proc/none cannot be written"):
         load_text(configure(cache_dir="/proc/none"), seed=0)
 
 
@@ -333,12 +336,13 @@ def test_a_model_that_does_not_fit_is_refused(configure):
 
 def test_the_tokenizer_that_was_trained_is_that_of_the_folder(configure):
     data = load_text(configure(tokenizer=None, vocab_size=280), seed=0)
-    (folder,) = (path for path in Path(configure().cache_dir).iterdir() if path.is_dir())
-    assert AutoTokenizer.from_pretrained(folder / "tokenizer").get_vocab() == data.tokenizer.get_vocab()
+    (folder,) = Path(configure().cache_dir).glob("tokenizer-*/")
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == data.tokenizer.get_vocab()
 
 
 def test_reading_files_shows_no_download(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a document")
-    FileSource("text", (str(tmp_path / "one.txt"),)).read(tmp_path / "scratch")
+    (source,) = find_sources(TextConfig(dataset="text", files=str(tmp_path / "one.txt")))
+    source.load(tmp_path / "cache")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "")
