@@ -36,8 +36,8 @@ def run(*arguments: object) -> None:
 def test_rank_files_become_those_of_another_number(files, engine, tmp_path):
     expected = load_file(files / engine / "expected.safetensors")
     run("reshard", files / engine / "ranks", "--part", "model", "--ranks", 3, "--output", tmp_path / "three")
-    run("consolidate", tmp_path / "three", "--output", tmp_path / "full.safetensors")
-    for name, tensor in load_file(tmp_path / "full.safetensors").items():
+    run("consolidate", tmp_path / "three", "--output", tmp_path / "full", "--format", "safetensors")
+    for name, tensor in load_file(tmp_path / "full" / "model.safetensors").items():
         assert tensor.equal(expected[f"model/{name}"])
 
 
