@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests import forkrun
-from torchacc.checkpoint.interop.convert import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.interop.copying import carry_out
+from torchacc.checkpoint.interop.conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.transfers import execute
 
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
@@ -49,7 +49,7 @@ def reshard(old: Path, new: Path, num_ranks: int) -> None:
     names = {"model": "model-*-of-*.pth", "optimizer": "optimizer-*-of-*.pth"}
     patterns = None if any(old.glob("rank-*")) else {part: f"{part}-*.pth" for part in names}
     plan = plan_conversion(old, ["model", "optimizer"], num_ranks=num_ranks, target=new, names=names, patterns=patterns)
-    carry_out(plan, verify=True)
+    execute(plan, verify=True)
 
 
 def assert_resharded_to(folder: Path, originals: Path) -> None:

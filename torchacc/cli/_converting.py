@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from torchacc.checkpoint.interop.consolidate import Output
-from torchacc.checkpoint.interop.copying import Plan, carry_out
+from torchacc.checkpoint.interop.consolidation import Output
 from torchacc.checkpoint.interop.rank_files import Part
+from torchacc.checkpoint.interop.transfers import ConversionPlan, execute
 from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError, printable
 
@@ -73,20 +73,20 @@ def output(args: argparse.Namespace) -> Output:
     return Output(args.format, args.max_shard_size, _DTYPES[args.dtype] if args.dtype else None, args.config_from)
 
 
-def run(args: argparse.Namespace, plan: Plan) -> int:
+def run(args: argparse.Namespace, plan: ConversionPlan) -> int:
     """Carry out a plan, or print it; return the exit status."""
     if args.dry_run:
         sys.stdout.write(printable(plan.describe(), "\n") + "\n")
         return 0
-    _carry_out(plan, args)
+    _execute(plan, args)
     for file in plan.files:
         sys.stdout.write(printable(str(file.path)) + "\n")
     return 0
 
 
-def _carry_out(plan: Plan, args: argparse.Namespace) -> None:
+def _execute(plan: ConversionPlan, args: argparse.Namespace) -> None:
     with progress_bar(plan.work(verify=args.verify)) as progress:
-        carry_out(plan, workers=args.workers, verify=args.verify, progress=progress)
+        execute(plan, workers=args.workers, verify=args.verify, progress=progress)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchacc.checkpoint.interop.convert import plan_conversion
-from torchacc.checkpoint.interop.copying import Plan
+from torchacc.checkpoint.interop.conversion import plan_conversion
+from torchacc.checkpoint.interop.transfers import ConversionPlan
 from torchacc.cli import _converting
 from torchacc.cli._errors import told
 
@@ -42,7 +42,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ConversionPlan:
     return plan_conversion(
         args.ckpt_dir,
         _converting.PARTS[args.ckpt_type],

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchacc.checkpoint.interop.convert import plan_consolidation
-from torchacc.checkpoint.interop.copying import Plan
+from torchacc.checkpoint.interop.conversion import plan_consolidation
+from torchacc.checkpoint.interop.transfers import ConversionPlan
 from torchacc.cli import _converting
 from torchacc.cli._errors import told
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return told(lambda: _converting.run(args, _plan(args)))
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace) -> ConversionPlan:
     return plan_consolidation(args.ckpt_prefix, args.ckpt_suffix, args.save_path, _converting.output(args))
 
 

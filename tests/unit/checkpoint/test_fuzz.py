@@ -27,8 +27,8 @@ import torchacc
 from torchacc.checkpoint import live
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.convert import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.interop.copying import carry_out
+from torchacc.checkpoint.interop.conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.transfers import execute
 from torchacc.errors import CheckpointError, ConfigError, DataError
 
 OURS = (CheckpointError, ConfigError, DataError)
@@ -123,7 +123,7 @@ def forms(run, tmp_path_factory):
                 found |= {f"{path.name}/{number}/{name}": value for name, value in state.items()}
         found |= consolidate_sharded_model_checkpoints(str(folder), save_model=False)[0]
         out = folder / "out"
-        carry_out(plan_conversion(folder, ("model", "optimizer"), num_ranks=3, target=out))
+        execute(plan_conversion(folder, ("model", "optimizer"), num_ranks=3, target=out))
         for path in sorted(out.iterdir()):
             contents = torch.load(path, weights_only=True)
             found |= {f"{path.name}/{key}": value for key, value in contents.get("model", {}).items()}

@@ -19,9 +19,9 @@ from torchacc.checkpoint import live
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import locks
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.consolidate import Output
-from torchacc.checkpoint.interop.convert import plan_consolidation
-from torchacc.checkpoint.interop.copying import carry_out
+from torchacc.checkpoint.interop.consolidation import Output
+from torchacc.checkpoint.interop.conversion import plan_consolidation
+from torchacc.checkpoint.interop.transfers import execute
 from torchacc.errors import CheckpointError
 
 
@@ -309,7 +309,7 @@ def test_the_litter_of_a_killed_conversion_is_removed_and_nothing_else(tmp_path)
     }
     for name in kept:
         (tmp_path / name).touch()
-    carry_out(plan_consolidation(str(tmp_path), "*.pth", str(tmp_path / "model.pth"), Output()))
+    execute(plan_consolidation(str(tmp_path), "*.pth", str(tmp_path / "model.pth"), Output()))
     assert {path.name for path in tmp_path.iterdir()} == kept | {"rank-0-of-1-model.pth", "model.pth"}
 
 

@@ -21,7 +21,7 @@ from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors
-from torchacc.checkpoint.interop.consolidate import pretrained_files, tied_head
+from torchacc.checkpoint.interop.consolidation import pretrained_files, tied_head
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, DcpWriter
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.live import Pending

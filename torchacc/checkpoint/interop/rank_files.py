@@ -4,6 +4,7 @@ The form of these files is in docs/design/checkpoints.md. Nothing here reads a t
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,9 +19,9 @@ import torch
 from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import Slot
 from torchacc.checkpoint.interop.pth import read_pth
+from torchacc.checkpoint.interop.transfers import Source
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
-from torchacc.parallel.sharding import LocalShard
 
 Part = Literal["model", "optimizer"]
 
@@ -32,17 +33,17 @@ _NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
 _log = get_logger(__name__)
 
 
-class Cut(Enum):
-    """How a tensor is cut into shards of equal size."""
+class ShardFormat(Enum):
+    """How a parameter is sharded into tensors of equal size."""
 
-    PADDED = "flattened, in multiples of 128 elements"
+    FLAT = "flattened, in multiples of 128 elements"
     """As torch_xla does unless told otherwise."""
     ROWS = "along the first dimension"
     """As torchacc does, and torch_xla with `shard_param_on_dim_0`."""
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardedParameter:
     """What is sharded as one tensor: a parameter, or several flattened one after another."""
 
     key: str
@@ -50,93 +51,76 @@ class Block:
     members: tuple[tuple[str, tuple[int, ...]], ...]
     """Original names and shapes of the parameters."""
     shape: tuple[int, ...]
-    """The whole shape: the parameter's, or one dimension."""
+    """The unsharded shape: the parameter's, or one dimension."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the unsharded tensor."""
         return prod(self.shape)
-
-    def shard_shape(self, cut: Cut, count: int) -> tuple[int, ...]:
-        """Return the shape of one of `count` shards, padding included."""
-        if cut is Cut.PADDED:
-            return (-(-self.numel // (count * _XLA_MULTIPLE)) * _XLA_MULTIPLE,)
-        rows, *rest = self.shape or (1,)
-        return (-(-rows // count), *rest)
-
-    def is_sharded_like(self, slot: Slot, count: int) -> bool:
-        """Return whether a tensor can be the first of `count` shards of this, or of something of its shape."""
-        shapes = [self.shard_shape(cut, count) for cut in Cut if cut is Cut.ROWS or self.from_xla]
-        return any(slot.shape in (shape, (prod(shape),)) for shape in shapes)
-
-    def has_rows_like(self, slot: Slot) -> bool:
-        """Return whether a tensor is flattened, or has rows of this one's shape."""
-        return len(slot.shape) == 1 or (bool(slot.shape) and slot.shape[1:] == self.shape[1:])
 
     @property
     def from_xla(self) -> bool:
         """Whether torch_xla sharded it."""
         return self.key.rpartition(".")[2].startswith(_XLA_SHARD)
 
+    def shard_shape(self, shard_format: ShardFormat, count: int) -> tuple[int, ...]:
+        """Return the shape of one of `count` shards, padding included."""
+        if shard_format is ShardFormat.FLAT:
+            return (-(-self.numel // (count * _XLA_MULTIPLE)) * _XLA_MULTIPLE,)
+        rows, *rest = self.shape or (1,)
+        return (-(-rows // count), *rest)
+
+    def is_shard(self, shape: tuple[int, ...], shard_format: ShardFormat, count: int) -> bool:
+        """Return whether a tensor of this shape can be the first of `count` shards of this, or of state like it."""
+        expected = self.shard_shape(shard_format, count)
+        if shard_format is ShardFormat.FLAT:
+            return self.from_xla and shape == expected
+        return shape in (expected, (prod(expected),))
+
 
 @dataclass(frozen=True)
 class Sharded:
-    """A block, or an optimizer's state of the same shape, in all rank files of a set."""
+    """A parameter, or an optimizer's state of the same shape, in all rank files of a set."""
 
-    block: Block
+    parameter: ShardedParameter
     name: str
-    """Named in errors: the block's key, and that of the state."""
+    """Named in errors: the parameter's key, and that of the state."""
     slots: tuple[Slot, ...]
     """The shards by rank; the last ones may lack their padding."""
 
     def __post_init__(self) -> None:
         """Check that these can be the shards of one tensor."""
         first, count = self.slots[0], len(self.slots)
-        if not self.block.is_sharded_like(first, count):
+        if not any(self.parameter.is_shard(first.shape, each, count) for each in ShardFormat):
             raise CheckpointError(
                 f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
-                f"{self.block.shape}: the tensor and shard_metadata contradict each other"
+                f"{self.parameter.shape}: the tensor and shard_metadata contradict each other"
             )
-        for holding, slot in zip(self.local_shards, self.slots, strict=True):
-            held = sum(piece.numel for piece in holding.slices)
-            fits = slot.numel in (held, self.shard_numel) and self.block.has_rows_like(slot)
-            if not fits or slot.dtype != first.dtype:
+        for slot, held in self.sources:
+            is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:] and bool(slot.shape)
+            if not is_flat or slot.numel not in (held, first.numel) or slot.dtype != first.dtype:
                 raise CheckpointError(
                     f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
                     "these are not files of one save"
                 )
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements of a shard, padding included; the first shard has all of them."""
-        return self.slots[0].numel
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The shards without their padding, which together are the flattened tensor."""
+        each, numel = self.slots[0].numel, self.parameter.numel  # the first shard has all of its elements
+        return tuple(Source(slot, min(each, max(0, numel - rank * each))) for rank, slot in enumerate(self.slots))
 
     @property
     def lacks_padding(self) -> bool:
-        """Whether what lies beyond the end of the whole tensor is left out of the last shards."""
-        return any(slot.numel < self.shard_numel for slot in self.slots)
+        """Whether what lies beyond the end of the unsharded tensor is left out of the last shards."""
+        return any(slot.numel < self.slots[0].numel for slot in self.slots)
 
-    @property
-    def local_shards(self) -> tuple[LocalShard, ...]:
-        """What each rank has of the parameters."""
-        block = self.block
-        return tuple(LocalShard(block.key, block.members, self.shard_numel, rank) for rank in range(len(self.slots)))
-
-    def is_cut(self, cut: Cut) -> bool:
-        """Return whether the shards are what comes of cutting the whole so."""
-        shape, own = self.block.shard_shape(cut, len(self.slots)), self.slots[0].shape
-        if self.block.from_xla:
-            return own == shape
-        return cut is Cut.ROWS and own in (shape, (prod(shape),))
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
-        """Yield where a run of elements of the whole lies: slots, and the first and last elements in each."""
-        each = self.shard_numel
-        while start < (stop := min(stop, self.block.numel)):
-            rank, first = divmod(start, each)
-            last = min(each, first + stop - start)
-            yield self.slots[rank], first, last
-            start += last - first
+    def has_format(self, shard_format: ShardFormat) -> bool:
+        """Return whether the shards are sharded so."""
+        shape, count = self.slots[0].shape, len(self.slots)
+        if self.parameter.from_xla and shard_format is ShardFormat.ROWS:
+            return shape == self.parameter.shard_shape(shard_format, count)
+        return self.parameter.is_shard(shape, shard_format, count)
 
 
 @dataclass(frozen=True)
@@ -184,7 +168,7 @@ class RankFiles:
     files: tuple[RankFile, ...]
 
     @cached_property
-    def blocks(self) -> dict[str, Block]:
+    def parameters(self) -> dict[str, ShardedParameter]:
         """What is sharded, by key, in torch_xla's order of parameters."""
         first, *others = self.files
         for other in others:
@@ -193,14 +177,15 @@ class RankFiles:
                     f"{first.path} and {other.path} are sharded differently: they are not of one save"
                 )
         try:
-            blocks = list(_blocks(first.metadata))
+            parameters = list(_parameters(first.metadata))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{first.path}: its shard_metadata makes no sense ({error!r})") from None
-        for names in ([block.key for block in blocks], [name for block in blocks for name, _ in block.members]):
-            twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        members = [name for parameter in parameters for name, _ in parameter.members]
+        for names in ([parameter.key for parameter in parameters], members):
+            twice = sorted({name for name, count in Counter(names).items() if count > 1})
             if twice:
-                raise CheckpointError(f"{first.path}: its shard_metadata has {', '.join(sorted(twice))} twice")
-        return {block.key: block for block in blocks}
+                raise CheckpointError(f"{first.path}: its shard_metadata has {', '.join(twice)} twice")
+        return {parameter.key: parameter for parameter in parameters}
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -212,7 +197,7 @@ class RankFiles:
         """A model's aliases, to the name that is stored; torch_xla does not note them."""
         first = self.files[0]
         tied: Mapping[str, str] = first.metadata.get("tied") or {}
-        sharded = {name for block in self.blocks.values() for name, _ in block.members}
+        sharded = {name for parameter in self.parameters.values() for name, _ in parameter.members}
         stored = sharded | ({original_name(key) for key in first.part("model") or {}} - tied.keys())
         for alias, name in tied.items():
             if alias in sharded:
@@ -230,25 +215,25 @@ class RankFiles:
     def order(self) -> Sequence[str]:
         """The original names in the model's order, as far as that is known."""
         known = self.files[0].metadata.get("parameters")
-        return known or [name for block in self.blocks.values() for name, _ in block.members]
+        return known or [name for parameter in self.parameters.values() for name, _ in parameter.members]
 
-    def gather(self, block: Block, name: str, found: Iterable[Any]) -> Sharded:
+    def gather(self, parameter: ShardedParameter, name: str, found: Iterable[Any]) -> Sharded:
         """Return the shards of one tensor from what each file has in its place."""
         slots = tuple(found)
         for file, slot in zip(self.files, slots, strict=True):
             if not isinstance(slot, Slot):
                 raise CheckpointError(f"{file.path} has no {name}: it is not of the same save as {self.files[0].path}")
-        return Sharded(block, name, slots)
+        return Sharded(parameter, name, slots)
 
     def sharded_model(self) -> list[Sharded]:
         """Return the model's sharded tensors, in the order of the files."""
         states = [file.part("model") or {} for file in self.files]
         self._check_keys(states)
         keys = [
-            *(key for key in states[0] if key in self.blocks),
-            *(key for key in self.blocks if key not in states[0]),
+            *(key for key in states[0] if key in self.parameters),
+            *(key for key in self.parameters if key not in states[0]),
         ]
-        return [self.gather(self.blocks[key], key, (state.get(key) for state in states)) for key in keys]
+        return [self.gather(self.parameters[key], key, (state.get(key) for state in states)) for key in keys]
 
     def unsharded(self) -> dict[str, tuple[Any, torch.dtype | None]]:
         """Return what every rank has whole, such as buffers: original name to rank 0's value, and original dtype."""
@@ -260,10 +245,10 @@ class RankFiles:
                 raise CheckpointError(f"{first.path}: its shard_metadata does not say which dtype the buffer {key} had")
             dtypes[original_name(key)] = dtype  # torch_xla writes other prefixes here than into the state dict
         found: dict[str, tuple[Any, torch.dtype | None]] = {}
-        sharded = {name for block in self.blocks.values() for name, _ in block.members}
+        sharded = {name for parameter in self.parameters.values() for name, _ in parameter.members}
         for key, value in (first.part("model") or {}).items():
             name = original_name(key)
-            if key in self.blocks or key in self.tied:
+            if key in self.parameters or key in self.tied:
                 continue
             if name in sharded or name in found:
                 raise CheckpointError(f"{first.path} has {name} twice, one of them as {key}")
@@ -278,7 +263,7 @@ class RankFiles:
             for key in state:
                 if not isinstance(key, str):
                     raise CheckpointError(f"{file.path}: its model has the key {key!r}, which is no parameter's name")
-                if key.rpartition(".")[2].startswith(_XLA_SHARD) and key not in self.blocks:
+                if key.rpartition(".")[2].startswith(_XLA_SHARD) and key not in self.parameters:
                     raise CheckpointError(f"{file.path}: {key} is a shard, but shard_metadata does not say of what")
 
 
@@ -468,7 +453,7 @@ def _complete_set(files: Sequence[RankFile]) -> tuple[RankFile, ...]:
     return tuple(by_rank[rank] for rank in range(count))
 
 
-def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
+def _parameters(metadata: Mapping[str, Any]) -> Iterator[ShardedParameter]:
     flatten_info = metadata.get("flatten_info") or {}
     for prefix, shards in metadata["shard_info"].items():
         for suffix, info in shards.items():
@@ -481,12 +466,12 @@ def _blocks(metadata: Mapping[str, Any]) -> Iterator[Block]:
             else:
                 full_names, shapes = [full_name], [shape]
             shapes = [_shape(key, own) for own in shapes]
-            block = Block(key, tuple(zip(map(original_name, full_names), shapes, strict=True)), shape)
-            if not block.members:
+            parameter = ShardedParameter(key, tuple(zip(map(original_name, full_names), shapes, strict=True)), shape)
+            if not parameter.members:
                 raise ValueError(f"{key} has no parameters")
-            if sum(prod(member) for _, member in block.members) != block.numel:
-                raise ValueError(f"{key} has {block.numel} elements, and its parameters have others")
-            yield block
+            if sum(prod(member) for _, member in parameter.members) != parameter.numel:
+                raise ValueError(f"{key} has {parameter.numel} elements, and its parameters have others")
+            yield parameter
 
 
 def _shape(key: str, sizes: Any) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import nn
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.format.locks import clear_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import as_bytes, digest
-from torchacc.checkpoint.format.regular_files import open_regular
-from torchacc.checkpoint.interop.pth import read_pth, verify_records
+from torchacc.checkpoint.interop.pth import load_pth, read_pth
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
@@ -97,7 +95,7 @@ def load(path: str | os.PathLike[str]) -> Any:
             the folder's files are of several saves.
     """
     target = Path(path)
-    return _read(_own_file(target, read_job()) if target.is_dir() else target)
+    return load_pth(_own_file(target, read_job()) if target.is_dir() else target)
 
 
 def _kind(obj: Any) -> str:
@@ -293,41 +291,11 @@ def _write(content: Any, target: Path, partial: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(partial, target, mmap=True)
+        load_pth(partial, target, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from None
     except RuntimeError as error:  # how torch.save reports a full disk
         raise CheckpointError(f"{target} was not written: {str(error).splitlines()[0]}") from None
-
-
-def _read(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any:
-    """Read a file and verify it, called by another name in errors; while it is still being written, by its pickle."""
-    name = name or path
-    try:
-        if mmap:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        with open_regular(path) as file:
-            verify_records(file, str(name))
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except UnpicklingError as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
-        )
-        raise CheckpointError(
-            f"{name} holds more than tensors and plain values, and reading it could run code: {reason[:200]}. Save "
-            "state_dict()s, tensors, numbers and strings"
-        ) from None
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no {name}") from None
-    except (RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "it is empty"
-        raise CheckpointError(f"{name} cannot be read, it is truncated or damaged: {reason}") from None
-    except Exception as error:  # what is no pickle fails in any way
-        raise CheckpointError(
-            f"{name} cannot be read, it is damaged, or not a file of torch.save: {type(error).__name__}: {error}"
-        ) from None
 
 
 def _own_file(folder: Path, job: Job) -> Path:

@@ -3,14 +3,14 @@
 import os
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 
 import pytest
 import torch
 
-from torchacc.checkpoint.crc import Crc
 from torchacc.checkpoint.format.safetensors_files import Slot
-from torchacc.checkpoint.interop.pth import Blank, Written, create_pth, damaged_record, read_pth, seal_pth
+from torchacc.checkpoint.interop.pth import NewTensor, create_pth, damaged_record, read_pth, seal_pth
 from torchacc.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -72,7 +72,7 @@ def test_what_is_not_a_pth_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="file.pth cannot be read: No such file"):
         read_pth(path)
     path.write_bytes(pickle.dumps({}))
-    with pytest.raises(CheckpointError, match="not a file that"):
+    with pytest.raises(CheckpointError, match="not a file of torch.save"):
         read_pth(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
@@ -89,26 +89,22 @@ def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path):
 
 def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
     path = tmp_path / "file.pth"
-    large, small = Blank("large", torch.float32, (1000, 3)), Blank("small", torch.int64, ())
-    unwritten, empty = Blank("unwritten", torch.bool, (5,)), Blank("empty", torch.float32, (0,))
+    large, small = NewTensor("large", torch.float32, (1000, 3)), NewTensor("small", torch.int64, ())
+    unwritten, empty = NewTensor("unwritten", torch.bool, (5,)), NewTensor("empty", torch.float32, (0,))
     contents = {"a": large, "alias": large, "rest": [small, {"n": 1}, (unwritten, empty)]}
     slots = create_pth(path, contents)
+    checksums = {slots[unwritten].offset: zlib.crc32(bytes(5))}
     whole = torch.randn(1000, 3)
-    pieces = [(slots[large], whole, 4000, 12000), (slots[large], whole, 0, 3000), (slots[small], torch.tensor(9), 0, 8)]
-    written = []
     with path.open("r+b") as file:
-        for slot, tensor, start, stop in pieces:  # bytes 3000 to 4000 are left out
-            data = tensor_bytes(tensor)[start:stop]
-            file.seek(slot.offset + start)
-            file.write(data)
-            written.append(Written(slot.offset + start, Crc.of(data)))
-    seal_pth(path, written)
+        for new, tensor in ((large, whole), (small, torch.tensor(9))):
+            file.seek(slots[new].offset)
+            file.write(tensor_bytes(tensor))
+            checksums[slots[new].offset] = zlib.crc32(tensor_bytes(tensor))
+    seal_pth(path, checksums)
 
     assert damaged_record(path) is None
     loaded = torch.load(path, weights_only=True)
-    expected = whole.clone().view(-1)
-    expected[750:1000] = 0
-    assert torch.equal(loaded["a"].view(-1), expected)
+    assert torch.equal(loaded["a"], whole)
     assert loaded["a"].data_ptr() == loaded["alias"].data_ptr()
     assert loaded["rest"][0] == 9
     assert loaded["rest"][1] == {"n": 1}
@@ -117,7 +113,7 @@ def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
 
 def test_a_file_beyond_four_gigabytes(tmp_path):
     path = tmp_path / "file.pth"
-    huge, after = Blank("huge", torch.uint8, (5_000_000_000,)), Blank("after", torch.float32, (3,))
+    huge, after = NewTensor("huge", torch.uint8, (5_000_000_000,)), NewTensor("after", torch.float32, (3,))
     slots = create_pth(path, {"huge": huge, "after": after})
     assert path.stat().st_blocks * 512 < 1_000_000  # sparse
     assert slots[after].offset > 5_000_000_000
@@ -131,11 +127,4 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[offset + 17] ^= 4
     path.write_bytes(data)
-    assert damaged_record(path) == ("file/data/1", range(offset, offset + 400))
-
-
-@pytest.mark.parametrize("cut", [0, 1, 700, 5000])
-def test_checksums_are_joined(cut):
-    data = os.urandom(5000) + bytes(100_000)
-    assert Crc.of(data[:cut]).then(Crc.of(data[cut:])) == Crc.of(data)
-    assert Crc.of(data[:5000]).zeros(100_000) == Crc.of(data)
+    assert damaged_record(path) == "file/data/1"

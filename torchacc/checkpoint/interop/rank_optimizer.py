@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchacc.checkpoint.format.safetensors_files import Slot
-from torchacc.checkpoint.interop.rank_files import Block, RankFiles, Sharded
+from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded, ShardedParameter, ShardFormat
 from torchacc.errors import CheckpointError
 
 
@@ -16,18 +16,18 @@ class OptimizerGroup:
     settings: Mapping[str, Any]
     """What `param_groups` says of it, without the parameters."""
     keys: Sequence[str]
-    """The blocks in it."""
+    """The parameters in it."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimizer's state, in terms of blocks instead of ids."""
+    """An optimizer's state, in terms of parameters instead of ids."""
 
     groups: tuple[OptimizerGroup, ...]
     ids: Mapping[str, int]
-    """What the files call each block."""
+    """What the files call each parameter."""
     states: Mapping[str, Mapping[str, Any]]
-    """For each block that has any state, its entries: `Sharded`, or what every rank has alike, as rank 0 has it."""
+    """For each parameter that has any state, its entries: `Sharded`, or what every rank has alike, as rank 0 has it."""
 
     @property
     def sharded(self) -> list[Sharded]:
@@ -55,7 +55,7 @@ def read_optimizer(files: RankFiles) -> OptimizerState:
         for key, id_ in ids.items():
             by_rank = [part["state"].get(id_, {}) for part in parts]
             if any(by_rank):
-                states[key] = _entries(files, files.blocks[key], by_rank)
+                states[key] = _entries(files, files.parameters[key], by_rank)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{files.paths[0]}: its optimizer is not what an optimizer's state_dict() gives ({error!r})"
@@ -68,47 +68,47 @@ def _group(group: Mapping[str, Any], keys: Sequence[str]) -> OptimizerGroup:
 
 
 def _keyed(files: RankFiles, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[str]]]:
-    """Return each group with the blocks of its parameters, in their order."""
+    """Return each group with the parameters of its parameters, in their order."""
     if all("param_names" in group for group in groups):
-        return [(group, [_block_of(files, name) for name in group["param_names"]]) for group in groups]
+        return [(group, [_key_of(files, name) for name in group["param_names"]]) for group in groups]
     number = sum(len(group["params"]) for group in groups)
-    if len(groups) == 1 and number == len(files.blocks):
-        return [(groups[0], list(files.blocks))]  # the model's order, as torch_xla's users make their optimizers
+    if len(groups) == 1 and number == len(files.parameters):
+        return [(groups[0], list(files.parameters))]  # the model's order, as torch_xla's users make their optimizers
     raise CheckpointError(
         f"{files.paths[0]}: its optimizer has {number} parameters in {len(groups)} groups, the model has "
-        f"{len(files.blocks)}, and which is which is not noted. Make the optimizer from named_parameters(), which "
+        f"{len(files.parameters)}, and which is which is not noted. Make the optimizer from named_parameters(), which "
         "notes it, or add the list 'param_names' to each of its groups, with keys of the model's state"
     )
 
 
-def _block_of(files: RankFiles, name: str) -> str:
+def _key_of(files: RankFiles, name: str) -> str:
     # torch_xla drops a wrapper from the keys of a state dict which named_parameters() has.
     for key in (name, name.replace("_fpw_module.", "")):
-        if key in files.blocks:
+        if key in files.parameters:
             return key
-    for block in files.blocks.values():
-        if [member for member, _ in block.members] == [name]:
-            return block.key
+    for parameter in files.parameters.values():
+        if [member for member, _ in parameter.members] == [name]:
+            return parameter.key
     raise CheckpointError(f"{files.paths[0]}: its optimizer has {name}, which shard_metadata does not know")
 
 
-def _entries(files: RankFiles, block: Block, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _entries(files: RankFiles, parameter: ShardedParameter, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = by_rank[0]
     for file, state in zip(files.files, by_rank, strict=True):
         if state.keys() != first.keys():
             other = ", ".join(sorted(state.keys() ^ first.keys()))
             raise CheckpointError(
-                f"{file.path}: the optimizer's state of {block.key} differs from rank 0's in {other}: "
+                f"{file.path}: the optimizer's state of {parameter.key} differs from rank 0's in {other}: "
                 "these are not files of one save"
             )
     entries: dict[str, Any] = {}
     for name, value in first.items():
         entries[name] = value
-        if isinstance(value, Slot) and block.is_sharded_like(value, len(by_rank)):
-            entries[name] = files.gather(block, f"{block.key}/{name}", (state[name] for state in by_rank))
+        if isinstance(value, Slot) and any(parameter.is_shard(value.shape, each, len(by_rank)) for each in ShardFormat):
+            entries[name] = files.gather(parameter, f"{parameter.key}/{name}", (state[name] for state in by_rank))
         elif isinstance(value, Slot) and value.shape:
             raise CheckpointError(
-                f"{files.paths[0]}: the optimizer's {name} of {block.key} has the shape {value.shape}, neither that of "
-                "its parameter nor a single number: it cannot be put together"
+                f"{files.paths[0]}: the optimizer's {name} of {parameter.key} has the shape {value.shape}, neither "
+                "that of its parameter nor a single number: it cannot be put together"
             )
     return entries

@@ -10,10 +10,18 @@ import torch
 
 from torchacc.checkpoint.format.regular_files import read_regular
 from torchacc.checkpoint.format.safetensors_files import Slot, plan_safetensors, safetensors_index
-from torchacc.checkpoint.interop.copying import Copy, NewFile, Plan, PthFile, SafetensorsFile, SmallFile
-from torchacc.checkpoint.interop.optimizer_files import OptimizerState, read_optimizer
-from torchacc.checkpoint.interop.pth import Blank
+from torchacc.checkpoint.interop.pth import NewTensor
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded
+from torchacc.checkpoint.interop.rank_optimizer import OptimizerState, read_optimizer
+from torchacc.checkpoint.interop.transfers import (
+    ConversionPlan,
+    NewFile,
+    PthFile,
+    SafetensorsFile,
+    SmallFile,
+    Source,
+    Transfer,
+)
 from torchacc.errors import CheckpointError
 
 _CONFIG = "config.json"
@@ -41,7 +49,7 @@ class Output:
     """The folder with `config.json` and the tokenizer; None for that of the rank files."""
 
 
-def plan_model(files: RankFiles, target: Path, output: Output) -> Plan:
+def plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPlan:
     """Plan to write a whole model.
 
     Args:
@@ -49,8 +57,8 @@ def plan_model(files: RankFiles, target: Path, output: Output) -> Plan:
         target: The file to write, or the folder if the format is safetensors.
         output: How.
     """
-    copies: list[Copy] = []
-    tensors = whole_model(files, copies, output)
+    transfers: list[Transfer] = []
+    tensors = whole_model(files, transfers, output)
     new = (
         [PthFile(target, {"model": tensors})]
         if output.format == "pth"
@@ -58,10 +66,10 @@ def plan_model(files: RankFiles, target: Path, output: Output) -> Plan:
     )
     written = {file.path for file in new}
     stale = [path for path in target.glob("model*.safetensors*") if path not in written]
-    return Plan(files.paths, tuple(new), tuple(copies), tuple(stale))
+    return ConversionPlan(files.paths, tuple(new), tuple(transfers), tuple(stale))
 
 
-def whole_model(files: RankFiles, copies: list[Copy], output: Output) -> dict[str, Any]:
+def whole_model(files: RankFiles, transfers: list[Transfer], output: Output) -> dict[str, Any]:
     """Return a model's whole state by original name, tied aliases included, and add what it is to be copied from.
 
     torch_xla does not note which parameters are tied. Where the model's `config.json` says that the head is tied, and
@@ -69,107 +77,105 @@ def whole_model(files: RankFiles, copies: list[Copy], output: Output) -> dict[st
     """
     state: dict[str, Any] = {}
     for sharded in files.sharded_model():
-        state |= whole_tensors(sharded, copies, dtype=output.dtype)
+        state |= whole_tensors(sharded, transfers, dtype=output.dtype)
     for name, (value, dtype) in files.unsharded().items():
-        state[name] = carry(value, name, copies, dtype=dtype and _cast(dtype, output.dtype))
+        state[name] = carry(value, name, transfers, dtype=dtype and _cast(dtype, output.dtype))
     aliases = dict(files.tied) or tied_head(_folder(files, output), state)
     return state | {alias: state[name] for alias, name in aliases.items() if name in state}
 
 
 def whole_tensors(
-    sharded: Sharded, copies: list[Copy], *, dtype: torch.dtype | None = None, entry: str = ""
-) -> dict[str, Blank]:
-    """Return the whole tensors that a block is made of, and add what they are to be copied from.
+    sharded: Sharded, transfers: list[Transfer], *, dtype: torch.dtype | None = None, entry: str = ""
+) -> dict[str, NewTensor]:
+    """Return the whole tensors that a parameter is made of, and add what they are to be copied from.
 
     Args:
-        sharded: The block in all rank files.
-        copies: What to add to.
+        sharded: The parameter in all rank files.
+        transfers: What to add to.
         dtype: What floating tensors are cast to.
         entry: Added to the tensors' names in messages.
     """
     own = _cast(sharded.slots[0].dtype, dtype)
-    blanks = {name: Blank(name + entry, own, shape) for name, shape in sharded.block.members}
-    for holding, slot in zip(sharded.local_shards, sharded.slots, strict=True):
-        for piece in holding.slices:
-            copies.append(Copy(slot, piece.offset, blanks[piece.name], piece.start, piece.numel))
-    return blanks
+    new = {name: NewTensor(name + entry, own, shape) for name, shape in sharded.parameter.members}
+    transfers.append(Transfer(sharded.sources, tuple(new.values())))
+    return new
 
 
-def carry(value: Any, name: str, copies: list[Copy], *, dtype: torch.dtype | None = None) -> Any:
-    """Return what a rank file holds with a blank for each tensor in it, each of its own, and add their copies."""
+def carry(value: Any, name: str, transfers: list[Transfer], *, dtype: torch.dtype | None = None) -> Any:
+    """Return what a rank file holds with a new tensor for each one in it, each of its own, and add their transfers."""
     if isinstance(value, Slot):
-        blank = Blank(name, dtype or value.dtype, value.shape)
-        copies.append(Copy(value, 0, blank, 0, value.numel))
-        return blank
+        new = NewTensor(name, dtype or value.dtype, value.shape)
+        transfers.append(Transfer((Source(value, value.numel),), (new,)))
+        return new
     if isinstance(value, Mapping):
-        return {key: carry(item, f"{name}.{key}" if name else str(key), copies) for key, item in value.items()}
+        return {key: carry(item, f"{name}.{key}" if name else str(key), transfers) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(carry(item, f"{name}.{index}", copies) for index, item in enumerate(value))
+        return type(value)(carry(item, f"{name}.{index}", transfers) for index, item in enumerate(value))
     return value
 
 
-def plan_optimizer(files: RankFiles, target: Path) -> Plan:
+def plan_optimizer(files: RankFiles, target: Path) -> ConversionPlan:
     """Plan to write an optimizer's whole state, `{"optimizer": …}`, as that of the unsharded model has it.
 
     The order of ids is that of the parameters in the original groups, and in a group with flattened ones the model's
     own, as far as the files know it; `param_names` has the original names.
     """
-    copies: list[Copy] = []
+    transfers: list[Transfer] = []
     optimizer = read_optimizer(files)
     groups = [_names(files, list(group.keys)) for group in optimizer.groups]
     ids = {name: index for index, name in enumerate(name for names in groups for name in names)}
-    state = _whole_states(files, optimizer, copies)
+    state = _whole_states(files, optimizer, transfers)
     contents = {
         "state": {ids[name]: state[name] for name in ids if name in state},
         "param_groups": [
             {
-                **carry(group.settings, "param_groups", copies),
+                **carry(group.settings, "param_groups", transfers),
                 "params": [ids[name] for name in names],
                 "param_names": names,
             }
             for group, names in zip(optimizer.groups, groups, strict=True)
         ],
     }
-    return Plan(files.paths, (PthFile(target, {"optimizer": contents}),), tuple(copies))
+    return ConversionPlan(files.paths, (PthFile(target, {"optimizer": contents}),), tuple(transfers))
 
 
 def _names(files: RankFiles, keys: list[str]) -> list[str]:
-    blocks = [files.blocks[key] for key in keys]
-    names = [name for block in blocks for name, _ in block.members]
-    if all(len(block.members) == 1 for block in blocks):
+    parameters = [files.parameters[key] for key in keys]
+    names = [name for parameter in parameters for name, _ in parameter.members]
+    if all(len(parameter.members) == 1 for parameter in parameters):
         return names
     order = {name: index for index, name in enumerate(files.order)}
     return sorted(names, key=order.__getitem__)
 
 
-def _whole_states(files: RankFiles, optimizer: OptimizerState, copies: list[Copy]) -> dict[str, dict[str, Any]]:
+def _whole_states(files: RankFiles, optimizer: OptimizerState, transfers: list[Transfer]) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {}
     for key, entries in optimizer.states.items():
-        members = files.blocks[key].members
+        members = files.parameters[key].members
         for entry, value in entries.items():
             if isinstance(value, Sharded):
-                parts: dict[str, Any] = dict(whole_tensors(value, copies, entry=f"/{entry}"))
+                parts: dict[str, Any] = dict(whole_tensors(value, transfers, entry=f"/{entry}"))
             else:  # each its own: a step that parameters share is incremented once for each of them
-                parts = {name: carry(value, f"{name}/{entry}", copies) for name, _ in members}
+                parts = {name: carry(value, f"{name}/{entry}", transfers) for name, _ in members}
             for name, part in parts.items():
                 states.setdefault(name, {})[entry] = part
     return states
 
 
 def _hugging_face(files: RankFiles, state: Mapping[str, Any], target: Path, output: Output) -> list[NewFile]:
-    blanks: dict[str, Blank] = {}
+    by_name: dict[str, NewTensor] = {}
     stored = set()
     for name, value in state.items():
-        if not isinstance(value, Blank):
+        if not isinstance(value, NewTensor):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__} and no tensor: write a .pth file, which can hold it"
             )
         if value not in stored:  # a tied one is stored once
-            blanks[name] = value
+            by_name[name] = value
             stored.add(value)
-    shapes = {name: (blank.dtype, blank.shape) for name, blank in blanks.items()}
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in by_name.items()}
     layouts = plan_safetensors(shapes, "model", output.max_shard_size)
-    new: list[NewFile] = [SafetensorsFile(target / name, layout, blanks) for name, layout in layouts.items()]
+    new: list[NewFile] = [SafetensorsFile(target / name, layout, by_name) for name, layout in layouts.items()]
     if len(layouts) > 1:
         new.append(SmallFile(target / "model.safetensors.index.json", safetensors_index(layouts).encode()))
     folder = _folder(files, output)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.interop.consolidate import Output, plan_model, plan_optimizer, whole_model
-from torchacc.checkpoint.interop.copying import Copy, Plan, Progress, carry_out, load
-from torchacc.checkpoint.interop.pth import Blank, blanks_in
+from torchacc.checkpoint.interop.consolidation import Output, plan_model, plan_optimizer, whole_model
+from torchacc.checkpoint.interop.pth import NewTensor
 from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
-from torchacc.checkpoint.interop.reshard import plan_resharding
+from torchacc.checkpoint.interop.resharding import plan_resharding
+from torchacc.checkpoint.interop.transfers import ConversionPlan, Progress, Transfer, execute, load
 from torchacc.errors import CheckpointError
 
 
@@ -52,12 +52,12 @@ def consolidate_sharded_model_checkpoints(
     if not save_model:
         return _in_memory(files, workers), None
     target = _target(ckpt_prefix, save_path, Output())
-    carry_out(plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
+    execute(plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
     state: dict[str, Any] = torch.load(target, mmap=True, weights_only=True)["model"]
     return state, str(target)
 
 
-def plan_consolidation(prefix: str, suffix: str, save_path: str, output: Output) -> Plan:
+def plan_consolidation(prefix: str, suffix: str, save_path: str, output: Output) -> ConversionPlan:
     """Plan what `consolidate_sharded_model_checkpoints()` does, in any format; a folder of safetensors has no `.pth`.
 
     Raises:
@@ -93,7 +93,7 @@ def plan_conversion(
     patterns: Mapping[Part, str | None] | None = None,
     names: Mapping[Part, str | None] | None = None,
     output: Output | None = None,
-) -> Plan:
+) -> ConversionPlan:
     """Plan to consolidate or reshard the rank files in a folder.
 
     Args:
@@ -174,17 +174,17 @@ def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:
     return lambda rank: folder / f"{before}{rank}{between}{num_ranks}{after}"
 
 
-def _joined(plans: Sequence[Plan]) -> Plan:
-    return Plan(
+def _joined(plans: Sequence[ConversionPlan]) -> ConversionPlan:
+    return ConversionPlan(
         sources=tuple(dict.fromkeys(path for plan in plans for path in plan.sources)),
         files=tuple(file for plan in plans for file in plan.files),
-        copies=tuple(copy for plan in plans for copy in plan.copies),
+        transfers=tuple(transfer for plan in plans for transfer in plan.transfers),
         stale=tuple(path for plan in plans for path in plan.stale),
     )
 
 
 def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
-    copies: list[Copy] = []
-    state = whole_model(files, copies, Output())
-    tensors = load(blanks_in(state), copies, workers=workers)
-    return {name: tensors[value] if isinstance(value, Blank) else value for name, value in state.items()}
+    transfers: list[Transfer] = []
+    state = whole_model(files, transfers, Output())
+    tensors = load(transfers, workers=workers)
+    return {name: tensors[value] if isinstance(value, NewTensor) else value for name, value in state.items()}
