@@ -322,8 +322,6 @@ def _watch_optimizers() -> None:
         models = _models_of(optimizer)
         if not models:
             return given
-        for sharded in models:
-            sharded.before_change()
         if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
             raise CheckpointError(
                 "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "

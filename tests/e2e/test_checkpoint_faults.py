@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torchacc
-from torchacc.checkpoint import live
+from torchacc.checkpoint import loader, saver
 from torchacc.errors import CheckpointError
 
 WORKER = Path(__file__).with_name("fault_worker.py")
@@ -93,7 +93,7 @@ def test_sigterm_to_the_launcher_saves(tmp_path):
     last = [max(map(int, re.findall(rf"^{rank} step .*'step': (\d+)", printed, re.MULTILINE))) for rank in (0, 1)]
     assert last[0] == last[1], printed[-3000:]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last[0]:08d}"], printed[-3000:]
-    live.verify(tmp_path / "run" / f"step-{last[0]:08d}")
+    loader.verify(tmp_path / "run" / f"step-{last[0]:08d}")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def saved(tmp_path_factory):
     optimizer.step()
     folder = tmp_path_factory.mktemp("flips") / "step-00000001"
     parts = {"model": model, "optimizer": optimizer}
-    live.save(folder, extra={"tensor": torch.arange(5.0)}, max_shard_size=100_000, **parts)
+    saver.save(folder, extra={"tensor": torch.arange(5.0)}, max_shard_size=100_000, **parts)
     return folder, parts
 
 
@@ -132,10 +132,10 @@ def test_every_flipped_bit_is_caught(saved):
         altered = bytearray(original)
         altered[position] ^= 1 << bit
         path.write_bytes(altered)
-        for act in (lambda: live.verify(folder), lambda: live.load(folder, **parts)):
+        for act in (lambda: loader.verify(folder), lambda: loader.load(folder, **parts)):
             with pytest.raises(CheckpointError) as caught:
                 act()
             assert path.name in str(caught.value), (position, bit)
         path.write_bytes(original)
-    live.verify(folder)
-    assert live.load(folder, **parts)["tensor"].tolist() == [0, 1, 2, 3, 4]
+    loader.verify(folder)
+    assert loader.load(folder, **parts)["tensor"].tolist() == [0, 1, 2, 3, 4]

@@ -9,10 +9,13 @@ import copy
 import functools
 import importlib.metadata
 import inspect
+import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +23,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from torchacc.checkpoint import model_state
-from torchacc.checkpoint.format.checkpoint_folder import Folder
-from torchacc.checkpoint.format.safetensors_files import Slot
+from torchacc.checkpoint.format.checkpoint_folder import Folder, StoredTensor
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -39,65 +41,7 @@ _EXACT = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _skeletons: WeakKeyDictionary[ShardedModel, nn.Module] = WeakKeyDictionary()
 
 
-class Stored(Protocol):
-    """A whole tensor, as the model has it, that can be read from a folder."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that it lies there in."""
-
-    @property
-    def origin(self) -> str:
-        """Where it lies, for an error's message."""
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return a run of its elements, flat, on the host."""
-
-
-class Plain(NamedTuple):
-    """A tensor that lies in the folder as it is in the model."""
-
-    folder: Folder
-    name: str
-    """Its name there."""
-    slot: Slot
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.slot.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that it lies there in."""
-        return self.slot.dtype
-
-    @property
-    def origin(self) -> str:
-        """Where it lies."""
-        return f"{self.slot.path}: {self.name}"
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return a run of its elements, flat, on the host, verified."""
-        return self.folder.read(self.name, self.slot, start, stop)
-
-    def read_whole(self) -> torch.Tensor:
-        """Return all of the tensor, in its shape, on the host, verified."""
-        return self.read().view(self.shape)
-
-
-def read_into(memory: memoryview, dtype: torch.dtype, stored: Stored, start: int) -> None:
-    """Fill memory, as bytes, with a run of a tensor's elements, cast to a dtype."""
-    if memory:
-        run = torch.frombuffer(memory, dtype=dtype)
-        run.copy_(stored.read(start, start + len(run)))
-
-
-def find(sharded: ShardedModel, folder: Folder) -> dict[str, Stored]:
+def find(sharded: ShardedModel, folder: Folder) -> dict[str, StoredTensor]:
     """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
 
     Raises:
@@ -150,6 +94,31 @@ def why_not_opened(sharded: ShardedModel) -> str | None:
     return f"it would not find {_listed(sorted(missing))}, and make up values" if missing else None
 
 
+def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
+    """Return what `save_pretrained()` of a model's config, and of a tokenizer, writes."""
+    model = sharded.model
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), tokenizer]
+    parts = [part for part in parts if hasattr(part, "save_pretrained")]
+    if not parts:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
+            part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    reason = why_not_opened(sharded) if "config.json" in files else None
+    if reason is not None:
+        del files["config.json"]
+        _log.warning(
+            "the checkpoint gets no config.json, so that from_pretrained() refuses it: %s. torchacc loads it", reason
+        )
+    if "config.json" in files:
+        described = json.loads(files["config.json"])
+        described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": sharded.plan.master_dtype}
+        files["config.json"] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
+    return files
+
+
 class _UnknownInternals(Exception):  # noqa: N818
     """How transformers converts this model's checkpoints is not known."""
 
@@ -157,7 +126,7 @@ class _UnknownInternals(Exception):  # noqa: N818
 class _Found(NamedTuple):
     """What of a model is in a folder."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     missing: list[str]
     unexpected: list[str]
 
@@ -199,7 +168,7 @@ class _Wanted:
 
 def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
     """Find what has its own name, or that with or without the base model's prefix, as it is without its head."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     missing, used = [], set(wanted.known)
     prefix = f"{wanted.prefix or '-'}."
     for name, names in wanted.names.items():
@@ -208,7 +177,7 @@ def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
             others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
             keys = list(dict.fromkeys(n for n in others if n in folder.model))
         if keys:
-            tensors[name] = _same([Plain(folder, key, folder.model[key]) for key in keys])
+            tensors[name] = _same([folder.stored(key, folder.model[key]) for key in keys])
             used.update(keys)
         else:
             missing.append(name)
@@ -224,15 +193,15 @@ def _converted(wanted: _Wanted, folder: Folder, conversions: "_Conversions") -> 
         )
     known = wanted.known
     routes = conversions.route(folder.model, known)
-    copies: dict[str, list[Stored]] = {}
+    copies: dict[str, list[StoredTensor]] = {}
     unexpected = list(routes.unexpected)
     for name, key in routes.renamed.items():
-        copies.setdefault(known[name], []).append(Plain(folder, key, folder.model[key]))
+        copies.setdefault(known[name], []).append(folder.stored(key, folder.model[key]))
     workshop = _Workshop(folder)
     for conversion in routes.conversions:
         for name, made in conversion.run(workshop.describe).items():
             if name in known:
-                copies.setdefault(known[name], []).append(_Made(workshop, conversion, name, tuple(made.shape)))
+                copies.setdefault(known[name], []).append(workshop.stored(conversion, name, tuple(made.shape)))
             else:
                 unexpected.append(name)
     absent = {name for name in wanted.names if name not in copies}
@@ -245,7 +214,7 @@ def _converted(wanted: _Wanted, folder: Folder, conversions: "_Conversions") -> 
     )
 
 
-def _check(wanted: _Wanted, tensors: Mapping[str, Stored]) -> None:
+def _check(wanted: _Wanted, tensors: Mapping[str, StoredTensor]) -> None:
     for name, stored in tensors.items():
         if stored.shape != wanted.shapes[name]:
             raise CheckpointError(
@@ -258,37 +227,28 @@ def _check(wanted: _Wanted, tensors: Mapping[str, Stored]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Same:
-    """A tied tensor that lies in the folder under several of its names."""
-
-    copies: tuple[Stored, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.copies[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.copies[0].dtype
-
-    @property
-    def origin(self) -> str:
-        return self.copies[0].origin
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        first = self.copies[0].read(start, stop)
-        for other in self.copies[1:]:
-            if other.shape != self.shape or not torch.equal(first, other.read(start, stop)):
-                raise CheckpointError(
-                    f"{self.origin} and {other.origin} are different, and one parameter in this model: build it with "
-                    "tie_word_embeddings=False"
-                )
+def _same(copies: Sequence[StoredTensor]) -> StoredTensor:
+    """Return a tied tensor that lies in the folder under several of its names, which must be equal there."""
+    first, *others = copies
+    if not others:
         return first
 
+    def fill(target: torch.Tensor, start: int) -> None:
+        exact = torch.float64 if first.dtype.is_floating_point else first.dtype
+        elements = torch.empty(len(target), dtype=exact)
+        first.fill(elements, start)
+        for other in others:
+            same = torch.empty(len(target), dtype=exact)
+            if other.shape == first.shape:
+                other.fill(same, start)
+            if other.shape != first.shape or not torch.equal(elements, same):
+                raise CheckpointError(
+                    f"{first.origin} and {other.origin} are different, and one parameter in this model: build it with "
+                    "tie_word_embeddings=False"
+                )
+        target.copy_(elements)
 
-def _same(copies: Sequence[Stored]) -> Stored:
-    return copies[0] if len(copies) == 1 else _Same(tuple(copies))
+    return StoredTensor(first.shape, first.dtype, first.origin, fill)
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +287,7 @@ class _Conversion:
 
 
 class _Workshop:
-    """Makes a model's tensors, and keeps what the last conversion made beside the one that was asked for."""
+    """Makes a model's tensors, and keeps what the last conversion made."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -337,12 +297,22 @@ class _Workshop:
         """Return a tensor of the folder without values."""
         return torch.empty(self.folder.model[key].shape, dtype=self._dtype(key), device="meta")
 
-    def make(self, conversion: _Conversion, name: str) -> torch.Tensor:
-        """Return one of the tensors that a conversion makes, whole."""
-        if self._kept is None or self._kept[0] is not conversion or name not in self._kept[1]:
+    def stored(self, conversion: _Conversion, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """Return one of the tensors that a conversion makes, to be read."""
+        keys = [key for _, key in conversion.sources]
+
+        def fill(target: torch.Tensor, start: int) -> None:
+            target.copy_(self._make(conversion)[name].reshape(-1)[start : start + len(target)])
+
+        origin = f"{self.folder.path}: {name}, made of {_listed(keys, 2)},"
+        return StoredTensor(shape, self.folder.model[keys[0]].dtype, origin, fill)
+
+    def _make(self, conversion: _Conversion) -> dict[str, torch.Tensor]:
+        """Return the full tensors that a conversion makes."""
+        if self._kept is None or self._kept[0] is not conversion:
             self._kept = None  # no two at once
             self._kept = conversion, conversion.run(self._read)
-        return self._kept[1].pop(name)
+        return self._kept[1]
 
     def _read(self, key: str) -> torch.Tensor:
         slot = self.folder.model[key]
@@ -352,30 +322,6 @@ class _Workshop:
         # As from_pretrained() does it: first to the model's dtype, then the conversion.
         dtype = self.folder.model[key].dtype
         return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A tensor that transformers makes of others."""
-
-    workshop: _Workshop
-    conversion: _Conversion
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.workshop.folder.model[self.conversion.sources[0][1]].dtype
-
-    @property
-    def origin(self) -> str:
-        keys = [key for _, key in self.conversion.sources]
-        return f"{self.workshop.folder.path}: {self.name}, made of {_listed(keys, 2)},"
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        flat = self.workshop.make(self.conversion, self.name).reshape(-1)
-        run = flat[start:stop]
-        return run if len(run) == len(flat) else run.clone()  # lest a part keep the whole
 
 
 class _Routes(NamedTuple):

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchacc.checkpoint import live
 from torchacc.checkpoint.format.locks import FolderLock
 from torchacc.checkpoint.format.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.format.removal import foreign_names, listed, remove, settle
+from torchacc.checkpoint.loader import load, verify
+from torchacc.checkpoint.saver import Pending, save_silently, snapshot
 from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
@@ -107,9 +108,7 @@ class CheckpointManager:
             every_steps: `save_if_due()` saves at the multiples of this many steps; None for SIGTERM only.
             keep: How many of the newest checkpoints to keep; None for all of them.
             async_save: Whether to write in the background, from a copy in host memory, which this process must have
-                room for. Natively on the CPU the copy, too, is made beside the next forward and backward; the next step
-                of an optimizer, and a load, wait for it. What else changes weights or the optimizer's state does so
-                between `optimizer.step()` and the save, or after `wait()`; where it does not, the save fails.
+                room for. The copy is made before `save()` returns.
 
         Raises:
             CheckpointError: The folder cannot be written, or another job uses it.
@@ -168,7 +167,7 @@ class CheckpointManager:
             path = self._path(step)
             try:
                 with progress.during(progress.Phase.LOADING):
-                    extra = live.load(path, **self._contents)
+                    extra = load(path, **self._contents)
             except CheckpointError as error:
                 if self._is_intact(path):
                     raise  # then it is the model that does not fit
@@ -217,7 +216,7 @@ class CheckpointManager:
         """Save now, whether it is due or not. Collective: every process.
 
         A checkpoint of the same step is replaced. With `async_save` this waits for the last one to be complete, and
-        returns when its own is copied, or natively on the CPU begins to be.
+        returns when its own is copied.
 
         Args:
             step: How many steps the run has made.
@@ -269,11 +268,11 @@ class CheckpointManager:
             self._put_aside(step)
         path, contents = self._path(step), {**self._contents, "extra": extra, "tokenizer": self._tokenizer}
         if in_background:
-            pending = live.snapshot(path, **contents)
+            pending = snapshot(path, **contents)
             self._writer = _Writer(pending, lambda: self._prune(step))
             self._writer.start()
         else:
-            self._tell(live.save_silently(path, **contents))
+            self._tell(save_silently(path, **contents))
             self._prune(step)
         self._saved_step = step
 
@@ -360,7 +359,7 @@ class CheckpointManager:
 
         def check() -> bool:
             try:
-                live.verify(path)
+                verify(path)
             except (CheckpointError, OSError):
                 return False
             return True
@@ -388,7 +387,7 @@ class CheckpointManager:
 class _Writer(threading.Thread):
     """Writes a checkpoint beside the training, and keeps what goes wrong for the thread that trains."""
 
-    def __init__(self, pending: live.Pending, after: Callable[[], None]) -> None:
+    def __init__(self, pending: Pending, after: Callable[[], None]) -> None:
         super().__init__(name="torchacc-checkpoint")
         self.error: Exception | None = None
         self._pending = pending

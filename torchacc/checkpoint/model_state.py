@@ -1,13 +1,14 @@
-"""The state of a sharded model and of its optimizer in memory: whole, by pieces, or as this process keeps it.
+"""The state of a sharded model in memory: unsharded, in shards, or as this process keeps it; loaded from each of these.
 
-Everything goes one tensor at a time, so that a full state costs one copy on the processes that asked for it.
+Tensors are gathered one at a time, so that a full state costs one copy on the processes that asked for it.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +59,61 @@ class TensorShard:
     """The run, on the host, of shape (piece.numel,)."""
 
 
+class StateEntry(NamedTuple):
+    """One value of a model's or of an optimizer's state, as a process has it."""
+
+    parameter: nn.Parameter
+    """The parameter that it is, or is the optimizer's state of."""
+    local_shard: LocalShard
+    """What this process holds of the parameter."""
+    key: str
+    """Its name in the optimizer's state; empty for the parameter itself."""
+    value: Any
+    is_sharded: bool
+    """Whether it is a tensor that is sharded as the parameter is."""
+
+    @property
+    def suffix(self) -> str:
+        """What its name in a checkpoint's files has behind the parameter's."""
+        return f"/{self.key}" if self.key else ""
+
+    def unsharded(self, sharded: ShardedModel, *, rank0_only: bool) -> dict[str, Any]:
+        """Return the full values by the parameters' original names, on the host. Collective: every process.
+
+        Args:
+            sharded: The model.
+            rank0_only: Whether other processes than rank 0 get an empty dict of what is sharded.
+        """
+        if self.is_sharded:
+            return gathered(sharded, self.local_shard, self.value, rank0_only=rank0_only)
+        return {name: self._copy(sharded) for name in self.local_shard.names}
+
+    def shards(self, sharded: ShardedModel) -> dict[str, Any]:
+        """Return what this process holds by the parameters' original names, tensors that are sharded as `TensorShard`s.
+
+        Args:
+            sharded: The model.
+        """
+        if not self.is_sharded:
+            return {name: self._copy(sharded) for name in self.local_shard.names}
+        local = sharded.fetch([self.value])[0]
+        held = {name: TensorSlice(name, shape, 0, 0) for name, shape in self.local_shard.members}
+        held |= {part.name: part for part in self.local_shard.slices}
+        return {
+            name: TensorShard(part, local[part.offset : part.offset + part.numel].clone())
+            for name, part in held.items()
+        }
+
+    def _copy(self, sharded: ShardedModel) -> Any:
+        return to_host(sharded, self.value) if isinstance(self.value, torch.Tensor) else copy.deepcopy(self.value)
+
+
+def parameter_entries(sharded: ShardedModel) -> Iterator[StateEntry]:
+    """Yield the parameters that optimizers see."""
+    for parameter, local_shard in sharded.local_shards.items():
+        yield StateEntry(parameter, local_shard, "", parameter, is_sharded=True)
+
+
 def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Any]:
     """Return the unsharded parameters and buffers by original name, tied names included. Collective: every process.
 
@@ -69,15 +125,15 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
     """
     sharded.check_usable()
-    whole: dict[str, torch.Tensor] = {}
-    for parameter, local_shard in sharded.local_shards.items():
-        whole |= gathered(sharded, local_shard, parameter, rank0_only=rank0_only)
+    full: dict[str, torch.Tensor] = {}
+    for entry in parameter_entries(sharded):
+        full |= entry.unsharded(sharded, rank0_only=rank0_only)
     if rank0_only and sharded.engine.job.rank:
         return {}
     for planned in sharded.plan.parameters:
-        whole |= dict.fromkeys(planned.aliases, whole[planned.name])
-    whole |= buffers(sharded)
-    found: dict[str, Any] = {name: moved(sharded, value, cpu_offload) for name, value in whole.items()}
+        full |= dict.fromkeys(planned.aliases, full[planned.name])
+    full |= buffers(sharded)
+    found: dict[str, Any] = {name: moved(sharded, value, cpu_offload) for name, value in full.items()}
     found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
     return {name: found[name] for name in sharded.state_names if name in found}
 
@@ -87,8 +143,8 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     sharded.check_usable()
     refuse_split(sharded, "a state in shards")
     found: dict[str, Any] = {}
-    for parameter, local_shard in sharded.local_shards.items():
-        found |= cut_up(sharded, local_shard, parameter)
+    for entry in parameter_entries(sharded):
+        found |= entry.shards(sharded)
     found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
     return {**found, **buffers(sharded)}
 
@@ -210,7 +266,6 @@ def load_state_dict(
             )
     all_local = are_local([(local_shard, found) for _, local_shard, found in loads])
     locals_ = [(parameter, cut(sharded, local_shard, found, all_local)) for parameter, local_shard, found in loads]
-    sharded.before_change()
     with torch.no_grad():
         for parameter, local in locals_:
             sharded.assign(parameter, local.to(parameter.dtype))
@@ -266,16 +321,6 @@ def gathered(
         return {name: flat.view(shape) for name, shape in local_shard.members}
     parts = flat.split([prod(shape) for _, shape in local_shard.members])
     return {name: part.clone().view(shape) for (name, shape), part in zip(local_shard.members, parts, strict=True)}
-
-
-def cut_up(sharded: ShardedModel, local_shard: LocalShard, tensor: torch.Tensor) -> dict[str, TensorShard]:
-    """Return what this process holds of each whole tensor of a parameter's shard, or of one that lies like it."""
-    local = sharded.fetch([tensor])[0]
-    nothing = {
-        name: TensorShard(TensorSlice(name, shape, 0, 0), local[:0].clone()) for name, shape in local_shard.members
-    }
-    held = {p.name: TensorShard(p, local[p.offset : p.offset + p.numel].clone()) for p in local_shard.slices}
-    return {**nothing, **held}
 
 
 def moved(sharded: ShardedModel, tensor: torch.Tensor, cpu_offload: bool) -> torch.Tensor:

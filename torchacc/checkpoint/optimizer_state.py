@@ -1,14 +1,15 @@
 """The state of an optimizer of a sharded model in memory: whole, in shards, or as this process keeps it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchacc.checkpoint import model_state
-from torchacc.checkpoint.model_state import TensorShard, local_shard_of
+from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import LocalShard, TensorSlice
@@ -30,6 +31,24 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     ]
 
 
+def state_entries(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterator[StateEntry]:
+    """Yield an optimizer's states, parameter by parameter in the order of its groups.
+
+    Raises:
+        CheckpointError: The optimizer holds a parameter that is not the model's.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        yield from _entries_of_parameter(sharded, parameter, optimizer.state.get(parameter, {}))
+
+
+def _entries_of_parameter(
+    sharded: ShardedModel, parameter: nn.Parameter, states: Mapping[str, Any]
+) -> Iterator[StateEntry]:
+    local_shard = local_shard_of(sharded, parameter)
+    for key, value in states.items():
+        yield StateEntry(parameter, local_shard, key, value, is_sharded_like(parameter, value))
+
+
 def full_optim_state_dict(
     sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
@@ -45,28 +64,24 @@ def full_optim_state_dict(
         What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
         as `param_names` in each group.
     """
-    return whole_optim_state_dict(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
+    return unshard_optim_state(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
-def whole_optim_state_dict(
+def unshard_optim_state(
     sharded: ShardedModel, own: Mapping[str, Any], *, rank0_only: bool, cpu_offload: bool = True
 ) -> dict[str, Any]:
     """Return `full_optim_state_dict()` from what the optimizer's own `state_dict()` gave. Collective: every process."""
-    by_key = {local_shard.key: (parameter, local_shard) for parameter, local_shard in sharded.local_shards.items()}
+    by_key = {local_shard.key: parameter for parameter, local_shard in sharded.local_shards.items()}
     held = [[by_key[key] for key in group["param_names"]] for group in own["param_groups"]]
-    names = [_in_order(sharded, [local_shard for _, local_shard in group]) for group in held]
+    names = [_in_order(sharded, [sharded.local_shards[parameter] for parameter in group]) for group in held]
     ids = {name: index for index, name in enumerate(name for group in names for name in group)}
     found: dict[int, dict[str, Any]] = {}
-    for group, members in zip(own["param_groups"], held, strict=True):
-        for own_id, (parameter, local_shard) in zip(group["params"], members, strict=True):
-            for key, value in own["state"].get(own_id, {}).items():
-                if is_laid_out_like(parameter, value):
-                    parts: dict[str, Any] = model_state.gathered(sharded, local_shard, value, rank0_only=rank0_only)
-                    parts = {name: model_state.moved(sharded, part, cpu_offload) for name, part in parts.items()}
-                else:
-                    parts = {name: _own_copy(sharded, value) for name in local_shard.names}
-                for name, part in parts.items():
-                    found.setdefault(ids[name], {})[key] = part
+    for group, parameters in zip(own["param_groups"], held, strict=True):
+        for own_id, parameter in zip(group["params"], parameters, strict=True):
+            for entry in _entries_of_parameter(sharded, parameter, own["state"].get(own_id, {})):
+                for name, value in entry.unsharded(sharded, rank0_only=rank0_only).items():
+                    full = model_state.moved(sharded, value, cpu_offload) if entry.is_sharded else value
+                    found.setdefault(ids[name], {})[entry.key] = full
     if rank0_only and sharded.engine.job.rank:
         return {}
     groups = [
@@ -81,16 +96,9 @@ def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optim
     sharded.check_optimizer(optimizer)
     model_state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        local_shard = local_shard_of(sharded, parameter)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            parts: dict[str, Any] = (
-                model_state.cut_up(sharded, local_shard, value)
-                if is_laid_out_like(parameter, value)
-                else {name: _own_copy(sharded, value) for name in local_shard.names}
-            )
-            for name, part in parts.items():
-                found.setdefault(name, {})[key] = part
+    for entry in state_entries(sharded, optimizer):
+        for name, value in entry.shards(sharded).items():
+            found.setdefault(name, {})[entry.key] = value
     names = optimizer_names(sharded, optimizer)
     groups = [{**_settings(group), "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
     return {"state": found, "param_groups": groups}
@@ -116,26 +124,26 @@ def optim_state_dict_to_load(
     if rank0_only:
         saved = _from_rank0(sharded, optimizer, saved)
     by_key = _saved_by_key(sharded, optimizer, saved)
-    own_ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
-    held = [
-        _holding_and_entries(sharded, parameter, by_key) for g in optimizer.param_groups for parameter in g["params"]
-    ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [_states_of(local_shard_of(sharded, parameter), by_key) for parameter in parameters]
     is_local = model_state.are_local(
-        [(local_shard, parts) for local_shard, entries in held for parts in entries.values() if _are_tensors(parts)]
+        [
+            (sharded.local_shards[parameter], values)
+            for parameter, entries in zip(parameters, states, strict=True)
+            for values in entries.values()
+            if _are_tensors(values)
+        ]
     )
-    found: dict[int, dict[str, Any]] = {}
+    found = {
+        own_id: {key: _sharded(sharded, parameter, key, values, is_local) for key, values in entries.items()}
+        for own_id, (parameter, entries) in enumerate(zip(parameters, states, strict=True))
+        if entries
+    }
+    ids = count()
     groups = []
     for group, given in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        ids = []
-        for parameter in group["params"]:
-            ids.append(next(own_ids))
-            _, entries = held[ids[-1]]
-            if entries:
-                found[ids[-1]] = {
-                    key: _laid_out(sharded, parameter, key, parts, is_local) for key, parts in entries.items()
-                }
         kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
-        groups.append({**kept, "params": ids})
+        groups.append({**kept, "params": [next(ids) for _ in group["params"]]})
     sharded.half_loaded.discard(optimizer)
     return LocalState({"state": found, "param_groups": groups})
 
@@ -152,7 +160,7 @@ def with_metadata(
         sharded.check_optimizer(optimizer)
         for parameter in sharded.local_shards:
             for value in optimizer.state.get(parameter, {}).values():
-                if is_laid_out_like(parameter, value):
+                if is_sharded_like(parameter, value):
                     model_state.shards[value] = (sharded, parameter)
     if len(models) != 1 or not holds_only(models[0], optimizer):
         return own
@@ -201,14 +209,14 @@ def flattened_apart(local_shard: LocalShard, what: str) -> str:
     )
 
 
-def is_laid_out_like(parameter: torch.Tensor, value: Any) -> bool:
+def is_sharded_like(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether a value of an optimizer's state is sharded as its parameter is."""
-    if is_whole(parameter, value):
+    if is_ordinary(parameter, value):
         return False
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def is_whole(parameter: torch.Tensor, value: Any) -> bool:
+def is_ordinary(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether a value of an optimizer's state is an ordinary tensor, beside a parameter that is distributed."""
     return isinstance(value, torch.Tensor) and hasattr(parameter, "to_local") and not hasattr(value, "to_local")
 
@@ -220,10 +228,6 @@ def _in_order(sharded: ShardedModel, local_shards: Sequence[LocalShard]) -> list
         return names
     order = {name: index for index, name in enumerate(sharded.parameter_names)}
     return sorted(names, key=order.__getitem__)
-
-
-def _own_copy(sharded: ShardedModel, value: Any) -> Any:
-    return model_state.to_host(sharded, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,25 +303,27 @@ def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
     )
 
 
-def _entries_of(
-    sharded: ShardedModel, local_shard: LocalShard, by_key: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Return each state of a parameter, as its values by key or by original name."""
-    if local_shard.key in by_key:
-        return {key: {local_shard.key: value} for key, value in by_key[local_shard.key].items()}
-    members = {name: by_key[name] for name in local_shard.names}
-    keys = [set(entry) for entry in members.values()]
-    if any(other != keys[0] for other in keys):
+def by_state(local_shard: LocalShard, members: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the states of the tensors of a shard by the state's name, and then by the tensor's original name.
+
+    Args:
+        local_shard: The shard.
+        members: For each tensor of it the states by name.
+
+    Raises:
+        CheckpointError: The tensors are flattened together, and have different kinds of state.
+    """
+    first, *others = members.values()
+    if any(other.keys() != first.keys() for other in others):
         raise CheckpointError(flattened_apart(local_shard, "kinds of state"))
-    first = next(iter(members.values()))
     return {key: {name: entry[key] for name, entry in members.items()} for key in first}
 
 
-def _holding_and_entries(
-    sharded: ShardedModel, parameter: nn.Parameter, by_key: Mapping[str, Mapping[str, Any]]
-) -> tuple[LocalShard, dict[str, dict[str, Any]]]:
-    local_shard = local_shard_of(sharded, parameter)
-    return local_shard, _entries_of(sharded, local_shard, by_key)
+def _states_of(local_shard: LocalShard, by_key: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return each state of a parameter, as its values by key or by original name."""
+    if local_shard.key in by_key:
+        return {key: {local_shard.key: value} for key, value in by_key[local_shard.key].items()}
+    return by_state(local_shard, {name: by_key[name] for name in local_shard.names})
 
 
 def _are_tensors(parts: Mapping[str, Any]) -> bool:
@@ -325,10 +331,8 @@ def _are_tensors(parts: Mapping[str, Any]) -> bool:
     return all(isinstance(v, TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values())
 
 
-def _laid_out(
-    sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool
-) -> Any:
-    """Return one state of a parameter as it lies here."""
+def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool) -> Any:
+    """Return one state of a parameter, sharded as the parameter is, or an ordinary value."""
     local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
     if _are_tensors(parts) and not _is_of_another_shape(sharded, local_shard, first):

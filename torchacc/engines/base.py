@@ -182,8 +182,6 @@ class ShardedModel(ABC):
         """Optimizers whose state has not been loaded as a whole."""
         self.has_scaler = False
         """Whether a `GradScaler` was made for the model."""
-        self.before_change: Callable[[], object] = lambda: None
-        """Waits for who still reads parameters and optimizers' states; called before they are changed."""
         self.averages_scalars = True
         """Whether scalars that the model returns are means over all devices, and not this device's own."""
         self._has_looked_for_sums = False
@@ -207,11 +205,6 @@ class ShardedModel(ABC):
             For each a tensor of one dimension, padding included or left out; it may share memory with the model.
         """
 
-    @property
-    def fetches_own_memory(self) -> bool:
-        """Whether what `fetch()` returns is the memory of the tensors, or a copy, and never runs anything."""
-        return False
-
     @abstractmethod
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter.
@@ -225,18 +218,6 @@ class ShardedModel(ABC):
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
         """Give a parameter new values; the arguments are those of `place()`."""
         parameter.copy_(self.place(parameter, local))
-
-    def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
-        """Return the host memory of what this process keeps of a tensor, to be written to.
-
-        Args:
-            parameter: One of `local_shards`.
-            tensor: It, or anything else.
-
-        Returns:
-            A contiguous tensor; None where the tensor does not lie like the parameter, or on a device.
-        """
-        return None
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -442,7 +423,6 @@ class ShardedModel(ABC):
             EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
                 state were not loaded as a whole.
         """
-        self.before_change()
         self.check_usable()
         self.check_optimizer(optimizer)
         self.check_window("optimizer.step()")

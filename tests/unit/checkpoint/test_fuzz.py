@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchacc
-from torchacc.checkpoint import live
+from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.checkpoint.interop.conversion import consolidate_sharded_model_checkpoints, plan_conversion
@@ -105,13 +105,13 @@ def forms(run, tmp_path_factory):
 
     def load(folder: Path) -> dict[str, torch.Tensor]:
         run.spoil()
-        live.load(folder, model=run.model, **run.parts)
-        live.verify(folder)
+        loader.load(folder, model=run.model, **run.parts)
+        loader.verify(folder)
         return run.values()
 
     def load_model(folder: Path) -> dict[str, torch.Tensor]:
         run.spoil()
-        live.load(folder, model=run.model)
+        loader.load(folder, model=run.model)
         return {name: value for name, value in run.values().items() if "/" not in name}
 
     def load_rank_files(folder: Path) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ def forms(run, tmp_path_factory):
         }  # fmt: skip
 
     extra = {"a": torch.arange(3), "b": (1, {2})}
-    live.save(root / "torchacc", model=run.model, **run.parts, extra=extra, max_shard_size=2000)
+    saver.save(root / "torchacc", model=run.model, **run.parts, extra=extra, max_shard_size=2000)
     export_dcp(root / "torchacc", root / "dcp")
     (root / "hf").mkdir()
     save_file(model, root / "hf" / "model.safetensors")

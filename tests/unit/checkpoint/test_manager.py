@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchacc
-from torchacc.checkpoint import CheckpointManager, live
+from torchacc.checkpoint import CheckpointManager, loader, saver
 from torchacc.checkpoint import manager as manager_module
 from torchacc.checkpoint.format import locks, removal
 from torchacc.env import Job
@@ -122,24 +122,6 @@ def test_a_run_that_saves_after_each_step_logs_one_of_many_saves(tmp_path, caplo
         assert len(said()) == 2
 
 
-def test_restoring_fills_the_memory_that_is_there(tmp_path):
-    run = Run(tmp_path)
-
-    def held():
-        states = [state[key] for state in run.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        return [tensor.to_local().detach() for tensor in (*run.model.parameters(), *states)]
-
-    with run.manager as manager:
-        run.train(until=3)
-        memory, values = held(), [tensor.clone() for tensor in held()]
-        manager.save(3)
-        run.train(until=5)
-        assert not any(torch.equal(tensor, value) for tensor, value in zip(held(), values, strict=True))
-        manager.restore()
-    assert [tensor.data_ptr() for tensor in held()] == [tensor.data_ptr() for tensor in memory]
-    assert all(torch.equal(tensor, value) for tensor, value in zip(held(), values, strict=True))
-
-
 def test_nothing_to_restore(tmp_path):
     with (run := Run(tmp_path / "deep" / "run")).manager:
         assert run.restore() is None
@@ -181,14 +163,14 @@ def test_keeps_the_newest_and_touches_nothing_else(tmp_path, async_save):
 def test_the_old_one_is_there_until_the_new_one_is_complete(tmp_path, monkeypatch):
     with Run(tmp_path, keep=1).manager as manager:
         manager.save(1)
-        write = live.Pending.write
+        write = saver.Pending.write
 
         def look_first(pending):
             assert manager.steps() == [1]
             write(pending)
             assert manager.steps() == [2, 1]
 
-        monkeypatch.setattr(live.Pending, "write", look_first)
+        monkeypatch.setattr(saver.Pending, "write", look_first)
         manager.save(2)
         assert manager.steps() == [2]
 
@@ -276,7 +258,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path):
     before = other.model[0].weight.full_tensor().clone()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(other.optimizer)
     with pytest.raises(CheckpointError, match="saved with the scheduler StepLR, and this one is ReduceLROnPlateau"):
-        live.load(tmp_path / "step-00000001", model=other.model, optimizer=other.optimizer, scheduler=scheduler)
+        loader.load(tmp_path / "step-00000001", model=other.model, optimizer=other.optimizer, scheduler=scheduler)
     assert torch.equal(other.model[0].weight.full_tensor(), before)
 
 
@@ -308,14 +290,14 @@ def test_a_replacement_that_was_cut_short_is_completed(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    gate, write = threading.Event(), live.Pending.write
+    gate, write = threading.Event(), saver.Pending.write
 
     def slow(pending):
         assert threading.current_thread() is not threading.main_thread()
         assert gate.wait(20)
         write(pending)
 
-    monkeypatch.setattr(live.Pending, "write", slow)
+    monkeypatch.setattr(saver.Pending, "write", slow)
     with (run := Run(tmp_path, every_steps=4, async_save=True)).manager as manager:
         run.train(until=5)
         assert manager.steps() == []
@@ -329,7 +311,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 def test_one_save_waits_for_the_last(tmp_path, monkeypatch):
-    running, most, write = [], [], live.Pending.write
+    running, most, write = [], [], saver.Pending.write
 
     def counted(pending):
         running.append(1)
@@ -338,7 +320,7 @@ def test_one_save_waits_for_the_last(tmp_path, monkeypatch):
         write(pending)
         running.pop()
 
-    monkeypatch.setattr(live.Pending, "write", counted)
+    monkeypatch.setattr(saver.Pending, "write", counted)
     with Run(tmp_path, async_save=True).manager as manager:
         for step in range(4):
             manager.save(step)
@@ -356,7 +338,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.Pending, "write", fail)
+        patch.setattr(saver.Pending, "write", fail)
         manager.save(2)
         manager._writer.join()
     with pytest.raises(CheckpointError, match="the disk is full"):
@@ -400,7 +382,7 @@ def test_sigterm_saves_although_the_last_save_has_failed(tmp_path, monkeypatch, 
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.Pending, "write", fail)
+        patch.setattr(saver.Pending, "write", fail)
         run.train(until=2)
         run.manager._writer.join()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -507,7 +489,7 @@ def test_a_step_that_would_not_be_found_again_is_refused(tmp_path, step):
 def test_a_run_that_is_still_saving_completes_nothing_that_is_being_removed(tmp_path, monkeypatch):
     run = Run(tmp_path)
     run.train(until=1)
-    pending = live.snapshot(tmp_path / "step-00000001", model=run.model)
+    pending = saver.snapshot(tmp_path / "step-00000001", model=run.model)
     seen = []
     monkeypatch.setattr(removal, "remove", lambda path, **_: seen.append(path.name))  # it takes its time
     Run(tmp_path)  # as one that is started while the last one is still at it
@@ -533,18 +515,18 @@ def test_what_a_user_has_put_beside_a_checkpoint_stays(tmp_path, caplog):
         manager.save(2)
         manager.save(3)
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    live.verify(tmp_path / "step-00000001")
+    loader.verify(tmp_path / "step-00000001")
     assert caplog.text.count("step-00000001 is kept, as README in it is not of the checkpoint") == 1
 
 
 def test_a_file_that_would_be_taken_for_the_checkpoint_is_refused(tmp_path):
     run = Run(tmp_path / "run")
-    live.save(tmp_path / "c", model=run.model)
+    saver.save(tmp_path / "c", model=run.model)
     before = (tmp_path / "c" / "manifest.json").read_bytes()
     for name in ("optimizer.json", "model-00001-of-00009.safetensors"):
         (tmp_path / "c" / name).write_text("mine")
         with pytest.raises(CheckpointError, match=f"holds {name}, not of the checkpoint there"):
-            live.save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
+            saver.save(tmp_path / "c", model=run.model, optimizer=run.optimizer)
         (tmp_path / "c" / name).unlink()
     assert (tmp_path / "c" / "manifest.json").read_bytes() == before
 
@@ -555,11 +537,11 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_put_aside(tmp_path, caplog):
         manager.save(1)
         flip(tmp_path / "step-00000001" / "manifest.json")
         with pytest.raises(CheckpointError, match="manifest.json is not as it was written"):
-            live.save(tmp_path / "step-00000001", model=run.model)
+            saver.save(tmp_path / "step-00000001", model=run.model)
         manager.save(1)
     assert names(tmp_path) == ["step-00000001", "step-00000001.damaged-1"]
     assert (tmp_path / "step-00000001.damaged-1" / "model.safetensors").exists()
-    live.verify(tmp_path / "step-00000001")
+    loader.verify(tmp_path / "step-00000001")
 
 
 def test_what_lies_in_the_folder_of_a_dead_save_stays(tmp_path, caplog):

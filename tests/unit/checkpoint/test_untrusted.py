@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchacc
-from torchacc.checkpoint import live
+from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import locks
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
@@ -73,7 +73,7 @@ def test_each_flipped_bit_of_a_rank_file_is_caught(tmp_path):
 
 
 def test_each_flipped_bit_of_a_dcp_folder_is_caught(tmp_path, parts):
-    live.save(tmp_path / "c", **parts)
+    saver.save(tmp_path / "c", **parts)
     export_dcp(tmp_path / "c", tmp_path / "dcp")
     path = tmp_path / "dcp" / "__0_0.distcp"
     data = bytearray(path.read_bytes())
@@ -156,11 +156,11 @@ def test_bombs_take_neither_memory_nor_time(tmp_path):
 
 @pytest.mark.parametrize("name", [MANIFEST, "model.safetensors", "state.json"])
 def test_a_pipe_in_a_checkpoint_is_refused(tmp_path, parts, name):
-    live.save(tmp_path / "c", **parts)
+    saver.save(tmp_path / "c", **parts)
     (tmp_path / "c" / name).unlink()
     os.mkfifo(tmp_path / "c" / name)
     with pytest.raises(CheckpointError, match=f"{name} is (a pipe|no file)"):
-        live.load(tmp_path / "c", model=parts["model"])
+        loader.load(tmp_path / "c", model=parts["model"])
 
 
 # Forged states
@@ -202,7 +202,7 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_what_is_forged_is_refused_before_anything_is_changed(kind, tmp_path, parts):
-    live.save(tmp_path / "c", **parts)
+    saver.save(tmp_path / "c", **parts)
     forge(tmp_path / "c", *FORGED[kind])
     with torch.no_grad():
         parts["model"].weight.add_(1)
@@ -212,7 +212,7 @@ def test_what_is_forged_is_refused_before_anything_is_changed(kind, tmp_path, pa
     np.random.seed(7)
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(CheckpointError, match=r"c|makes? no sense"):
-        live.load(tmp_path / "c", **parts)
+        loader.load(tmp_path / "c", **parts)
     assert torch.equal(parts["model"].weight.full_tensor(), before)
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == drawn[1:]
@@ -229,11 +229,11 @@ def test_what_is_forged_is_refused_before_anything_is_changed(kind, tmp_path, pa
     ],
 )  # fmt: skip
 def test_a_forged_manifest_is_refused(content, tmp_path, parts):
-    live.save(tmp_path / "c", **parts)
+    saver.save(tmp_path / "c", **parts)
     packed = json.dumps(content, separators=(",", ":")).encode()
     (tmp_path / "c" / MANIFEST).write_bytes(b'{"xxh3":"%s","content":%s}\n' % (digest(packed).encode(), packed))
     with pytest.raises(CheckpointError, match="manifest.json (makes no sense|is of )"):
-        live.load(tmp_path / "c", model=parts["model"])
+        loader.load(tmp_path / "c", model=parts["model"])
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_a_forged_manifest_is_refused(content, tmp_path, parts):
     ],
 )
 def test_a_manifest_with_forged_segments_is_refused(entry, tmp_path, parts):
-    live.save(tmp_path / "c", model=parts["model"])
+    saver.save(tmp_path / "c", model=parts["model"])
     manifest = read_manifest(tmp_path / "c")
     files = {**manifest["files"], "model.safetensors": entry}
     (tmp_path / "c" / MANIFEST).write_text(render_manifest({"token": "t", "files": files}))
     with (tmp_path / "c" / "model.safetensors").open("r+b") as file:
         file.truncate(min(entry["size"], 1 << 41))
-    for act in (live.verify, lambda path: live.load(path, model=parts["model"])):
+    for act in (loader.verify, lambda path: loader.load(path, model=parts["model"])):
         with pytest.raises(CheckpointError):
             act(tmp_path / "c")
 
@@ -261,31 +261,31 @@ def test_a_manifest_with_forged_segments_is_refused(entry, tmp_path, parts):
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_verified_is_not_called_damaged(tmp_path, parts, monkeypatch):
-    live.save(tmp_path / "c", **parts)
-    verify = live.Folder.verify
+    saver.save(tmp_path / "c", **parts)
+    verify = loader.Folder.verify
 
     def removed(folder):
         (tmp_path / "c").rename(tmp_path / ".c.pruned")
         verify(folder)
 
-    monkeypatch.setattr(live.Folder, "verify", removed)
+    monkeypatch.setattr(loader.Folder, "verify", removed)
     with pytest.raises(CheckpointError, match="/c was removed while it was read"):
-        live.verify(tmp_path / "c")
+        loader.verify(tmp_path / "c")
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_read_anew(tmp_path, parts, monkeypatch):
-    live.save(tmp_path / "c", **parts)
-    verify, tries = live.Folder.verify, []
+    saver.save(tmp_path / "c", **parts)
+    verify, tries = loader.Folder.verify, []
 
     def replaced(folder):
         tries.append(folder)
         if len(tries) == 1:
             parts["scheduler"].last_epoch = 5
-            live.save(tmp_path / "c", **parts)
+            saver.save(tmp_path / "c", **parts)
         verify(folder)
 
-    monkeypatch.setattr(live.Folder, "verify", replaced)
-    live.verify(tmp_path / "c")
+    monkeypatch.setattr(loader.Folder, "verify", replaced)
+    loader.verify(tmp_path / "c")
     assert len(tries) == 2
 
 

@@ -1,17 +1,16 @@
-"""Read a checkpoint's folder, and verify what is read: see `docs/design/checkpoints.md`."""
+"""Read a checkpoint's folder: nothing that was not verified, and nothing of what does not belong to it."""
 
-import ctypes
 import json
-import mmap
 import os
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from typing_extensions import Self
@@ -20,7 +19,7 @@ from torchacc.checkpoint.format.manifest import (
     MANIFEST,
     Segment,
     as_bytes,
-    hasher,
+    digest,
     is_incomplete,
     locate,
     read_manifest,
@@ -29,46 +28,24 @@ from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import Slot, read_exactly, read_header, read_slots
 from torchacc.errors import CheckpointError
 
-_PART_BYTES = 256 << 10
-"""How much is read at a time. A checksum is fast while the bytes are in the processor's cache; and the system reads
-ahead only after a few reads in a row, so that with larger ones a process would wait for each by itself."""
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A full tensor that can be read, a part at a time."""
 
-class _Part(NamedTuple):
-    """What is to be read of one segment."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What it is stored in."""
+    origin: str
+    """Where it is stored, for an error's message."""
+    fill: Callable[[torch.Tensor, int], object]
+    """Fills a flat host tensor with the consecutive elements from the given one on, verified and cast to its dtype."""
 
-    file: str
-    start: int
-    """The first byte, counted in the file."""
-    target: memoryview
-    segment: Segment
-    """Where the folder has no checksums, of the same bytes and without one."""
-    what: str
-    """Named in an error's message."""
-    is_new: bool = False
-    """Whether the target has never been written to."""
-
-
-class _Segments:
-    """A file's segments, as the manifest lists them: all processes know of all, and each reads some."""
-
-    def __init__(self, starts: list[int], listed: list[tuple[int, str]]) -> None:
-        self._starts = starts
-        self._listed = listed
-
-    def __bool__(self) -> bool:
-        return bool(self._listed)
-
-    def __getitem__(self, index: int) -> Segment:
-        return Segment(self._starts[index], *self._listed[index])
-
-    def __iter__(self) -> Iterator[Segment]:
-        return (self[index] for index in range(len(self._listed)))
-
-    def within(self, start: int, stop: int) -> list[Segment]:
-        """Return those in which bytes of a range lie, and possibly empty ones."""
-        first, after = max(0, bisect_right(self._starts, start) - 1), bisect_left(self._starts, stop)
-        return [self[index] for index in range(first, after)]
+    def read(self) -> torch.Tensor:
+        """Return the full tensor, in its shape and dtype, on the host."""
+        full = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(full.view(-1), 0)
+        return full
 
 
 class Folder:
@@ -77,36 +54,31 @@ class Folder:
     A context manager; everything that is read of a torchacc checkpoint is verified.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, begin: float = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the manifest, and where the tensors lie.
 
         Args:
             path: The folder.
-            begin: Where `carry_out()` begins, as a part of all that it reads. Processes that read at the same time do
-                so as far from each other as they can: side by side, one waits for what the system reads ahead for
-                another.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is not complete, or altered.
         """
         self.path = locate(Path(path))
         self.is_verified = (self.path / MANIFEST).exists()
-        self._segments: dict[str, _Segments] = {}
-        self._files: dict[str, tuple[int, Path]] = {}
+        self._segments: dict[str, list[Segment]] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._close = weakref.finalize(self, _close, self._files)  # also where a load is refused before it is entered
-        self._begin = begin
-        self._planned: list[_Part] = []
         self._last: tuple[tuple[str, int], bytearray] | None = None
         if self.is_verified:
             self._read_manifest()
         elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or is_incomplete(self.path):
             raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
         self.model = self._slots("model")
-        """Parameters and buffers: where they lie, by original name."""
+        """Where parameters and buffers lie, by original name."""
         self.optimizer = self._slots("optimizer")
-        """Optimizer state: where it lies, as `<parameter name>/<state name>`."""
+        """Where optimizer state lies, by `<parameter name>/<state name>`."""
         self.state = self._slots("state")
-        """Tensors that other states hold."""
+        """Where tensors that other states hold lie."""
         if not self.model:
             raise CheckpointError(self._nothing())
 
@@ -131,8 +103,7 @@ class Folder:
         """Return all of a file."""
         with self._naming(self.path / name):
             buffer = bytearray((self.path / name).stat().st_size)
-        for part in self._parts(name, 0, memoryview(buffer), name):
-            self._read(part)
+        self._read_into(memoryview(buffer), name, 0, name)
         return bytes(buffer)
 
     def read_json(self, name: str) -> Any:
@@ -142,14 +113,31 @@ class Folder:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} makes no sense: {error}") from None
 
+    def stored(self, name: str, slot: Slot) -> StoredTensor:
+        """Return a tensor of the checkpoint, to be read.
+
+        Args:
+            name: The tensor's, for an error's message.
+            slot: Where it lies.
+        """
+
+        def fill(target: torch.Tensor, start: int) -> None:
+            elements = target if target.dtype == slot.dtype else torch.empty(len(target), dtype=slot.dtype)
+            offset = slot.offset + start * slot.dtype.itemsize
+            self._read_into(as_bytes(elements), slot.path.name, offset, name)
+            if elements is not target:
+                target.copy_(elements)
+
+        return StoredTensor(slot.shape, slot.dtype, f"{slot.path}: {name}", fill)
+
     def read(self, name: str, slot: Slot, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return a run of a tensor's elements.
+        """Return consecutive elements of a tensor.
 
         Args:
             name: The tensor's, for an error's message.
             slot: Where it lies.
             start: The first element.
-            stop: The first element after the run; None for all of the tensor.
+            stop: The one after the last; None for all of the tensor.
 
         Returns:
             A host tensor of one dimension and the slot's dtype.
@@ -157,32 +145,9 @@ class Folder:
         Raises:
             CheckpointError: What is on the disk is not what was written.
         """
-        run = torch.empty((slot.numel if stop is None else stop) - start, dtype=slot.dtype)
-        for part in self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(run), name):
-            self._read(part)
-        return run
-
-    def plan_read(self, memory: memoryview, name: str, slot: Slot, start: int = 0, *, is_new: bool = False) -> None:
-        """Note that memory, as bytes, is to be filled with a run of a tensor's elements.
-
-        Where it is new, the system hands it out in larger parts.
-
-        Nothing is read before `carry_out()`: one tight loop, so that the processor need not change back and forth
-        between Python's bookkeeping and the tensors' bytes, which would drive it out of the cache each time.
-        """
-        self._planned += self._parts(slot.path.name, slot.offset + start * slot.dtype.itemsize, memory, name, is_new)
-
-    def carry_out(self) -> None:
-        """Read what was planned, as it lies in the files.
-
-        Raises:
-            CheckpointError: What is on the disk is not what was written; it may lie in a tensor now.
-        """
-        planned, self._planned = self._planned, []
-        planned.sort(key=lambda part: (part.file, part.start))
-        first = int(self._begin * len(planned))
-        for part in planned[first:] + planned[:first]:
-            self._read(part)
+        elements = torch.empty((slot.numel if stop is None else stop) - start, dtype=slot.dtype)
+        self.stored(name, slot).fill(elements, start)
+        return elements
 
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""
@@ -207,9 +172,11 @@ class Folder:
     def _read_manifest(self) -> None:
         for name, entry in read_manifest(self.path)["files"].items():
             path = self.path / name
-            starts = [0, *accumulate(size for size, _ in entry["segments"])]
-            total = starts.pop()
-            self._segments[name] = _Segments(starts, entry["segments"])
+            self._segments[name] = segments = []
+            total = 0
+            for size, checksum in entry["segments"]:
+                segments.append(Segment(total, size, checksum))
+                total += size
             if path.exists() and not path.is_file():
                 raise CheckpointError(f"{path} is no file: torchacc has not written it")
             if not path.is_file():
@@ -254,14 +221,6 @@ class Folder:
             "from_pretrained() and save_pretrained()"
         )
 
-    def _file(self, name: str) -> tuple[int, Path]:
-        """Return a file's descriptor, and its path for an error's message."""
-        if name not in self._files:
-            path = self.path / name
-            with self._naming(path), open_regular(path) as file:
-                self._files[name] = os.dup(file.fileno()), path
-        return self._files[name]
-
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
         try:
@@ -270,24 +229,27 @@ class Folder:
             gone = "" if self.path.is_dir() else ": the checkpoint was removed while it was read"
             raise CheckpointError(f"{path} cannot be read: {error.strerror}{gone}") from None
 
-    def _parts(self, file: str, offset: int, buffer: memoryview, what: str, is_new: bool = False) -> list[_Part]:
-        """Return what is to be read of each segment to fill a buffer from an offset on."""
-        if not self.is_verified:
-            return [_Part(file, offset, buffer, Segment(offset, len(buffer), ""), what, is_new)]
-        stop = offset + len(buffer)
-        found = []
-        for segment in self._segments[file].within(offset, stop):
+    def _read_into(self, target: memoryview, name: str, offset: int, what: str) -> None:
+        """Fill memory with a file's bytes from an offset on, of which whole segments go there without a copy."""
+        stop = offset + len(target)
+        for segment in self._segments_within(name, offset, stop):
             first, last = max(segment.start, offset), min(segment.start + segment.size, stop)
-            if first < last:
-                found.append(_Part(file, first, buffer[first - offset : last - offset], segment, what, is_new))
-        return found
+            part = target[first - offset : last - offset]
+            if len(part) == segment.size:
+                self._fill(part, name, segment, what)
+            else:
+                part[:] = self._segment(name, segment, what)[first - segment.start : last - segment.start]
 
-    def _read(self, part: _Part) -> None:
-        if len(part.target) == part.segment.size:
-            self._fill(part.target, part.file, part.segment, part.what, is_new=part.is_new)
-        else:
-            first = part.start - part.segment.start
-            part.target[:] = self._segment(part.file, part.segment, part.what)[first : first + len(part.target)]
+    def _segments_within(self, name: str, start: int, stop: int) -> list[Segment]:
+        """Return the segments of which a range has bytes; without checksums the range is one."""
+        if start == stop:
+            return []
+        if not self.is_verified:
+            return [Segment(start, stop - start, "")]
+        segments = self._segments[name]
+        starts = attrgetter("start")
+        first = bisect_right(segments, start, key=starts) - 1
+        return [segment for segment in segments[first : bisect_left(segments, stop, key=starts)] if segment.size]
 
     def _segment(self, name: str, segment: Segment, what: str | None = None) -> bytearray:
         """Return a verified segment; the last one is kept, as neighbours share it."""
@@ -298,22 +260,17 @@ class Folder:
             self._last = key, data
         return self._last[1]
 
-    def _fill(self, buffer: memoryview, name: str, segment: Segment, what: str | None, *, is_new: bool = False) -> None:
+    def _fill(self, target: memoryview, name: str, segment: Segment, what: str | None) -> None:
         """Read a segment, and verify it."""
-        file, path = self._file(name)
-        found = hasher() if segment.digest else None
-        for begin in range(0, segment.size, _PART_BYTES):
-            part = buffer[begin : begin + _PART_BYTES]
-            if is_new:
-                _take_memory(part)
-            read_exactly(file, part, segment.start + begin, path)
-            if found is not None:
-                found.update(part)
-        if found is not None and found.hexdigest() != segment.digest:
-            what = what or self._tensor_at(name, segment.start)
+        path = self.path / name
+        if name not in self._files:
+            with self._naming(path):
+                self._files[name] = open_regular(path)
+        read_exactly(self._files[name].fileno(), target, segment.start, path)
+        if segment.digest and digest(target) != segment.digest:
             raise CheckpointError(
-                f"{path} is not as it was written: {what}, within the bytes {segment.start:,} to "
-                f"{segment.start + segment.size:,}. Load another checkpoint"
+                f"{path} is not as it was written: {what or self._tensor_at(name, segment.start)}, within the bytes "
+                f"{segment.start:,} to {segment.start + segment.size:,}. Load another checkpoint"
             )
 
     def _tensor_at(self, name: str, offset: int) -> str:
@@ -322,23 +279,6 @@ class Folder:
         return next(inside, name)
 
 
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MADV_POPULATE_WRITE = 23
-
-
-def _take_memory(part: memoryview) -> None:
-    """Let the system hand out pages of new memory together: one by one, as they are written, takes longer.
-
-    It is advice, which older systems refuse: https://man7.org/linux/man-pages/man2/madvise.2.html.
-    """
-    if len(part) == _PART_BYTES:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        _madvise(first, (start + len(part)) // mmap.PAGESIZE * mmap.PAGESIZE - first, _MADV_POPULATE_WRITE)
-
-
-def _close(files: dict[str, tuple[int, Path]]) -> None:
+def _close(files: dict[str, BinaryIO]) -> None:
     while files:
-        file, _ = files.popitem()[1]
-        os.close(file)
+        files.popitem()[1].close()

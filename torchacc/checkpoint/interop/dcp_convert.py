@@ -24,8 +24,8 @@ from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safe
 from torchacc.checkpoint.interop.consolidation import pretrained_files, tied_head
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, DcpWriter
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.live import Pending
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, Tensors, indices
+from torchacc.checkpoint.saver import Pending
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 

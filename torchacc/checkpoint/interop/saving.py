@@ -274,7 +274,7 @@ def _whole_optimizer(own: Mapping[str, Any]) -> Any:
     values = [value for entry in own["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
     models = {owner[0] for owner in map(model_state.shard_of, values) if owner is not None}
     if len(models) == 1:
-        return optimizer_state.whole_optim_state_dict(models.pop(), own, rank0_only=True)
+        return optimizer_state.unshard_optim_state(models.pop(), own, rank0_only=True)
     return {key: value for key, value in own.items() if key != _METADATA}
 
 

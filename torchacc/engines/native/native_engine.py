@@ -395,11 +395,6 @@ class NativeModel(ShardedModel):
         """Return the local tensors of DTensors, flat, on the host."""
         return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
 
-    @property
-    def fetches_own_memory(self) -> bool:
-        """On the CPU, unless a tensor is not contiguous, and copied."""
-        return self.engine.device.type == "cpu"
-
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor that lies like a parameter."""
         from torch.distributed.tensor import DTensor
@@ -418,14 +413,6 @@ class NativeModel(ShardedModel):
         shard = _local(parameter)
         shard.copy_(local.view(shard.shape))
         increment_version(parameter)
-
-    def host_memory(self, parameter: nn.Parameter, tensor: Any) -> torch.Tensor | None:
-        """Return the local tensor of a DTensor, where it is on the host."""
-        spec = getattr(tensor, "_spec", None)  # of a DTensor
-        if spec is None or (tensor is not parameter and spec != getattr(parameter, "_spec", None)):
-            return None
-        shard = _local(tensor)
-        return shard if shard.is_cpu and shard.is_contiguous() else None
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""

@@ -1,23 +1,21 @@
 """The folders `checkpoint-N` of a run: a torchacc checkpoint each, or, of a model with adapters, what is trained."""
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, _is_peft_model, sort_checkpoints
 
-from torchacc import api
-from torchacc.checkpoint import live, model_state
+from torchacc import api, checkpoint
+from torchacc.checkpoint import model_state
 from torchacc.checkpoint.format.manifest import MANIFEST
 from torchacc.checkpoint.format.removal import settle
-from torchacc.checkpoint.save_plan import random_state
+from torchacc.checkpoint.run_state import random_state, set_random_state
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -44,7 +42,7 @@ def save(folder: Path, run: Run, *, tokenizer: Any, extra: Any) -> None:
     if _is_peft_model(run.model):
         _save_adapters(folder, run, tokenizer, extra)
     else:
-        live.save(folder, **vars(run), tokenizer=tokenizer, extra=extra)
+        checkpoint.save(folder, **vars(run), tokenizer=tokenizer, extra=extra)
 
 
 def load(folder: Path, run: Run) -> Any:
@@ -55,7 +53,7 @@ def load(folder: Path, run: Run) -> Any:
     """
     if _is_peft_model(run.model):
         return _load_adapters(folder, run)
-    return live.load(folder, **vars(run))
+    return checkpoint.load(folder, **vars(run))
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -165,9 +163,5 @@ def _load_adapters(folder: Path, run: Run) -> Any:
 
     saved = sharded.engine.group.agreed(read)
     sharded.engine.sync()
-    if sharded.engine.job.rank < len(saved["random"]):
-        own = saved["random"][sharded.engine.job.rank]
-        sharded.engine.set_random_state(own)
-        random.setstate(own["python"])
-        np.random.set_state(own["numpy"])
+    set_random_state(sharded, saved["random"])
     return saved["extra"]

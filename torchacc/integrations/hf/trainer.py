@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from torchacc import api
-from torchacc.checkpoint.save_plan import random_state
+from torchacc.checkpoint.run_state import random_state
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torchacc.checkpoint.format import commit
 from torchacc.checkpoint.format.checkpoint_folder import Folder
 from torchacc.checkpoint.format.commit import FolderWriter
-from torchacc.checkpoint.format.manifest import as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.format.manifest import locate, read_manifest, render_manifest
 from torchacc.checkpoint.format.removal import settle
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, read_slots, safetensors_index
+from torchacc.checkpoint.format.safetensors_files import plan_safetensors, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
@@ -91,40 +91,22 @@ def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
             assert torch.equal(run, TENSORS["a"].flatten()[start:stop])
 
 
-def test_planned_reads_fill_memory_in_one_go_and_are_verified_too(tmp_path):
+def test_a_stored_tensor_fills_memory_of_any_dtype_and_is_verified(tmp_path):
     write(tmp_path / "c", num_ranks=2)
-    whole, run, nothing = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64), torch.ones(0, 3)
+    run, cast = torch.zeros(7, dtype=torch.int64), torch.zeros(2, dtype=torch.float16)
     with Folder(tmp_path / "c") as folder:
-        folder.plan_read(as_bytes(whole), "a", folder.model["a"])
-        folder.plan_read(as_bytes(nothing), "empty", folder.model["empty"])
-        folder.plan_read(as_bytes(run[2:4]), "b", folder.model["b"], 3)
-        assert not whole.any()
-        assert not run.any()
-        folder.carry_out()
-        assert torch.equal(whole, TENSORS["a"])
+        stored = {name: folder.stored(name, slot) for name, slot in folder.model.items()}
+        stored["b"].fill(run[2:4], 3)
+        stored["a"].fill(cast, 10)
         assert run.tolist() == [0, 0, 3, 4, 0, 0, 0]
+        assert cast.tolist() == [10, 11]
+        assert all(torch.equal(stored[name].read(), tensor) for name, tensor in TENSORS.items())
         path, slot = tmp_path / "c" / "model.safetensors", folder.model["a"]
         altered = bytearray(path.read_bytes())
         altered[slot.offset + 1] ^= 1
         path.write_bytes(altered)
-        folder.plan_read(as_bytes(whole), "a", slot)
         with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
-            folder.carry_out()
-
-
-def test_processes_begin_at_different_places(tmp_path):
-    write(tmp_path / "c", max_shard_size=1)
-    slots = read_slots(tmp_path / "c" / "model.safetensors.index.json")
-    for path, slot in ((slots[name].path, slots[name]) for name in ("a", "b")):
-        altered = bytearray(path.read_bytes())
-        altered[slot.offset] ^= 1
-        path.write_bytes(altered)
-    for begin, first in ((0, "a"), (0.5, "b")):
-        with Folder(tmp_path / "c", begin=begin) as folder:
-            for name in ("a", "b"):
-                folder.plan_read(as_bytes(torch.empty_like(TENSORS[name])), name, slots[name])
-            with pytest.raises(CheckpointError, match=f"not as it was written: {first}, within"):
-                folder.carry_out()
+            stored["a"].read()
 
 
 @pytest.mark.parametrize("fail", [0, 1])

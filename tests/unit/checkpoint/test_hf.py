@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 core_model_loading = pytest.importorskip("transformers.core_model_loading")
 
-PROGRAM = Path(__file__).with_name("hub_program.py")
+PROGRAM = Path(__file__).with_name("hf_program.py")
 ROOT = Path(__file__).parents[3]
 VOCAB = 60
 

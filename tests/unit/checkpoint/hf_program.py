@@ -1,6 +1,6 @@
 """Load a Hugging Face checkpoint into a sharded model that was built on the meta device, and save it again.
 
-hub_program.py <config as JSON> <folder of the checkpoint> <new folder>
+hf_program.py <config as JSON> <folder of the checkpoint> <new folder>
 """
 
 import json

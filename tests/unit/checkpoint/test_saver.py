@@ -1,0 +1,67 @@
+"""Saves in the background of real models: what is written is what was there when the save began."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torchacc
+from torchacc.checkpoint import CheckpointManager, loader, saver
+
+
+class Run:
+    """A model after a step, its optimizer, and a manager that saves in the background."""
+
+    def __init__(self, folder):
+        torch.manual_seed(0)
+        config = torchacc.Config()
+        config.backend = "native"
+        self.model = torchacc.accelerate(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)), None, config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.parts = {"model": self.model, "optimizer": self.optimizer}
+        self.manager = CheckpointManager(folder, **self.parts, async_save=True)
+        self.step()
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 1)).sum().backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def change_in_place(self):
+        self.model[0].weight.data.fill_(torch.nan)
+        self.optimizer.state[self.model[2].bias]["exp_avg"].zero_()
+
+
+def tensors(path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors")}
+
+
+def test_what_is_saved_is_copied_before_the_save_returns(tmp_path):
+    run = Run(tmp_path)
+    for step in (3, 4):  # the second into the memory of the first
+        saver.save(tmp_path / "now", **run.parts)
+        run.manager.save(step)
+        run.change_in_place()
+        run.manager.wait()
+        loader.verify(tmp_path / f"step-{step:08d}")
+        assert tensors(tmp_path / f"step-{step:08d}") == tensors(tmp_path / "now")
+        loader.load(tmp_path / "now", **run.parts)
+        run.step()
+    run.manager.close()
+
+
+@pytest.mark.slow
+def test_a_program_may_end_right_after_a_save(tmp_path):
+    program = """
+import sys, torch, torchacc
+config = torchacc.Config()
+config.backend = "native"
+model = torchacc.accelerate(torch.nn.Linear(4, 2), None, config)
+torchacc.checkpoint.CheckpointManager(sys.argv[1], model=model, async_save=True).save(1)
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=200)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
+    loader.verify(tmp_path / "step-00000001")

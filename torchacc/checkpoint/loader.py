@@ -1,0 +1,301 @@
+"""Load a checkpoint into a model that is being trained, whatever engine and number of devices wrote it."""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.checkpoint import hf, model_state, optimizer_state
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.checkpoint_folder import Folder, StoredTensor
+from torchacc.checkpoint.format.manifest import token_of
+from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
+from torchacc.checkpoint.usage import path_first
+from torchacc.engines.base import ShardedModel, sharded_model
+from torchacc.errors import CheckpointError
+from torchacc.parallel.sharding import LocalShard
+
+
+@path_first("torchacc.checkpoint.load(folder, model=model, optimizer=optimizer)")
+def load(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+) -> Any:
+    """Load a checkpoint, whatever engine and number of devices wrote it. Collective: every process.
+
+    Each process reads what it holds, and verifies it. A Hugging Face checkpoint with safetensors loads as well, without
+    an optimizer.
+
+    Args:
+        path: The folder.
+        model: The model that accelerate() returned; one that was built on the meta device gets its weights here.
+        optimizer: Its optimizer, with the groups that were saved; it may have made steps.
+        scheduler: What was saved as the scheduler.
+        loader: The loader that accelerate() returned: it goes on at the batch after the last one that was used.
+
+    Returns:
+        What was saved as `extra`.
+
+    Raises:
+        CheckpointError: The checkpoint is torn or altered, or does not fit; on every process. A model and an optimizer
+            that were partly loaded refuse to run until another load succeeds.
+    """
+    sharded = sharded_model(model)
+    group = sharded.engine.group
+    sharded.engine.sync()
+    plan = group.agreed(lambda: _planned(sharded, path, _Parts(optimizer, scheduler, loader)))
+    with plan.folder:
+        sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"
+        if optimizer is not None:
+            sharded.half_loaded.add(optimizer)
+        group.agreed(plan.execute)
+        sharded.engine.sync()
+        sharded.unusable = None
+        if optimizer is not None:
+            sharded.half_loaded.discard(optimizer)
+        set_random_state(sharded, plan.random_states)  # comes last, as whatever is run moves XLA's seed
+    return plan.extra
+
+
+def verify(path: str | PathLike[str]) -> None:
+    """Read all of a torchacc checkpoint and compare it with its checksums. Any process, by itself.
+
+    Where another process replaces it in the meantime, the one that takes its place is read.
+
+    Raises:
+        CheckpointError: It is torn or altered: the message names the file and the tensor; or somebody has removed it.
+    """
+    target = Path(path)
+    while True:
+        before = token_of(target)
+        try:
+            with Folder(target) as folder, making_sense(target):
+                return folder.verify()
+        except CheckpointError:
+            now = token_of(target)
+            if now == before or (now is None and target.exists()):
+                raise
+            if now is None:
+                raise CheckpointError(
+                    f"{target} was removed while it was read, say by the run that keeps its newest checkpoints only: "
+                    "verify another one"
+                ) from None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is loaded beside the model."""
+
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    loader: Any
+
+
+@dataclass(frozen=True)
+class _ShardRead:
+    """What one process reads of tensors that are sharded like a parameter."""
+
+    parameter: nn.Parameter
+    local_shard: LocalShard
+    tensors: Mapping[str, StoredTensor]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """Return the shard, flat, on the host."""
+        local = torch.empty(sum(part.numel for part in self.local_shard.slices), dtype=self.dtype)
+        for part in self.local_shard.slices:
+            self.tensors[part.name].fill(local[part.offset : part.offset + part.numel], part.start)
+        return local
+
+
+@dataclass
+class _LoadPlan:
+    """What one process reads of a checkpoint, and where it goes. Made before anything is changed."""
+
+    sharded: ShardedModel
+    folder: Folder
+    parts: _Parts
+    parameters: list[_ShardRead]
+    buffers: list[tuple[torch.Tensor, StoredTensor]]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The optimizer's groups, as its `state_dict()` has them."""
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The optimizer's states by the parameter's number: plain values, and `_ShardRead`s and `StoredTensor`s."""
+    run: Mapping[str, Any] | None = None
+    """What `state.json` says; None where there is none."""
+
+    @property
+    def extra(self) -> Any:
+        """What the user has saved beside."""
+        return self.run["extra"] if self.run is not None else None
+
+    @property
+    def random_states(self) -> list[dict[str, Any]]:
+        """The states of the generators of each process that saved."""
+        return self.run["random"] if self.run is not None else []
+
+    @torch.no_grad()
+    def execute(self) -> None:
+        """Read, one tensor at a time, and put it where it belongs."""
+        if self.sharded.engine.job.rank == 0:
+            self.folder.verify_headers()
+        for planned in self.parameters:
+            self.sharded.assign(planned.parameter, planned.read())
+        for buffer, stored in self.buffers:
+            buffer.copy_(stored.read())
+        if self.parts.optimizer is not None:
+            self._load_optimizer(self.parts.optimizer)
+        self._load_run()
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state.clear()  # so that no two states are in memory; it refuses to step until a load has succeeded
+        states = {own: {key: self._value(value) for key, value in entry.items()} for own, entry in self.states.items()}
+        optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
+
+    def _value(self, planned: Any) -> Any:
+        if isinstance(planned, _ShardRead):
+            return self.sharded.place(planned.parameter, planned.read())
+        return planned.read() if isinstance(planned, StoredTensor) else planned
+
+    def _load_run(self) -> None:
+        if self.run is None:
+            return
+        for name, module in model_state.extra_states(self.sharded.model).items():
+            module.set_extra_state(self.run["modules"][name])
+        for name in ("scheduler", "loader"):
+            part = getattr(self.parts, name)
+            if part is not None:
+                with making_sense(f"{self.folder.path / 'state.json'}: the state of the {name}"):
+                    part.load_state_dict(self.run[name])
+
+
+def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) -> _LoadPlan:
+    """Open a checkpoint and plan to load it.
+
+    Raises:
+        CheckpointError: It is not whole, or does not fit.
+    """
+    folder = Folder(path)
+    with making_sense(folder.path):
+        described = _described(folder, parts)
+        tensors = {name: folder.stored(name, slot).read() for name, slot in folder.state.items()}
+        run = _checked_run(sharded, folder, described.get("state.json"), tensors, parts)
+        stored = hf.find(sharded, folder)
+        parameters = [
+            _ShardRead(parameter, local_shard, stored, parameter.dtype)
+            for parameter, local_shard in sharded.local_shards.items()
+        ]
+        slots = model_state.buffer_slots(sharded.model)
+        buffers = [(buffer, stored[name]) for name, buffer in slots if name in stored]
+        plan = _LoadPlan(sharded, folder, parts, parameters, buffers, run=run)
+        if parts.optimizer is not None:
+            _plan_optimizer(plan, parts.optimizer, json_codec.decode(described["optimizer.json"], tensors))
+    return plan
+
+
+def _described(folder: Folder, parts: _Parts) -> dict[str, Any]:
+    """Return what the JSON files say, once they are known to be of what is to be loaded."""
+    files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
+    asked = [name for name in files if getattr(parts, name) is not None]
+    absent = [name for name in asked if not folder.has(files[name])]
+    if absent:
+        raise CheckpointError(f"{folder.path} holds no state of the {' and the '.join(absent)}: load the model alone")
+    wanted = ("state.json",) if parts.optimizer is None else ("state.json", "optimizer.json")
+    described = {name: folder.read_json(name) for name in wanted if folder.has(name)}
+    run = described.get("state.json", {})
+    unsaved = [name for name in asked if name != "optimizer" and run.get(name) is None]
+    if unsaved:
+        raise CheckpointError(f"{folder.path} was saved without a {' and a '.join(unsaved)}: load it without")
+    saved_class = described["optimizer.json"].get("class") if parts.optimizer is not None else None
+    if saved_class not in (None, type(parts.optimizer).__name__):  # None: imported, where it is not known
+        raise CheckpointError(
+            f"{folder.path} was saved with {saved_class}, and this optimizer is {type(parts.optimizer).__name__}: load "
+            "the model alone, or make the optimizer that it was saved with"
+        )
+    saved_class = run.get("scheduler_class") if parts.scheduler is not None else None
+    if saved_class not in (None, type(parts.scheduler).__name__):  # None: saved by an earlier version
+        raise CheckpointError(
+            f"{folder.path} was saved with the scheduler {saved_class}, and this one is "
+            f"{type(parts.scheduler).__name__}: load without it, or make the one that it was saved with"
+        )
+    return described
+
+
+def _checked_run(
+    sharded: ShardedModel, folder: Folder, described: Any, tensors: Mapping[str, torch.Tensor], parts: _Parts
+) -> Mapping[str, Any] | None:
+    """Return what `state.json` says, once it is known that it can be loaded; None where there is none."""
+    modules = model_state.extra_states(sharded.model)
+    differing = modules.keys() ^ (described or {}).get("modules", {}).keys()
+    if differing:
+        raise CheckpointError(
+            f"{folder.path} and this model differ in what modules keep of their own, by get_extra_state(): "
+            f"{', '.join(sorted(differing))}"
+        )
+    if described is None:
+        return None
+    path = folder.path / "state.json"
+    run: Mapping[str, Any] = json_codec.decode(described, tensors)
+    check_random_states(path, run["random"])
+    run["extra"], [run["modules"][name] for name in modules]  # whatever is missing is missed now
+    for name in ("scheduler", "loader"):
+        part = getattr(parts, name)
+        if part is not None:
+            check_alike(path, name, part.state_dict(), run[name])
+    return run
+
+
+def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described: Mapping[str, Any]) -> None:
+    """Plan to load an optimizer's groups and states."""
+    for own, saved in zip(optimizer.param_groups, described["groups"], strict=False):
+        own = {name: value for name, value in own.items() if name not in ("params", "param_names")}
+        check_alike(plan.folder.path / "optimizer.json", "optimizer", own, saved)
+    names = [group["parameters"] for group in described["groups"]]
+    groups = optimizer_state.match_groups(plan.sharded, optimizer, names)
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    for full_name, slot in plan.folder.optimizer.items():
+        name, _, key = full_name.rpartition("/")
+        stored.setdefault(name, {})[key] = plan.folder.stored(full_name, slot)
+    ids = itertools.count()
+    for group, saved in zip(groups, described["groups"], strict=True):
+        own_ids = list(itertools.islice(ids, len(group)))
+        plan.groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": own_ids})
+        for own_id, parameter in zip(own_ids, group, strict=True):
+            local_shard = plan.sharded.local_shards[parameter]
+            members = {name: stored.get(name, {}) | described["values"].get(name, {}) for name in local_shard.names}
+            entries = optimizer_state.by_state(local_shard, members)
+            if entries:
+                plan.states[own_id] = {
+                    key: _plan_state(parameter, local_shard, key, values) for key, values in entries.items()
+                }
+
+
+def _plan_state(parameter: nn.Parameter, local_shard: LocalShard, key: str, values: Mapping[str, Any]) -> Any:
+    """Return how a state of a parameter is read, or its value.
+
+    Args:
+        parameter: The parameter.
+        local_shard: What this process holds of it.
+        key: The state's name.
+        values: A `StoredTensor` or a plain value for each of the tensors of the shard, by original name.
+    """
+    shapes = dict(local_shard.members)
+    if all(isinstance(v, StoredTensor) and v.shape == shapes[name] != () for name, v in values.items()):
+        dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in values.values()))
+        return _ShardRead(parameter, local_shard, values, dtype)
+    if len(values) == 1:
+        return next(iter(values.values()))
+    first, *others = [value.read() if isinstance(value, StoredTensor) else value for value in values.values()]
+    if any(optimizer_state.differ(first, other) for other in others):
+        raise CheckpointError(optimizer_state.flattened_apart(local_shard, f"values of {key!r}"))
+    return first

@@ -1,0 +1,197 @@
+"""The small states of a checkpoint: what is in `state.json` and `optimizer.json`, and the states of random numbers."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchacc.checkpoint import model_state, optimizer_state
+from torchacc.checkpoint.format import json_codec
+from torchacc.checkpoint.format.safetensors_files import Layout, plan_safetensors
+from torchacc.checkpoint.save_plan import TensorWrite
+from torchacc.engines.base import ShardedModel
+from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, in_one_line
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_KINDS: tuple[tuple[type, ...], ...] = ((Number,), (str,), (bytes,), (list, tuple), (Mapping,), (torch.Tensor,))
+_NUMPY_WORDS = 624
+
+
+@dataclass
+class SmallStates:
+    """The files of a checkpoint that rank 0 writes alone."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Name to content."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that the states hold."""
+
+    def lay_out(self) -> dict[str, Layout]:
+        """Return the file of the tensors."""
+        described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return plan_safetensors(described, "state") if described else {}
+
+    def writes(self) -> Iterator[TensorWrite]:
+        """Yield the tensors and where they go."""
+        for layout in self.lay_out().values():
+            for name, slot in layout.slots.items():
+                yield TensorWrite(slot, 0, self.tensors[name])
+
+
+def small_states(
+    sharded: ShardedModel,
+    random_states: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    loader: Any,
+    extra: Any,
+) -> SmallStates:
+    """Collect what is neither the model's nor an optimizer's tensor.
+
+    Args:
+        sharded: The model.
+        random_states: What `random_state()` gave on each process.
+        optimizer: As for `save()`, like the others.
+        scheduler: The scheduler, if one is saved.
+        loader: The loader, if one is saved.
+        extra: What the user adds.
+
+    Raises:
+        CheckpointError: It holds something that is neither numbers nor text.
+    """
+    described = {
+        "model": sharded.plan.units[-1].module_class,
+        "engine": sharded.engine.kind,
+        "mesh": sharded.plan.mesh.describe(),
+        "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
+        "modules": {name: module.get_extra_state() for name, module in model_state.extra_states(sharded.model).items()},
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "scheduler_class": type(scheduler).__name__,
+        "loader": loader.state_dict() if loader is not None else None,
+        "random": list(random_states),
+        "extra": extra,
+    }
+    found = SmallStates()
+    files = {"state.json": json_codec.encode(described, found.tensors, "state")}
+    if optimizer is not None:
+        files["optimizer.json"] = json_codec.encode(
+            _described_optimizer(sharded, optimizer), found.tensors, "optimizer"
+        )
+    found.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
+    return found
+
+
+def _described_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has beside tensors: its groups, and values of its parameters."""
+    values: dict[str, dict[str, Any]] = {}
+    for entry in optimizer_state.state_entries(sharded, optimizer):
+        if not isinstance(entry.value, torch.Tensor):
+            for name in entry.local_shard.names:
+                values.setdefault(name, {})[entry.key] = entry.value
+    groups = [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
+        for group, names in zip(
+            optimizer.param_groups, optimizer_state.optimizer_names(sharded, optimizer), strict=True
+        )
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
+
+
+def random_state(sharded: ShardedModel) -> dict[str, Any]:
+    """Return the states of all of this process's generators of random numbers."""
+    return {**sharded.engine.random_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def set_random_state(sharded: ShardedModel, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Put this process's generators where they were.
+
+    Args:
+        sharded: The model, whose engine has generators of its own.
+        saved: What `random_state()` gave on each process.
+    """
+    job = sharded.engine.job
+    if saved and len(saved) != job.num_processes:
+        _log.info(
+            "saved by %d processes and loaded by %d: random numbers, such as dropout's, are not those of a run "
+            "without the interruption; the order of the data is",
+            len(saved),
+            job.num_processes,
+        )
+    if job.rank < len(saved):
+        own = saved[job.rank]  # rank 0's decides on the order of the epochs to come
+        sharded.engine.set_random_state(own)
+        random.setstate(own["python"])
+        np.random.set_state(own["numpy"])
+
+
+@contextmanager
+def making_sense(what: object) -> Iterator[None]:
+    """Say of errors of what a file holds that it is the file which makes no sense.
+
+    Args:
+        what: The file or folder.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError, DataError, EngineError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{what} makes no sense, torchacc has not written it like that: {type(error).__name__}: "
+            f"{in_one_line(error)}"
+        ) from error
+
+
+def check_alike(path: Path, part: str, own: Any, saved: Any) -> None:
+    """Refuse a saved state whose values are of other kinds than those of the same names now; None goes for any.
+
+    Raises:
+        CheckpointError: It names the first.
+    """
+    if not isinstance(own, Mapping):
+        return
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path}: the state of the {part} is a {type(saved).__name__}, and a dict is expected")
+    for name in own.keys() & saved.keys():
+        kind = next((kind for kind in _KINDS if isinstance(own[name], kind)), None)
+        if kind is not None and saved[name] is not None and not isinstance(saved[name], kind):
+            raise CheckpointError(
+                f"{path}: {name!r} in the state of the {part} is a {type(saved[name]).__name__}, and it is a "
+                f"{type(own[name]).__name__} now: torchacc has not written it"
+            )
+
+
+def check_random_states(path: Path, saved: Any) -> None:
+    """Refuse states of generators that those would not take, by trying.
+
+    Raises:
+        CheckpointError: They would not.
+    """
+    try:
+        if type(saved) is not list:
+            raise TypeError("it is no list")
+        for state in saved:
+            random.Random().setstate(state["python"])
+            np.random.RandomState().set_state(state["numpy"])
+            if not 0 <= state["numpy"][2] <= _NUMPY_WORDS:  # which numpy itself does not look at
+                raise ValueError("numpy's position is out of range")
+            torch.Generator().set_state(state["torch"])
+            seed = state.get("xla")
+            if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
+                raise ValueError("XLA's seed is no number of 64 bits")
+            if not isinstance(state.get("device", state["torch"]), torch.Tensor):
+                raise TypeError("the device's is no tensor")
+    except Exception as error:  # each generator has its own
+        raise CheckpointError(
+            f"{path}: its random states make no sense, torchacc has not written them like that: "
+            f"{type(error).__name__}: {in_one_line(error)}"
+        ) from None

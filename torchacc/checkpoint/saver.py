@@ -1,0 +1,217 @@
+"""Save a model that is being trained: all processes write at once, a part each, and the checkpoint appears whole."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchacc.checkpoint.format.commit import FolderWriter
+from torchacc.checkpoint.hf import pretrained_files
+from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
+from torchacc.checkpoint.save_plan import TensorWrite, indices, plan_save
+from torchacc.checkpoint.usage import path_first
+from torchacc.engines.base import ShardedModel, sharded_model
+from torchacc.errors import CheckpointError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+@path_first("torchacc.checkpoint.save(folder, model=model, optimizer=optimizer)")
+def save(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    tokenizer: Any = None,
+    max_shard_size: int | None = None,
+) -> None:
+    """Save a checkpoint. Collective: every process.
+
+    The folder is a Hugging Face checkpoint that `from_pretrained` opens, with what is needed to go on training beside
+    it. All processes write at once, a part each. It appears under its name when it is complete, and replaces what was
+    there only then.
+
+    Args:
+        path: The folder to make, on a file system that all machines share.
+        model: The model that accelerate() returned.
+        optimizer: Its optimizer.
+        scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
+        loader: The loader that accelerate() returned: its position is saved.
+        extra: What else is to come back from `load()`, rank 0's: numbers, strings, tensors, lists and dicts.
+        tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
+        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger; None for what lets the
+            processes write without waiting for each other.
+
+    Raises:
+        CheckpointError: It could not be written, or holds something that is neither numbers nor text; on every process.
+            What was there before is as it was.
+    """
+    message = save_silently(
+        path,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        extra=extra,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+    )
+    _log.info("%s", message)
+
+
+def save_silently(path: str | PathLike[str], *, model: nn.Module, **others: Any) -> str:
+    """Save a checkpoint as `save()` does, and return what it would log. Collective: every process."""
+    began = time.monotonic()
+    engine = sharded_model(model).engine
+    drawn = engine.random_state()
+    pending = snapshot(path, model=model, **others, copied=False)
+    # All processes wait here until it is complete: none goes on and moves the folder before.
+    engine.group.agreed(pending.write)
+    engine.set_random_state(drawn)
+    return f"saved {path} in {time.monotonic() - began:.1f} s ({pending.nbytes:,} bytes)"
+
+
+@path_first("torchacc.checkpoint.snapshot(folder, model=model, optimizer=optimizer)")
+def snapshot(
+    path: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: Any = None,
+    tokenizer: Any = None,
+    max_shard_size: int | None = None,
+    copied: bool = True,
+) -> "Pending":
+    """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
+
+    Args:
+        path: The folder to make, on a file system that all machines share.
+        model: The model that accelerate() returned.
+        optimizer: Its optimizer.
+        scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
+        loader: The loader that accelerate() returned: its position is saved.
+        extra: What else is to come back from `load()`.
+        tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
+        max_shard_size: As for `save()`.
+        copied: Whether the tensors are copied, so that steps and loads may change them before `write()` is called.
+
+    Raises:
+        CheckpointError: It cannot be written there; on every process.
+    """
+    sharded = sharded_model(model)
+    group, job = sharded.engine.group, sharded.engine.job
+    sharded.check_usable()
+    if optimizer is not None:
+        sharded.check_optimizer(optimizer)
+    sharded.engine.sync()
+    # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
+    drawn = random_state(sharded)
+    plan = plan_save(sharded, optimizer, max_shard_size)
+    met = group.all_gather_objects((secrets.token_hex(4), _as_arrays(drawn)))
+    writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
+
+    def prepare() -> SmallStates:
+        if job.rank:
+            return SmallStates()
+        random_states = [_as_tensors(drawn) for _, drawn in met]
+        small = small_states(sharded, random_states, optimizer, scheduler, loader, extra)
+        small.files |= {**indices(plan.files), **pretrained_files(sharded, tokenizer)}
+        files = {**plan.files, **small.lay_out()}
+        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, small.files)
+        return small
+
+    small = group.agreed(prepare)
+    writes = chain(plan.writes(sharded), small.writes())
+
+    def begin() -> Iterable[TensorWrite]:
+        writer.join()
+        return _copied(sharded, writes) if copied else writes
+
+    try:
+        writes_to_make = group.agreed(begin)
+    except BaseException as error:
+        writer.fail(error)
+        raise
+    sharded.engine.set_random_state(drawn)
+    done = (lambda: _spare.update({sharded: [write.data for write in writes_to_make]})) if copied else lambda: None
+    return Pending(writer, writes_to_make, small.files, plan.nbytes, done)
+
+
+def _copied(sharded: ShardedModel, writes: Iterator[TensorWrite]) -> list[TensorWrite]:
+    """Return copies of what is to be written, in the memory of the model's last copied save where that fits.
+
+    Memory that the system has yet to hand out takes several times as long to fill.
+    """
+    spare = iter(_spare.pop(sharded, []))
+    copies = []
+    for slot, start, data in writes:
+        room = next(spare, None)
+        if room is None or room.dtype != data.dtype or room.shape != data.shape:
+            room = torch.empty_like(data)
+        copies.append(TensorWrite(slot, start, room.copy_(data)))
+    return copies
+
+
+_spare: WeakKeyDictionary[ShardedModel, list[torch.Tensor]] = WeakKeyDictionary()
+"""Memory of the last copied save, which the next one of the model uses."""
+
+
+def _as_arrays(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states of generators without tensors, which take several times as long to send."""
+    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in drawn.items()}
+
+
+def _as_tensors(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in drawn.items()}
+
+
+@dataclass
+class Pending:
+    """A process's part of a checkpoint that is yet to be written."""
+
+    _writer: FolderWriter
+    _writes: Iterable[tuple[Any, int, torch.Tensor]]
+    _files: dict[str, bytes]
+    nbytes: int
+    """Bytes of the whole checkpoint's tensors."""
+    _done: Callable[[], None] = lambda: None
+    """Called when the tensors are no longer needed."""
+
+    def write(self) -> None:
+        """Write this process's part, and return when the checkpoint is complete.
+
+        Every process calls it, from any thread, and once: they meet through the file system.
+
+        Raises:
+            CheckpointError: Any process has failed to write its part.
+        """
+        try:
+            for slot, start, data in self._writes:
+                self._writer.write(slot, start, data)
+            for name, content in self._files.items():
+                self._writer.write_file(name, content)
+            self._writer.finish()
+        except OSError as error:
+            self._writer.fail(error)
+            raise CheckpointError(f"{self._writer.final} was not saved: {error.strerror or error}") from error
+        except BaseException as error:
+            self._writer.fail(error)
+            raise
+        finally:
+            self._done()
+            self._writes = ()
