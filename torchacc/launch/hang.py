@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchacc.launch.progress import Phase, Record
+from torchacc.launch.progress import Phase, Progress
 
 _FRAME = re.compile(r'^ +File "(.*)", line \d+ in \S+', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
@@ -16,13 +16,13 @@ _NUM_FRAMES = 4
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a process stands."""
+class RankStatus:
+    """What is known of a process while nobody gets on."""
 
     rank: int
     """Its rank."""
-    record: Record
-    """What it last wrote."""
+    progress: Progress
+    """How far it is."""
     stack: str
     """The Python stack of its threads; empty where it gave none, as when it is stopped."""
 
@@ -32,7 +32,7 @@ class Standing:
         return any(_in_collective(thread) for thread in _THREAD.split(self.stack))
 
 
-def is_stuck(records: Sequence[Record], now: float, limit_secs: float) -> bool:
+def is_stuck(records: Sequence[Progress], now: float, limit_secs: float) -> bool:
     """Return whether no process has come further for so long, and at least one has made its first step before.
 
     One that is at its end is not waited for.
@@ -41,23 +41,23 @@ def is_stuck(records: Sequence[Record], now: float, limit_secs: float) -> bool:
     return any(r.own_steps for r in going) and all(now - record.since > limit_secs for record in going)
 
 
-def find_culprit(standings: Sequence[Standing]) -> Standing | None:
+def find_hung_rank(statuses: Sequence[RankStatus]) -> RankStatus | None:
     """Return the process that the others wait for; None where each waits for others.
 
     It is in no collective. Of several it is the one that is the least far, and there for the longest.
     """
-    free = [standing for standing in standings if not standing.waits_for_others]
-    return min(free, key=lambda s: (s.record.step, s.record.phase, s.record.since), default=None)
+    free = [status for status in statuses if not status.waits_for_others]
+    return min(free, key=lambda s: (s.progress.step, s.progress.phase, s.progress.since), default=None)
 
 
-def describe(standing: Standing, host: str, now: float) -> str:
+def describe(status: RankStatus, host: str, now: float) -> str:
     """Say where a process is, and since when."""
-    record = standing.record
+    record = status.progress
     secs = now - record.since
     where = record.phase.words
     if record.phase < Phase.STEPPED:
-        return f"rank {standing.rank} on {host} has been {where} of step {record.step + 1} for {secs:.0f} s"
-    return f"rank {standing.rank} on {host} has been {where}, after step {record.step}, for {secs:.0f} s"
+        return f"rank {status.rank} on {host} has been {where} of step {record.step + 1} for {secs:.0f} s"
+    return f"rank {status.rank} on {host} has been {where}, after step {record.step}, for {secs:.0f} s"
 
 
 def _in_collective(thread: str) -> bool:

@@ -63,8 +63,8 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a process last wrote."""
+class Progress:
+    """How far a process is, as it last wrote."""
 
     step: int
     """Steps that the run has made, those before a restart included where a checkpoint told of them."""
@@ -76,7 +76,7 @@ class Record:
     """Seconds of `time.monotonic()`, which is one clock for all processes of a machine."""
 
 
-class _Recorder:
+class _ProgressFile:
     def __init__(self, folder: Path, local_rank: int) -> None:
         path = record_path(folder, local_rank)
         path.write_bytes(bytes(_RECORD.size))
@@ -94,57 +94,57 @@ class _Recorder:
 
 
 @dataclass
-class _Active:
-    recorder: _Recorder | None = None
+class _Written:
+    to: _ProgressFile | None = None
 
 
-_active = _Active()
+_written = _Written()
 
 
 def start() -> None:
     """Begin to write, where there is a launcher."""
     folder = env.get(FOLDER)
-    if folder and _active.recorder is None and Path(folder).is_dir():
-        _active.recorder = _Recorder(Path(folder), env.read_job().local_rank)
+    if folder and _written.to is None and Path(folder).is_dir():
+        _written.to = _ProgressFile(Path(folder), env.read_job().local_rank)
 
 
 def mark(phase: Phase) -> None:
     """Note that this process has come to a phase."""
-    recorder = _active.recorder
-    if recorder is not None:
-        recorder.phase = phase
-        recorder.write()
+    file = _written.to
+    if file is not None:
+        file.phase = phase
+        file.write()
 
 
 def stepped() -> None:
     """Note that an optimizer has stepped. Several in a row, with no forward between them, are one step."""
-    recorder = _active.recorder
-    if recorder is None:
+    file = _written.to
+    if file is None:
         return
-    if recorder.phase == Phase.OPTIMIZER:
-        recorder.step += 1
-        recorder.own_steps += 1
-        if recorder.own_steps == 1:  # late, so that it is among the first at the end
+    if file.phase == Phase.OPTIMIZER:
+        file.step += 1
+        file.own_steps += 1
+        if file.own_steps == 1:  # late, so that it is among the first at the end
             atexit.register(mark, Phase.ENDING)
     mark(Phase.STEPPED)
 
 
 def stepping() -> None:
     """Note that an optimizer is about to step."""
-    if _active.recorder is not None and _active.recorder.phase != Phase.STEPPED:
+    if _written.to is not None and _written.to.phase != Phase.STEPPED:
         mark(Phase.OPTIMIZER)
 
 
 def resumed(step: int) -> None:
     """Note how many steps the run had made when it was saved."""
-    if _active.recorder is not None:
-        _active.recorder.step = step
+    if _written.to is not None:
+        _written.to.step = step
 
 
 @contextmanager
 def during(phase: Phase) -> Iterator[None]:
     """Hold a context for a phase; after it the process is where it was."""
-    before = _active.recorder.phase if _active.recorder is not None else phase
+    before = _written.to.phase if _written.to is not None else phase
     mark(phase)
     try:
         yield
@@ -162,10 +162,10 @@ def stack_path(folder: Path, local_rank: int) -> Path:
     return folder / f"stack-{local_rank}.txt"
 
 
-def read(folder: Path, local_rank: int) -> Record | None:
+def read(folder: Path, local_rank: int) -> Progress | None:
     """Return what a process last wrote; None where it has not begun to."""
     try:
         step, own_steps, phase, since = _RECORD.unpack(record_path(folder, local_rank).read_bytes())
     except (OSError, struct.error):
         return None
-    return Record(step=step, own_steps=own_steps, phase=Phase(phase), since=since) if since else None
+    return Progress(step=step, own_steps=own_steps, phase=Phase(phase), since=since) if since else None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchacc.launch import report
+from torchacc.launch import messages
 from torchacc.launch.options import LaunchOptions, count_gpus
 
 _TRIES = 2
@@ -38,17 +38,17 @@ class Restarts:
         self._num_stuck = 0 if ended.step > self._furthest else self._num_stuck + 1
         self._furthest = max(self._furthest, ended.step)
         if self._num_stuck >= _TRIES:
-            report.say(f"not started again: {_TRIES} restarts have not come further than step {self._furthest}")
+            messages.say(f"not started again: {_TRIES} restarts have not come further than step {self._furthest}")
             return None
         if self._num_done >= self._options.max_restarts:
-            report.say(f"not started again: that were all {self._num_done} restarts (--max-restarts)")
+            messages.say(f"not started again: that were all {self._num_done} restarts (--max-restarts)")
             return None
         size = self._size()
         if size is None:
             return None
         self._num_done += 1
         fewer = f" with {size} processes in place of {self._num_processes}" if size < self._num_processes else ""
-        report.say(f"restart {self._num_done} of {self._options.max_restarts}{fewer}, after step {ended.step}")
+        messages.say(f"restart {self._num_done} of {self._options.max_restarts}{fewer}, after step {ended.step}")
         self._num_processes = size
         return size
 
@@ -58,7 +58,7 @@ class Restarts:
         gpus = count_gpus()
         size = self._num_processes if gpus is None else min(gpus, self._num_processes)
         if size < least:
-            report.say(f"not started again: {size} GPUs are left, and {least} are needed")
+            messages.say(f"not started again: {size} GPUs are left, and {least} are needed")
             return None
         is_smaller = size < self._num_processes
         return size if is_smaller or not self._num_stuck else max(least, size // 2)

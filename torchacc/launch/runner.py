@@ -13,23 +13,26 @@ from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from torchacc.errors import ConfigError
-from torchacc.launch import hang, report
+from torchacc.launch import hang, messages
 from torchacc.launch import options as checks
 from torchacc.launch.options import LaunchOptions
-from torchacc.launch.processes import Processes, as_exit_status
 from torchacc.launch.progress import Phase
 from torchacc.launch.restarts import Ended, Restarts
+
+if TYPE_CHECKING:  # imports torch
+    from torchacc.launch.agent import Attempt
 
 HUNG = 124
 """The exit status of a job that did not get on, as that of `timeout`."""
 USER_ERROR = 2
 """The exit status of a program that was called wrongly, which another attempt does not mend."""
 
-_LOOK_SECS = 0.1
+_LOOK_SECS = 0.05
 _FOLLOW_SECS = 4.0
-"""How long processes may go on when one has failed; it is torchrun that asks them to end."""
+"""How long processes that are asked to end may go on when one has failed."""
 _PORT_SECS = 20.0
 
 
@@ -58,7 +61,7 @@ def run(command: Sequence[str], options: LaunchOptions | None = None) -> int:
     with _listening() as signals:
         status = _run_attempts(command, options, folder, signals)
     if status or options.log_dir is not None:
-        report.say(f"what the processes have printed: {folder}")
+        messages.say(f"what the processes have printed: {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return status
@@ -107,63 +110,67 @@ class _Reason(Enum):
 
 
 def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, signals: list[int]) -> Ended:
-    oom_kills = report.count_oom_kills()
-    processes = Processes(command, options, folder)
+    from torchacc.launch.agent import Attempt
+
+    oom_kills = messages.count_oom_kills()
+    attempt = Attempt(command, options, folder)
     try:
-        reason = _watch(processes, options, signals)
+        reason = _watch(attempt, options, signals)
         if reason is _Reason.HUNG:
-            report.hang(processes.standings(), is_alone=options.num_nodes == 1)
-        failed = processes.failed  # before others fail because they are killed
+            messages.hang(attempt.rank_statuses(), is_alone=options.num_nodes == 1)
+        failed = attempt.failed  # before others fail because they are killed
     finally:
-        processes.kill()
-    step = processes.furthest_step
+        attempt.end()
+    step = attempt.furthest_step
     if signals and all(process.ended_by_request for process in failed):
-        return Ended(0 if processes.ended_well else as_exit_status(-signals[0]))
+        return Ended(0 if attempt.ended_well else _as_exit_status(-signals[0]))
     if reason is _Reason.HUNG:
         return Ended(HUNG, step, is_fault=True)
     if failed:
-        first = failed[0]
+        first, status = failed[0], failed[0].status or 0
         is_shown = options.node_rank == first.local_rank == 0 and not options.all_ranks
-        output = "" if is_shown else processes.output_of(first)
-        report.failure(first, output, is_out_of_memory=report.count_oom_kills() > oom_kills)
-        return Ended(first.exit_status, step, is_fault=first.status != USER_ERROR and not first.ended_by_request)
+        output = "" if is_shown else attempt.output_of(first)
+        messages.failure(first.rank, status, output, is_out_of_memory=messages.count_oom_kills() > oom_kills)
+        return Ended(_as_exit_status(status), step, is_fault=status != USER_ERROR and not first.ended_by_request)
     if reason is _Reason.LEFT:
-        report.left()
+        messages.left()
         return Ended(1, step, is_fault=True)
-    status = processes.torchrun_status
-    if status:
-        report.torchrun(processes.torchrun_log, status)
-    return Ended(as_exit_status(status), step, is_fault=status < 0)
+    if attempt.error is not None:
+        messages.not_started(attempt.error)
+    return Ended(0 if attempt.error is None else 1, step)
 
 
-def _watch(processes: Processes, options: LaunchOptions, signals: list[int]) -> _Reason:
+def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _Reason:
     """Return once all has ended, or has to."""
     reason, deadline = _Reason.ENDED, math.inf
-    while processes.torchrun_runs:
-        time.sleep(_LOOK_SECS)
-        processes.look()
+    while not attempt.is_over():
         now = time.monotonic()
-        if len(signals) > 1 or now > deadline:
+        if len(signals) > 1 or now > deadline or (signals and not attempt.running):
             return reason
-        if signals:
-            if reason is not _Reason.ASKED:
-                reason, deadline = _Reason.ASKED, now + options.grace_secs
-                report.say(f"{signal.Signals(signals[0]).name}: all processes are asked to save and end; again to kill")
-            processes.ask_to_end()
+        if signals and reason is not _Reason.ASKED:
+            reason, deadline = _Reason.ASKED, now + options.grace_secs
+            messages.say(f"{signal.Signals(signals[0]).name}: all processes are asked to save and end; again to kill")
         elif reason is _Reason.ENDED:
-            reason = _trouble(processes, options, now)
+            reason = _trouble(attempt, options, now)
             if reason is not _Reason.ENDED:
                 deadline = now + (0 if reason is _Reason.HUNG else _FOLLOW_SECS)
-    processes.look()
+        if reason in (_Reason.ASKED, _Reason.FAILED):
+            attempt.ask_to_end()
+        time.sleep(_LOOK_SECS)
     return reason
 
 
-def _trouble(processes: Processes, options: LaunchOptions, now: float) -> _Reason:
-    if processes.failed:
+def _as_exit_status(status: int) -> int:
+    """Return the exit status that a shell gives for a process that a signal with a negative number has ended."""
+    return status if status >= 0 else 128 - status
+
+
+def _trouble(attempt: "Attempt", options: LaunchOptions, now: float) -> _Reason:
+    if attempt.failed:
         return _Reason.FAILED
-    if options.num_nodes > 1 and any(record.phase is Phase.FOLLOWING for record in processes.records):
+    if options.num_nodes > 1 and any(record.phase is Phase.FOLLOWING for record in attempt.progress):
         return _Reason.LEFT
-    if options.heartbeat_secs is not None and hang.is_stuck(processes.records, now, options.heartbeat_secs):
+    if options.heartbeat_secs is not None and hang.is_stuck(attempt.progress, now, options.heartbeat_secs):
         return _Reason.HUNG
     return _Reason.ENDED
 

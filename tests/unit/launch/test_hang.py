@@ -1,7 +1,7 @@
 import pytest
 
-from torchacc.launch.hang import Standing, describe, find_culprit, is_stuck
-from torchacc.launch.progress import Phase, Record
+from torchacc.launch.hang import RankStatus, describe, find_hung_rank, is_stuck
+from torchacc.launch.progress import Phase, Progress
 
 IN_COLLECTIVE = """Thread 0x00007f0000000001 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
@@ -22,29 +22,29 @@ ELSEWHERE = """Current thread 0x00007f0000000002 (most recent call first):
 
 
 def record(step=57, phase=Phase.FORWARD, since=100.0, own_steps=3):
-    return Record(step=step, own_steps=own_steps, phase=phase, since=since)
+    return Progress(step=step, own_steps=own_steps, phase=phase, since=since)
 
 
 def standing(rank, stack, **where):
-    return Standing(rank=rank, record=record(**where), stack=stack)
+    return RankStatus(rank=rank, progress=record(**where), stack=stack)
 
 
 def test_the_culprit_is_the_one_outside_of_a_collective():
     waiting = [standing(rank, IN_COLLECTIVE, since=50.0) for rank in (0, 1, 3)]
-    assert find_culprit([*waiting, standing(2, ELSEWHERE)]).rank == 2
-    assert find_culprit([*waiting, standing(2, ELSEWHERE, step=58)]).rank == 2
-    assert find_culprit([*waiting, standing(2, "")]).rank == 2  # stopped: it cannot say
+    assert find_hung_rank([*waiting, standing(2, ELSEWHERE)]).rank == 2
+    assert find_hung_rank([*waiting, standing(2, ELSEWHERE, step=58)]).rank == 2
+    assert find_hung_rank([*waiting, standing(2, "")]).rank == 2  # stopped: it cannot say
 
 
 def test_of_several_the_culprit_is_the_least_far():
     free = [standing(0, ELSEWHERE, step=58), standing(1, ELSEWHERE), standing(2, ELSEWHERE, phase=Phase.BACKWARD)]
-    assert find_culprit(free).rank == 1
-    assert find_culprit([standing(0, ELSEWHERE), standing(1, ELSEWHERE, since=99.0)]).rank == 1
+    assert find_hung_rank(free).rank == 1
+    assert find_hung_rank([standing(0, ELSEWHERE), standing(1, ELSEWHERE, since=99.0)]).rank == 1
 
 
 def test_nobody_is_blamed_where_each_waits_for_others():
-    assert find_culprit([standing(rank, IN_COLLECTIVE) for rank in range(2)]) is None
-    assert find_culprit([]) is None
+    assert find_hung_rank([standing(rank, IN_COLLECTIVE) for rank in range(2)]) is None
+    assert find_hung_rank([]) is None
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchacc.launch.hang import Standing, describe, find_culprit
-from torchacc.launch.processes import Process
+from torchacc.launch.hang import RankStatus, describe, find_hung_rank
 
 _TRACEBACKS = ("Traceback (most recent call last)", "Fatal Python error")
 _CHAINED = (
@@ -26,30 +25,30 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def failure(process: Process, output: str, *, is_out_of_memory: bool) -> None:
-    """Tell of the process that failed first: what it printed at last, and then which it is."""
+def failure(rank: int, status: int, output: str, *, is_out_of_memory: bool) -> None:
+    """Tell of the rank that failed first: what it printed at last, and then how it ended."""
     if output:
         sys.stderr.write(f"{last_words(output)}\n")
-    ended = how_it_ended(process.status or 0, is_out_of_memory=is_out_of_memory)
-    say(f"rank {process.rank} on {hostname()} {ended}")
+    ended = how_it_ended(status, is_out_of_memory=is_out_of_memory)
+    say(f"rank {rank} on {hostname()} {ended}")
 
 
-def hang(standings: Sequence[Standing], *, is_alone: bool) -> None:
+def hang(statuses: Sequence[RankStatus], *, is_alone: bool) -> None:
     """Tell which process the others wait for: its stack, and then which it is.
 
     Args:
-        standings: Of the processes of this node.
+        statuses: Of the processes of this node.
         is_alone: Whether there is no other node.
     """
     now = time.monotonic()
-    culprit = find_culprit(standings)
-    if culprit is not None:
-        sys.stderr.write(culprit.stack or "it does not say where it is: it is stopped, or deep in the system\n")
-        others = "; the others wait for it" if len(standings) > 1 else ""
-        say(f"{describe(culprit, hostname(), now)}{others}")
+    hung = find_hung_rank(statuses)
+    if hung is not None:
+        sys.stderr.write(hung.stack or "it does not say where it is: it is stopped, or deep in the system\n")
+        others = "; the others wait for it" if len(statuses) > 1 else ""
+        say(f"{describe(hung, hostname(), now)}{others}")
         return
-    for standing in standings:
-        say(describe(standing, hostname(), now))
+    for status in statuses:
+        say(describe(status, hostname(), now))
     say(
         "each of them waits for others: not all have called the same collectives"
         if is_alone
@@ -62,10 +61,9 @@ def left() -> None:
     say(f"those on {hostname()} have lost a rank of another node: see what its launcher says")
 
 
-def torchrun(log: str, status: int) -> None:
-    """Tell that torchrun itself failed."""
-    sys.stderr.write(f"{last_words(log)}\n")
-    say(f"torchrun on {hostname()} {how_it_ended(status)}")
+def not_started(error: str) -> None:
+    """Tell why the processes of this node were not started, or did not meet those of others."""
+    say(f"the processes on {hostname()} could not be started: {error}")
 
 
 def how_it_ended(status: int, *, is_out_of_memory: bool = False) -> str:

@@ -1,0 +1,45 @@
+from torchacc.launch import messages
+
+CHAINED = """step 1
+Traceback (most recent call last):
+  File "old.py", line 1
+RuntimeError: of another time
+step 2
+Traceback (most recent call last):
+  File "train.py", line 4
+ZeroDivisionError: division by zero
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 6
+ValueError: what it led to
+"""
+
+
+def test_last_words_are_the_last_traceback_and_what_it_is_chained_to():
+    assert messages.last_words(CHAINED) == CHAINED[CHAINED.index("Traceback", 20) :].rstrip()
+
+
+def test_last_words_without_a_traceback_are_the_last_lines():
+    assert messages.last_words("\n".join(map(str, range(1000)))).splitlines() == [str(n) for n in range(940, 1000)]
+
+
+def test_a_traceback_of_long_ago_is_none_of_the_last_words():
+    words = messages.last_words(CHAINED + "a line\n" * 300)
+    assert words.splitlines() == ["a line"] * 60
+
+
+def test_a_killed_process_is_named_as_such():
+    assert messages.how_it_ended(-9) == "was killed (SIGKILL): by a kill -9, or its container"
+    assert messages.how_it_ended(-9, is_out_of_memory=True) == "was killed (SIGKILL): memory ran out"
+    assert messages.how_it_ended(-11) == "was ended by SIGSEGV"
+    assert messages.how_it_ended(3) == "failed with exit status 3"
+
+
+def test_the_system_is_asked_for_what_it_killed(tmp_path, monkeypatch):
+    assert messages.count_oom_kills() >= 0
+    monkeypatch.setattr(messages, "_VMSTAT", tmp_path / "vmstat")
+    assert messages.count_oom_kills() == 0
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
+    assert messages.count_oom_kills() == 3

@@ -1,0 +1,298 @@
+"""The processes of one attempt on this machine: torchrun's agent starts them, the launcher watches over them.
+
+`torch.distributed.elastic` lets the machines meet, sets each process's variables and sends its output where it belongs.
+When an attempt is over, and in which order its processes have ended, is the launcher's to say.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from torchacc import env
+from torchacc.launch import progress
+from torchacc.launch.hang import RankStatus
+from torchacc.launch.options import LaunchOptions
+from torchacc.launch.progress import Progress
+
+_ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""What a process ends with after SIGTERM; the second is what a `CheckpointManager` exits with."""
+_MEETING_SECS = 900
+"""How long the machines wait for one another, as with torchrun."""
+_AGENT_SECS = 10.0
+"""How long the agent may take to end when all its processes have."""
+_STACK_SECS = 2.0
+"""How long processes may take to write their stacks."""
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """One process of the job."""
+
+    rank: int
+    """Its rank among all processes."""
+    local_rank: int
+    """Its rank among those of this machine."""
+    popen: Popen[Any]
+    """The process itself."""
+    ended: float | None = None
+    """When it was seen to have ended, in seconds of `time.monotonic()`."""
+    asked_to_end: bool = False
+    """Whether it has got SIGTERM."""
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, or the negative number of the signal that ended it; None while it runs."""
+        return None if self.ended is None else int(self.popen.returncode)
+
+    @property
+    def ended_by_request(self) -> bool:
+        """Whether it ended as one does that got SIGTERM."""
+        return self.status in _ENDED_BY_SIGTERM
+
+
+class Attempt:
+    """The processes of this machine, from their start to their end."""
+
+    def __init__(self, command: Sequence[str], options: LaunchOptions, folder: Path) -> None:
+        """Start them, as soon as all machines are there.
+
+        Args:
+            command: What each of them runs.
+            options: How many there are, and where.
+            folder: An empty folder for their output, and what is to be known of them.
+        """
+        self.folder = folder
+        self.error: str | None = None
+        """What kept torchrun's agent from starting them, or from meeting the other machines."""
+        self._rendezvous = _meet(options)
+        self._agent = _Agent(command, options, folder, self._rendezvous)
+        self._thread = threading.Thread(target=self._run, name="torchacc launch", daemon=True)
+        self._thread.start()
+
+    @property
+    def processes(self) -> list[RankProcess]:
+        """All of them; none while the machines wait for one another."""
+        return self._agent.processes
+
+    @property
+    def running(self) -> list[RankProcess]:
+        """Those that have not ended."""
+        return [process for process in self.processes if process.status is None]
+
+    @property
+    def failed(self) -> list[RankProcess]:
+        """Those that did not end well, the first one first; of several at once one that a signal has ended."""
+        failed = [process for process in self.processes if process.status]
+        return sorted(failed, key=lambda process: (process.ended, (process.status or 0) > 0))
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether every process has ended with status 0."""
+        return bool(self.processes) and all(process.status == 0 for process in self.processes)
+
+    @property
+    def progress(self) -> list[Progress]:
+        """How far the processes are that run and have said so."""
+        found = (progress.read(self.folder, process.local_rank) for process in self.running)
+        return [record for record in found if record is not None]
+
+    @property
+    def furthest_step(self) -> int:
+        """The largest number of steps that a process has made."""
+        found = (progress.read(self.folder, process.local_rank) for process in self.processes)
+        return max((record.step for record in found if record is not None), default=0)
+
+    def is_over(self) -> bool:
+        """Look which processes have ended, and return whether all have and the other machines know it."""
+        for process in self.running:
+            if process.popen.poll() is not None:
+                process.ended = time.monotonic()
+        if self.processes and not self.running:
+            self._agent.all_ended.set()
+        return not self._thread.is_alive()
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to each process, once."""
+        for process in self.running:
+            if not process.asked_to_end:
+                process.asked_to_end = True
+                process.popen.terminate()
+
+    def end(self) -> None:
+        """Kill whatever still runs, and let go of the agent."""
+        self._agent.is_abandoned = True
+        for process in self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+            process.popen.wait()
+        self.is_over()
+        self._thread.join(_AGENT_SECS if self.processes else 0)
+
+    def rank_statuses(self) -> list[RankStatus]:
+        """Have the processes write their stacks, and return where each of them is."""
+        asked = {p: record for p in self.running if (record := progress.read(self.folder, p.local_rank))}
+        for process in asked:
+            process.popen.send_signal(progress.DUMP_SIGNAL)
+        deadline = time.monotonic() + _STACK_SECS
+        stacks: dict[RankProcess, str] = {}
+        while True:
+            before, stacks = stacks, {p: _text(progress.stack_path(self.folder, p.local_rank)) for p in asked}
+            if (all(stacks.values()) and stacks == before) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return [RankStatus(rank=p.rank, progress=record, stack=stacks[p]) for p, record in asked.items()]
+
+    def output_of(self, process: RankProcess) -> str:
+        """Return what a process has printed of errors, or else of anything; nothing where only the terminal has it."""
+        errors, rest = (_text(_log_path(self.folder, process.rank, stream)) for stream in ("stderr", "stdout"))
+        return errors if errors.strip() else rest
+
+    def _run(self) -> None:
+        try:
+            with _log_to(self.folder / "torchrun.log"):
+                self._agent.run()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._rendezvous.shutdown()
+
+
+class _Agent(LocalElasticAgent):
+    """Torchrun's agent, whose processes are over when the launcher says so."""
+
+    def __init__(
+        self, command: Sequence[str], options: LaunchOptions, folder: Path, rendezvous: RendezvousHandler
+    ) -> None:
+        start_rank = str(Path(__file__).with_name("start_rank.py"))
+        logs = _Logs(options, folder)
+        spec = WorkerSpec(
+            role=logs.role,
+            local_world_size=options.num_processes,
+            rdzv_handler=rendezvous,
+            entrypoint=sys.executable,
+            args=("-I", "-S", start_rank, str(os.getpid()), sys.executable, "-u", *command),
+            max_restarts=0,
+            monitor_interval=0.01,
+            master_addr=_address(options) if options.master_port else None,
+            master_port=options.master_port,
+        )
+        super().__init__(spec, logs, log_line_prefix_template=logs.prefix)
+        self.processes: list[RankProcess] = []
+        self.all_ended = threading.Event()
+        self.is_abandoned = False
+        """Whether nothing is to be started any more."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.is_abandoned:
+            raise InterruptedError("asked to end before all machines were there")
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Hand the processes to the launcher, and wait until it has seen the end of all."""
+        assert self._pcontext is not None
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        self.processes = [
+            RankProcess(worker.global_rank, worker.local_rank, handlers[worker.local_rank].proc)
+            for worker in worker_group.workers
+        ]
+        self.all_ended.wait()
+        if any(process.status for process in self.processes):
+            return RunResult(state=WorkerState.FAILED)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values={process.rank: None for process in self.processes})
+
+
+class _Logs(LogsSpecs):
+    """Where output goes: `rank-3.stderr.log` and so on, and to the terminal for those that it shows."""
+
+    def __init__(self, options: LaunchOptions, folder: Path) -> None:
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+        self._shown = range(options.num_processes if options.all_ranks else int(options.node_rank == 0))
+        self._copies = options.all_ranks or options.log_dir is not None
+        # What is copied from a file to the terminal has a prefix; an empty one is that of an empty role.
+        self.role = "" if self._copies and not options.all_ranks else "default"
+        self.prefix = "[rank ${rank}] " if options.all_ranks else "${role_name}"
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the paths for local ranks, and complete their variables."""
+        found = LogsDest()
+        for local_rank, variables in envs.items():
+            out, errors, error = (
+                str(_log_path(self._folder, int(variables["RANK"]), name)) for name in ("stdout", "stderr", "error")
+            )
+            is_shown = local_rank in self._shown
+            to_file = self._copies or not is_shown
+            found.stdouts[local_rank], found.stderrs[local_rank] = (out, errors) if to_file else ("", "")
+            if is_shown and to_file:
+                found.tee_stdouts[local_rank], found.tee_stderrs[local_rank] = out, errors
+            found.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = error
+            variables[progress.FOLDER] = str(self._folder)
+            variables["PYTHONFAULTHANDLER"] = env.get("PYTHONFAULTHANDLER") or "1"
+            if len(envs) > 1:
+                variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        return found
+
+
+def _meet(options: LaunchOptions) -> RendezvousHandler:
+    """Return how the machines find one another; on a single one without a port any that is free is taken."""
+    where: dict[str, Any] = {"backend": "c10d", "endpoint": "localhost:0"}
+    if options.master_port is not None:
+        where = {"backend": "static", "endpoint": f"{_address(options)}:{options.master_port}"}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            **where,
+            run_id=str(uuid.uuid4()) if options.master_port is None else "none",
+            min_nodes=options.num_nodes,
+            max_nodes=options.num_nodes,
+            rank=options.node_rank,
+            timeout=_MEETING_SECS,
+        )
+    )
+
+
+def _address(options: LaunchOptions) -> str:
+    return options.master_addr or "127.0.0.1"
+
+
+def _log_path(folder: Path, rank: int, stream: str) -> Path:
+    return folder / f"rank-{rank}.{stream}.log"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """Send to a file what the agent says of itself, so that the last that is printed is the failure."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, propagate = logging.FileHandler(path, encoding="utf-8", delay=True), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+        handler.close()
