@@ -788,6 +788,7 @@ import gathered_loss_cases  # noqa: E402, F401
 import lever_cases  # noqa: E402, F401
 import mistake_cases  # noqa: E402, F401
 import native_limits_cases  # noqa: E402, F401
+import number_cases  # noqa: E402, F401
 import order_cases  # noqa: E402, F401
 import ordinal_cases  # noqa: E402, F401
 import recompute_cases  # noqa: E402, F401

@@ -18,6 +18,7 @@ from torchacc.checkpoint.format.manifest import token_of
 from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
 from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import ShardedModel, sharded_model
+from torchacc.engines.optimizers import is_for_each_element
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import LocalShard
 
@@ -290,7 +291,9 @@ def _plan_state(parameter: nn.Parameter, local_shard: LocalShard, key: str, valu
         values: A `StoredTensor` or a plain value for each of the tensors of the shard, by original name.
     """
     shapes = dict(local_shard.members)
-    if all(isinstance(v, StoredTensor) and v.shape == shapes[name] != () for name, v in values.items()):
+    if all(
+        isinstance(v, StoredTensor) and is_for_each_element(key, v.shape, shapes[name]) for name, v in values.items()
+    ):
         dtype = functools.reduce(torch.promote_types, (stored.dtype for stored in values.values()))
         return _ShardRead(parameter, local_shard, values, dtype)
     if len(values) == 1:

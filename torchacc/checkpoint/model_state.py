@@ -297,7 +297,7 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
         "flatten_info": flatten_info,
         "buffer_info": {},
         "world_size": sharded.num_shards,
-        "rank": next(iter(sharded.local_shards.values())).index,
+        "rank": sharded.shard_index,
         "replica": sharded.replica[0],
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
@@ -438,5 +438,5 @@ def _local_shapes(local_shard: LocalShard) -> set[tuple[int, ...]]:
     held = {local_shard.shard_numel, sum(piece.numel for piece in local_shard.slices)}
     if local_shard.names != (local_shard.key,):
         return {(numel,) for numel in held}
-    _, *row = local_shard.members[0][1]
+    row = local_shard.members[0][1][1:]
     return {(numel // max(prod(row), 1), *row) for numel in held}

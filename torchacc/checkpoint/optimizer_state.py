@@ -11,6 +11,7 @@ from torch import nn
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.engines.base import ShardedModel
+from torchacc.engines.optimizers import is_for_each_element
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 
@@ -130,8 +131,8 @@ def optim_state_dict_to_load(
         [
             (sharded.local_shards[parameter], values)
             for parameter, entries in zip(parameters, states, strict=True)
-            for values in entries.values()
-            if _are_tensors(values)
+            for key, values in entries.items()
+            if _lie_alike(sharded.local_shards[parameter], key, values)
         ]
     )
     found = {
@@ -213,7 +214,9 @@ def is_sharded_like(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether a value of an optimizer's state is sharded as its parameter is."""
     if is_ordinary(parameter, value):
         return False
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or hasattr(value, "to_local")  # a step count beside a parameter without dimensions is plain
 
 
 def is_ordinary(parameter: torch.Tensor, value: Any) -> bool:
@@ -326,16 +329,24 @@ def _states_of(local_shard: LocalShard, by_key: Mapping[str, Mapping[str, Any]])
     return by_state(local_shard, {name: by_key[name] for name in local_shard.names})
 
 
-def _are_tensors(parts: Mapping[str, Any]) -> bool:
-    """Return whether the values are tensors with dimensions, in place of a step or another number."""
-    return all(isinstance(v, TensorShard) or (isinstance(v, torch.Tensor) and v.dim() > 0) for v in parts.values())
+def _lie_alike(local_shard: LocalShard, key: str, parts: Mapping[str, Any]) -> bool:
+    """Return whether the values of a state are for each element, in place of a step or another number."""
+    shapes = dict(local_shard.members)
+    return all(
+        isinstance(value, TensorShard)
+        or (
+            isinstance(value, torch.Tensor)
+            and (value.dim() > 0 or is_for_each_element(key, (), shapes.get(name, (1,))))
+        )
+        for name, value in parts.items()
+    )
 
 
 def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool) -> Any:
     """Return one state of a parameter, sharded as the parameter is, or an ordinary value."""
     local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
-    if _are_tensors(parts) and not _is_of_another_shape(sharded, local_shard, first):
+    if _lie_alike(local_shard, key, parts) and not _is_of_another_shape(sharded, local_shard, first):
         return sharded.place(parameter, model_state.cut(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))

@@ -16,6 +16,7 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.memory import Memory, memory_of_process
+from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import HostRowGatherer, RowGatherer
@@ -232,6 +233,11 @@ class ShardedModel(ABC):
     def num_shards(self) -> int:
         """How many processes hold the parameters together."""
         return 1
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the shards this process holds."""
+        return 0
 
     @property
     def shards_are_runs(self) -> bool:
@@ -553,7 +559,8 @@ def remap_optimizer(
                 "the optimizer already has state, which cannot be moved to flattened parameters: hand in an optimizer "
                 "that has made no step, or set config.dist.fsdp.flatten_parameters = False"
             )
-        same_shape = {k for k, v in entries.items() if torch.is_tensor(v) and v.shape == parameter.shape and v.dim()}
+        tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+        alike = {key for key, value in tensors.items() if is_for_each_element(key, value.shape, parameter.shape)}
         optimizer.state[shards.get(parameter, parameter)] = {
-            key: shard_state(parameter, value) if key in same_shape else value for key, value in entries.items()
+            key: shard_state(parameter, value) if key in alike else value for key, value in entries.items()
         }

@@ -134,6 +134,8 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
 
 def _even_shard(plan: ShardingPlan, parameter: PlannedParameter) -> int:
     """Return the elements of a shard of `fully_shard`, which pads the first dimension."""
+    if not parameter.shape:  # each device has it
+        return 1
     rows = parameter.shape[0]
     return -(-rows // plan.mesh.size("fsdp")) * (parameter.numel // rows) if rows else 0
 

@@ -205,12 +205,6 @@ def _check_model(model: nn.Module) -> None:
             f"the parameter {hooked[0]!r} has a hook, which would be lost when the parameter is replaced by its shard: "
             "register hooks after accelerate()"
         )
-    scalars = [name for name, parameter in parameters if parameter.dim() == 0]
-    if scalars:
-        raise ConfigError(
-            f"the parameter {scalars[0]!r} has no dimension and cannot be sharded: give it the shape (1,), "
-            "nn.Parameter(torch.tensor([value]))"
-        )
 
 
 def _parameters(model: nn.Module) -> Iterator[PlannedParameter]:

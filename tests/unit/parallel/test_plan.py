@@ -348,13 +348,6 @@ def test_the_meta_device_makes_no_difference():
     assert plan(model) == plan(Net())
 
 
-def test_a_parameter_without_dimensions_is_refused_with_the_fix():
-    model = Net()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"'scale' has no dimension.*shape \(1,\)"):
-        plan(model)
-
-
 def test_gpt2s_tied_weight_is_hoisted_out_of_the_embedding():
     transformers = pytest.importorskip("transformers")
     shape = {"vocab_size": 31, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}

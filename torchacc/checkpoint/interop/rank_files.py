@@ -75,7 +75,8 @@ class ShardedParameter:
         expected = self.shard_shape(shard_format, count)
         if shard_format is ShardFormat.FLAT:
             return self.from_xla and shape == expected
-        return shape in (expected, (prod(expected),))
+        is_number = shape == self.shape == ()  # which each rank may have as it is
+        return is_number or shape in (expected, (prod(expected),))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Sharded:
                 f"{self.parameter.shape}: the tensor and shard_metadata contradict each other"
             )
         for slot, held in self.sources:
-            is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:] and bool(slot.shape)
+            is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:]
+            is_flat = is_flat and (bool(slot.shape) or not self.parameter.shape)
             if not is_flat or slot.numel not in (held, first.numel) or slot.dtype != first.dtype:
                 raise CheckpointError(
                     f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "

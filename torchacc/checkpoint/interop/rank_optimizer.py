@@ -104,7 +104,12 @@ def _entries(files: RankFiles, parameter: ShardedParameter, by_rank: Sequence[Ma
     entries: dict[str, Any] = {}
     for name, value in first.items():
         entries[name] = value
-        if isinstance(value, Slot) and any(parameter.is_shard(value.shape, each, len(by_rank)) for each in ShardFormat):
+        # What has no dimension is a number that each rank has.
+        if (
+            isinstance(value, Slot)
+            and value.shape
+            and any(parameter.is_shard(value.shape, each, len(by_rank)) for each in ShardFormat)
+        ):
             entries[name] = files.gather(parameter, f"{parameter.key}/{name}", (state[name] for state in by_rank))
         elif isinstance(value, Slot) and value.shape:
             raise CheckpointError(

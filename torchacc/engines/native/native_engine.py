@@ -198,6 +198,7 @@ class NativeModel(ShardedModel):
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         self.install(self.run)
+        self._replicate_numbers()
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
@@ -222,6 +223,24 @@ class NativeModel(ShardedModel):
         parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
         return self.place(parameter, torch.cat(parts) if parts else flat[:0])
 
+    def _replicate_numbers(self) -> None:
+        """Turn parameters without dimensions, which fully_shard() refuses, into replicated DTensors.
+
+        `shard_arithmetic` computes with them, wherever they are used, and averages their gradients over the devices.
+        """
+        from torch.distributed.tensor import DTensor, Replicate
+
+        numbers = [planned for planned in self.plan.parameters if not planned.shape]
+        materialise_parameters(self.model, numbers, self.engine.device)
+        mesh = self.engine.device_mesh
+        for planned in numbers:
+            value = self.model.get_parameter(planned.name).detach().to(self.engine.device, copy=True)
+            number = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            new = nn.Parameter(number, requires_grad=planned.trainable)
+            for name in planned.names:
+                path, _, leaf = name.rpartition(".")
+                self.model.get_submodule(path)._parameters[leaf] = new
+
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -230,7 +249,7 @@ class NativeModel(ShardedModel):
         materialise_parameters(self.model, unit.parameters, self.engine.device)
         if self.plan.split.size > 1:
             split_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
-        own = [self.model.get_parameter(planned.name) for planned in unit.parameters]
+        own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
             offload = CPUOffloadPolicy(pin_memory=self.engine.device.type != "cpu")
@@ -350,12 +369,19 @@ class NativeModel(ShardedModel):
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard; what is not split all have that share layers."""
         (index, count), size = self.replica, self.plan.split.size
+        if not local_shard.members[0][1]:
+            return self.engine.job.rank, self.engine.job.num_processes
         return (index, count) if local_shard.cut else (index * size + self._coordinates.get("tp", 0), count * size)
 
     @property
     def num_shards(self) -> int:
         """The processes on the axes of shards and of split layers."""
         return self.engine.mesh.size("fsdp") * self.plan.split.size
+
+    @property
+    def shard_index(self) -> int:
+        """This process's place on the axis of shards."""
+        return self._coordinates["fsdp"]
 
     @property
     def shards_are_runs(self) -> bool:
@@ -370,6 +396,10 @@ class NativeModel(ShardedModel):
         at, num_shards = self._coordinates, self.engine.mesh.size("fsdp")
         for planned in self.plan.parameters:
             spec, size = self.plan.split.spec_of(planned.name), self.plan.split.size
+            if not planned.shape:  # each process has it
+                member = (planned.name, planned.shape)
+                yield self.model.get_parameter(planned.name), LocalShard(planned.name, (member,), 1, index=0)
+                continue
             cut = TensorParallelSlice(spec.index("tp"), at["tp"], size) if size > 1 and "tp" in spec else None
             shape = [n // cut.count if cut and dim == cut.dim else n for dim, n in enumerate(planned.shape)]
             numel = -(-shape[0] // num_shards) * prod(shape[1:])

@@ -45,6 +45,12 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
             f"{', '.join(_FAMILIES)} only, whose modules compute with the part of the heads that they are given; "
             f"{instead}"
         )
+    number = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
+    if number is not None:
+        raise ConfigError(
+            f"config.dist.tp.size = {split.size}, and the parameter {number!r} has no dimension, which the native "
+            f"engine keeps whole only where layers are not split: give it the shape (1,), or {instead}"
+        )
     adapter = next((type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")), None)
     if adapter is not None:
         raise ConfigError(

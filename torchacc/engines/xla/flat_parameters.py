@@ -12,16 +12,24 @@ from torchacc.engines.xla.gather import Weight
 
 @dataclass(frozen=True)
 class Rows:
-    """How the first dimension of a tensor is cut into equal shards, the last ones padded with zeros."""
+    """How the first dimension of a tensor is cut into equal shards, the last ones padded with zeros.
+
+    A tensor without dimensions is cut as one of a single row.
+    """
 
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     num_shards: int
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the whole tensor."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def per_shard(self) -> int:
         """Rows of one shard."""
-        return -(-self.shape[0] // self.num_shards)
+        return -(-self.num_rows // self.num_shards)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -35,7 +43,8 @@ class Rows:
 
     def pad(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor with rows of zeros up to `num_shards * per_shard`."""
-        missing = self.num_shards * self.per_shard - self.shape[0]
+        whole = whole if self.shape else whole.reshape(1)
+        missing = self.num_shards * self.per_shard - self.num_rows
         return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
 
     def cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
@@ -44,7 +53,8 @@ class Rows:
 
     def join(self, shards: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor from its shards, a tensor of shape (num_shards, shard_numel)."""
-        return shards.reshape(self.num_shards * self.per_shard, *self.shape[1:]).narrow(0, 0, self.shape[0])
+        rows = shards.reshape(self.num_shards * self.per_shard, *self.shape[1:]).narrow(0, 0, self.num_rows)
+        return rows if self.shape else rows.reshape(())
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

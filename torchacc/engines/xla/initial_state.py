@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.shards import local_of
 
@@ -54,7 +55,8 @@ def _initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
 ) -> dict[str, torch.Tensor]:
     """Return what the optimizer makes for a parameter before its first step, on the host."""
-    stand_in = nn.Parameter(torch.zeros(local_of(parameter).shape, dtype=parameter.dtype))
+    shape = local_of(parameter).shape or (1,)  # by which a parameter's averages are told from its step count
+    stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
     stand_in.grad = torch.zeros_like(stand_in)
     kind: Any = type(optimizer)
     settings = {key: group[key] for key in inspect.signature(kind).parameters if key in group}
@@ -71,7 +73,7 @@ def _laid_out(
     value: torch.Tensor, parameter: nn.Parameter, group: dict[str, Any], place: Place, put: Put
 ) -> torch.Tensor:
     """Return a host tensor where a step wants it: on the device, but for the numbers that the host computes with."""
-    if value.shape == local_of(parameter).shape:
+    if value.shape == (local_of(parameter).shape or (1,)):
         return place(parameter, value.detach().reshape(-1))
     return put(value) if value.dim() or _computes_on_device(group) else value
 
@@ -103,5 +105,7 @@ def _is_misplaced(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, key: str, value: Any
 ) -> bool:
     if not isinstance(value, torch.Tensor) or value.device.type == "cpu" or _computes_on_device(group):
+        return False
+    if not value.dim() and is_for_each_element(key, value.shape, parameter.shape):
         return False
     return not value.dim() or (type(optimizer) is torch.optim.Adagrad and not optimizer.state[parameter]["step"])

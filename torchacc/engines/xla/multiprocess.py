@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
 from torchacc.engines.base import average_scalars, remap_optimizer
+from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
@@ -32,10 +33,6 @@ from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
-# Optimizers whose update of an element depends on that element and its gradient alone.
-_ELEMENTWISE = {
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Lion",
-}  # fmt: skip
 # These compute with whole weights (means of rows, norms), and would silently take a shard for one.
 _NOT_ELEMENTWISE = {
     "adafactor", "dadaptadam", "dadaptlion", "dadaptsgd", "lamb", "lars", "lbfgs", "muon", "novograd", "prodigy",
@@ -244,6 +241,11 @@ class MultiprocessModel(XlaModel):
         """The processes on the axis of shards."""
         return self._exchange.num_shards
 
+    @property
+    def shard_index(self) -> int:
+        """This process's place on the axis of shards."""
+        return self._exchange.shard_index
+
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for gatherer in self._gatherers:
@@ -323,7 +325,7 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"{names[0]} computes with whole weights, and each process here holds a shard of them, which gives other "
             "numbers: use config.dist.fsdp.use_spmd = True, or an element-wise optimizer such as AdamW"
         )
-    if not _ELEMENTWISE & set(names):
+    if not is_elementwise(optimizer):
         _log.warning(
             "%s is not known here: its numbers are right only if it updates each element by itself, without norms or "
             "means of whole weights, of which each process holds a shard. Otherwise use SPMD or the native engine",

@@ -22,10 +22,10 @@ from torchacc.engines.xla.flat_parameters import Rows
 from torchacc.errors import EngineError
 
 _QUESTIONS = {
-    "_backward_hooks", "_base", "_cdata", "_grad_fn", "_is_view", "_version", "device", "dim", "dtype",
+    "_backward_hooks", "_base", "_cdata", "_grad_fn", "_is_view", "_version", "device", "dtype",
     "element_size", "get_device", "grad_fn", "has_names", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda",
     "is_floating_point", "is_inference", "is_leaf", "is_meta", "is_neg", "is_nested", "is_quantized", "is_signed",
-    "is_sparse", "is_sparse_csr", "is_xla", "itemsize", "layout", "name", "names", "ndim", "ndimension", "output_nr",
+    "is_sparse", "is_sparse_csr", "is_xla", "itemsize", "layout", "name", "names", "output_nr",
     "requires_grad", "requires_grad_", "result_type", "retain_grad", "retains_grad", "storage_offset", "stride",
     "untyped_storage", "data_ptr", "is_mps", "is_xpu", "is_mtia", "is_mkldnn", "is_vulkan", "is_maia", "is_ipu",
     "can_cast", "is_tensor", "is_same_size",
@@ -129,7 +129,7 @@ class Layout:
                 f"a tensor of shape {tuple(tensor.shape)} beside a sharded one, whose unsharded shape is {shape}: give "
                 "a number, or a tensor that fits the unsharded shape"
             )
-        is_cut = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        is_cut = tensor.dim() == len(shape) and tensor.shape[:1] == shape[:1]
         return self.rows.cut(tensor, self.reader.shard_index) if is_cut else tensor
 
 
@@ -151,6 +151,17 @@ class ShardTensor(torch.Tensor):
     def size(self, dim: int | None = None) -> Any:
         """Return the unsharded tensor's shape, or its size along a dimension."""
         return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The unsharded tensor's number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the unsharded tensor's number of dimensions."""
+        return self.ndim
+
+    ndimension = dim
 
     def numel(self) -> int:
         """Return the number of elements of the unsharded tensor."""
@@ -377,9 +388,9 @@ def without_padding(shard: ShardTensor) -> torch.Tensor:
     Every process runs the same program, as collectives on devices ask for.
     """
     local, rows, index = shard.to_local(), shard._layout.rows, shard._layout.reader.shard_index
-    if rows.shape[0] == rows.num_shards * rows.per_shard:
+    if rows.num_rows == rows.num_shards * rows.per_shard:
         return local
-    held = torch.arange(rows.per_shard) + index * rows.per_shard < rows.shape[0]
+    held = torch.arange(rows.per_shard) + index * rows.per_shard < rows.num_rows
     mask = held.to(local.device).view(-1, *(1 for _ in rows.shape[1:]))
     return torch.where(mask, local, torch.zeros((), dtype=local.dtype, device=local.device))
 
