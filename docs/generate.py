@@ -1,13 +1,12 @@
 """Write the pages of docs/reference/ that come from the code: `python docs/generate.py`. A test holds them equal."""
 
 import argparse
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchacc.cli.main import COMMANDS
+from torchacc.cli.main import COMMANDS, command_module
 from torchacc.config import Config
 from torchacc.config.resolve import NOT_YET
 from torchacc.engines.registry import ENGINES, engine_class
@@ -147,7 +146,7 @@ def _cell(text: str) -> str:
 
 
 def _command(name: str, purpose: str) -> Iterator[str]:
-    module = importlib.import_module(f"torchacc.cli.{name}")
+    module = command_module(name)
     parser = argparse.ArgumentParser(add_help=False)
     module.add_options(parser)
     yield from ["", f"## torchacc {name}", "", f"{purpose[0].upper()}{purpose[1:]}.", ""]

@@ -16,7 +16,7 @@ from pages import ROOT, Block, diff_side
 from torch.distributed.run import get_args_parser
 
 import torchacc
-from torchacc.cli.main import COMMANDS
+from torchacc.cli.main import COMMANDS, command_module
 
 
 class CheckError(Exception):
@@ -126,7 +126,7 @@ def _check_torchacc(arguments: list[str]) -> None:
         return
     if arguments[0] not in COMMANDS:
         raise CheckError(f"torchacc has no command {arguments[0]!r}")
-    module = importlib.import_module(f"torchacc.cli.{arguments[0]}")
+    module = command_module(arguments[0])
     parser = argparse.ArgumentParser(exit_on_error=False)
     module.add_options(parser)
     options = parser.parse_args(["1" if word.startswith("$") else word for word in arguments[1:]])
@@ -146,7 +146,7 @@ def _check_python_command(arguments: list[str]) -> None:
 def _check_script(script: Path, arguments: list[str]) -> None:
     if not script.is_file():
         raise CheckError(f"there is no {script.relative_to(ROOT)}")
-    neighbours = [script, ROOT / "torchacc" / "cli" / "train.py", *script.parent.glob("_*.py")]
+    neighbours = [script, ROOT / "torchacc" / "cli" / "train_command.py", *script.parent.glob("_*.py")]
     known = "".join(path.read_text(encoding="utf-8") for path in neighbours)
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         if f'"{option}"' not in known:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchacc.cli import train
+from torchacc.cli import train_command
 from torchacc.config import Section
 from torchacc.train.config import StageConfig, TopConfig
 
@@ -64,7 +64,7 @@ def test_a_table_names_the_options_of_its_sections_and_their_defaults(heading):
 
 def test_the_table_of_the_command_names_its_options():
     parser = argparse.ArgumentParser(add_help=False)
-    train.add_options(parser)
+    train_command.add_options(parser)
     several = {"--node-rank", "--master-addr", "--master-port"}  # named under "Several machines"
     assert several <= set(re.findall("`(--[a-z-]+)`", TEXT))
     listed = {name.split()[0] for names, _ in rows("The trainer") for name in names if name.startswith("--")}

@@ -9,7 +9,7 @@ from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 _VARIABLE = "TORCHACC_TRACEBACK"
 
 
-def told(run: Callable[[], int], *, traceback: bool = False) -> int:
+def exit_status(run: Callable[[], int], *, traceback: bool = False) -> int:
     """Run a command, and return its exit status: 2 where the user has something to mend.
 
     Args:

@@ -8,13 +8,13 @@ from pathlib import Path
 from torchacc.checkpoint.interop.conversion import plan_conversion
 from torchacc.checkpoint.interop.transfers import ConversionPlan
 from torchacc.cli import _converting
-from torchacc.cli._errors import told
+from torchacc.cli._errors import exit_status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
     args = _parse(arguments)
-    return told(lambda: _converting.run(args, _plan(args)))
+    return exit_status(lambda: _converting.run(args, _plan(args)))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

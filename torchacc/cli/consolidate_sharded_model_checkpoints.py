@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torchacc.checkpoint.interop.conversion import plan_consolidation
 from torchacc.checkpoint.interop.transfers import ConversionPlan
 from torchacc.cli import _converting
-from torchacc.cli._errors import told
+from torchacc.cli._errors import exit_status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _converting.add_options(parser)
     args = parser.parse_args(arguments)
-    return told(lambda: _converting.run(args, _plan(args)))
+    return exit_status(lambda: _converting.run(args, _plan(args)))
 
 
 def _plan(args: argparse.Namespace) -> ConversionPlan:

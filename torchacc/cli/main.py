@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torchacc.cli._errors import told
+from torchacc.cli._errors import exit_status
 from torchacc.config import nearest
 from torchacc.config.sections import did_you_mean
 
@@ -20,7 +20,7 @@ COMMANDS = {
     "reshard": "make rank files for another number of ranks",
     "convert": "write a checkpoint in another format",
 }
-"""Subcommand -> what it does. Its module, of the same name, has `add_options(parser)`, `run(args)` and `EXAMPLES`."""
+"""Subcommand -> what it does. Its module is `command_module(name)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,12 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(chosen, unknown[0])
-    return told(lambda: int(module.run(args)), traceback=args.traceback)
+    return exit_status(lambda: int(module.run(args)), traceback=args.traceback)
+
+
+def command_module(name: str) -> Any:
+    """Import a subcommand: a module with `add_options(parser)`, `run(args)` and `EXAMPLES`."""
+    return importlib.import_module(f"torchacc.cli.{name}_command")
 
 
 def _load(name: str, command: argparse.ArgumentParser) -> Any:
     """Import a subcommand, and give its parser its options and examples."""
-    module = importlib.import_module(f"torchacc.cli.{name}")
+    module = command_module(name)
     module.add_options(command)
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = "\n  ".join(["examples:", *module.EXAMPLES])

@@ -1,11 +1,10 @@
 """The command `torchacc` itself: its help, and how it tells errors."""
 
-import importlib
 import importlib.metadata
 
 import pytest
 
-from torchacc.cli import env, main
+from torchacc.cli import env_command, main
 from torchacc.errors import CheckpointError
 
 
@@ -14,7 +13,7 @@ def failing(monkeypatch):
     def fail(args):
         raise CheckpointError("this cannot be: write that")
 
-    monkeypatch.setattr(env, "run", fail)
+    monkeypatch.setattr(env_command, "run", fail)
 
 
 def ended(capsys, *arguments):
@@ -39,12 +38,12 @@ def test_help_tells_of_every_command(capsys):
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_every_command_has_examples_that_it_understands(name, capsys):
     status, said = ended(capsys, name, "--help")
-    examples = importlib.import_module(f"torchacc.cli.{name}").EXAMPLES
+    examples = main.command_module(name).EXAMPLES
     assert status == 0
     assert examples
     assert all(f"  {example}\n" in said.out for example in examples)
     parser = main.argparse.ArgumentParser()
-    importlib.import_module(f"torchacc.cli.{name}").add_options(parser)
+    main.command_module(name).add_options(parser)
     for example in examples:
         assert parser.parse_args(example.removeprefix(f"torchacc {name}").split())
 
@@ -69,7 +68,7 @@ def test_a_wrong_option_is_told_the_nearest(capsys):
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_no_option_takes_nothing_for_a_value(name):
     parser = main.argparse.ArgumentParser()
-    importlib.import_module(f"torchacc.cli.{name}").add_options(parser)
+    main.command_module(name).add_options(parser)
     for action in parser._actions:
         if action.nargs not in (0, main.argparse.REMAINDER) and action.choices is None:
             with pytest.raises((ValueError, main.argparse.ArgumentTypeError)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchacc.cli import env, main
+from torchacc.cli import env_command, main
 from torchacc.engines import survey
 from torchacc.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_an_error_is_a_line_and_a_status(monkeypatch, capsys):
     def fail(args):
         raise ConfigError("this cannot be: write that")
 
-    monkeypatch.setattr(env, "run", fail)
+    monkeypatch.setattr(env_command, "run", fail)
     assert main.main(["env"]) == 2
     assert capsys.readouterr().err == "error: this cannot be: write that\n"
 
