@@ -14,8 +14,7 @@ import pytest
 
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
-from torchacc.train.layout import Launch
-from torchacc.train.stage import Wishes, resolve_stage
+from torchacc.train.stage import StageRequest, resolve_stage
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
@@ -196,7 +195,7 @@ def test_a_stage_whose_loss_is_not_finite_is_not_finished(folder, monkeypatch):
     assert kept == [f"step-{step:08}" for step in range(max(1, first - 2), first)]
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match="that stage has not finished"):
-        resolve_stage(TrainFile.read("config.yaml"), Wishes(stage="after"), Launch())
+        resolve_stage(TrainFile.read("config.yaml"), StageRequest(stage="after"))
 
 
 SNIPPET = """

@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchacc
 from torchacc.env import read_job
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import is_finished
-from torchacc.train.history import read_history
-from torchacc.train.layout import Launch
+from torchacc.train.metric_sinks import read_metrics
 from torchacc.train.models import model_config
+from torchacc.train.run_folder import is_finished
 from torchacc.train.schedule import factor
-from torchacc.train.stage import StageRun, Wishes, resolve_stage
+from torchacc.train.stage import StageRequest, StageRun, resolve_stage
+from torchacc.train.stage_trainer import StageTrainer, run_stage
 from torchacc.train.text import load_text
-from torchacc.train.trainer import Trainer, run_stage
 
 JOB = read_job()
 
@@ -38,7 +37,7 @@ def main() -> None:
     for asked in sys.argv[2:]:
         action, _, rest = asked.rpartition(":") if "@" not in asked else ("", "", asked)
         name, _, ending = rest.partition("@")
-        run = resolve_stage(file, Wishes(stage=name), Launch(job=JOB, is_launched=JOB.launched))
+        run = resolve_stage(file, StageRequest(stage=name), JOB if JOB.launched else None)
         found[asked] = {"plain": plain, "open": opened}[action](run) if action else trained(run, ending)
     if JOB.rank == 0:
         sys.stdout.write("\n" + json.dumps(found) + "\n")
@@ -46,7 +45,7 @@ def main() -> None:
 
 def trained(run: StageRun, ending: str) -> dict:
     graphs = torchacc.compile_report().graphs
-    own, code, made = Trainer._take_step, None, []
+    own, code, made = StageTrainer._take_step, None, []
     signal, last = map(int, ending.split(":")) if ending else (0, None)
 
     def take_step(self, window):
@@ -55,14 +54,14 @@ def trained(run: StageRun, ending: str) -> dict:
         made.append(self.step + 1)
         return own(self, window)
 
-    Trainer._take_step = take_step
+    StageTrainer._take_step = take_step
     try:
         trainer, _ = run_stage(run)
     except SystemExit as error:
         code = error.code
     finally:
-        Trainer._take_step = own
-    rows = read_history(run.folder / "metrics.jsonl")
+        StageTrainer._take_step = own
+    rows = read_metrics(run.folder / "metrics.jsonl")
     return {
         "losses": [row["loss"] for row in rows if "loss" in row],
         "norms": [row["grad_norm"] for row in rows if "grad_norm" in row],

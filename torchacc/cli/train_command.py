@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torchacc.cli._options import named, path
 from torchacc.train.command import Start, as_arguments, train
-from torchacc.train.stage import Wishes
+from torchacc.train.stage import StageRequest
 
 EXAMPLES = (
     "torchacc train --config examples/config.yaml --stage stage1 --devices 4",
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit status."""
-    wishes = Wishes(
+    request = StageRequest(
         stage=args.stage,
         model=args.model_config,
         preset=args.fsdp_config,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     )
     return train(
         args.config,
-        wishes,
+        request,
         Start(args.node_rank, args.master_addr, args.master_port, args.max_restarts, args.heartbeat_secs),
         as_arguments({name: getattr(args, name) for name in _FOR_PROCESSES}),
         dry_run=args.dry_run,

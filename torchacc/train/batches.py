@@ -129,7 +129,7 @@ def _without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "labels": blank}
 
 
-class Position:
+class PortablePosition:
     """Where a stage is in its data, as its checkpoints keep it: fit for another number of devices or micro-batches."""
 
     def __init__(self, loader: AsyncLoader) -> None:

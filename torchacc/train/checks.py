@@ -1,61 +1,59 @@
-"""What a run needs from the world: files, folders, other stages. All of it is looked at before anything is started."""
+"""What a stage needs from the world and from itself: files, folders, a model that its text fits, a length.
+
+All of it is looked at before anything is started. Each message begins with the option that is wrong, by its path below
+the stage or, for a section beside the stages, from the top; `resolve_stage()` puts the file and the line before it.
+"""
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchacc.checkpoint.format.checkpoint_folder import Folder
 from torchacc.config.sections import did_you_mean
-from torchacc.config.yaml_file import YamlFile
-from torchacc.errors import CheckpointError, ConfigError, DataError, shown
-from torchacc.train.config import StageConfig, TextConfig
-from torchacc.train.documents import check_text
-from torchacc.train.folder import is_finished
-from torchacc.train.hub import is_path
+from torchacc.errors import CheckpointError, ConfigError, shown
+from torchacc.train.config import SchedulerConfig, StageConfig, TextConfig, TrainingConfig
+from torchacc.train.documents import NO_DATASETS
+from torchacc.train.hub import check_hub, is_on_hub, is_path
+from torchacc.train.run_folder import is_finished
 from torchacc.train.tokens import load_tokenizer
 
 
-def check_data(source: YamlFile, at: str, data: TextConfig) -> None:
-    """Check that the data's files are there and hold text, and that its options go together."""
-    try:
-        check_text(data)
-    except DataError as error:
-        raise ConfigError(source.at(f"{at.removesuffix('data')}{error}")) from error
-
-
-def check_length(source: YamlFile, at: str, stage: StageConfig) -> None:
+def check_length(stage: StageConfig) -> None:
     """Check that a run has one length, which can be known, and that the warm-up fits into it."""
-    training = stage.training
+    training, warmup = stage.training, stage.scheduler.warmup_steps
     if training.max_steps is not None and training.num_epochs is not None:
         raise ConfigError(
-            source.at(
-                f"{at}.training.num_epochs = {training.num_epochs}: and max_steps = {training.max_steps}; keep one"
-            )
+            f"training.num_epochs = {training.num_epochs}: and max_steps = {training.max_steps}; keep one"
         )
-    warmup = stage.scheduler.warmup_steps
     if training.max_steps is not None and warmup > training.max_steps:
         raise ConfigError(
-            source.at(
-                f"{at}.scheduler.warmup_steps = {warmup}: the stage has {training.max_steps} steps, so that its "
-                "learning rate would never be reached"
-            )
+            f"scheduler.warmup_steps = {warmup}: the stage has {training.max_steps} steps, so that its learning rate "
+            "would never be reached"
         )
     if stage.data.streaming and training.max_steps is None:
+        raise ConfigError("data.streaming = True: nobody knows how long the data is; give training.max_steps")
+
+
+def check_stopping(stage: StageConfig) -> None:
+    """Check that there are evaluations for a stage to be stopped by."""
+    training, every = stage.training, stage.training.eval_every_steps
+    if training.early_stopping is None:
+        return
+    if not _has_validation(stage.data):
+        raise ConfigError("training.early_stopping: there is nothing to evaluate on; give data.validation")
+    if every is None or every >= (training.max_steps or math.inf):
+        instead = "give" if every is None else f"it has {training.max_steps} steps: write less than {every} as"
         raise ConfigError(
-            source.at(f"{at}.data.streaming = True: nobody knows how long the data is; give training.max_steps")
+            f"training.early_stopping: the stage is evaluated at its end only; {instead} eval_every_steps"
         )
 
 
-def check_model(
-    source: YamlFile, at: str, data: TextConfig, name: str, model: Mapping[str, Any], weights: Path | str | None
-) -> None:
+def check_model(data: TextConfig, name: str, model: Mapping[str, Any], weights: Path | str | None) -> None:
     """Check that a model can be built, that the data's examples fit it, and that it has a vocabulary for their tokens.
 
     Args:
-        source: The training file.
-        at: The stage's place in it.
         data: The stage's text.
         name: Name of the model config.
         model: The model config.
@@ -67,61 +65,38 @@ def check_model(
     try:
         config = planned_config(model)
     except ConfigError as error:
-        raise ConfigError(source.at(f"{name}: {error}")) from None
+        raise ConfigError(f"{name}: {error}") from None
     if config is None:
         return
-    try:
-        check_examples(data, config)
-        num_tokens = _num_tokens(data, weights)
-    except (ConfigError, DataError) as error:
-        option = f"{at}.{str(error).split(maxsplit=1)[0].rstrip(':')}"
-        is_given = option in source.lines  # else the stage's line is the nearest
-        raise ConfigError(source.at(f"{at}.{error}" if is_given else f"{at}: {error}")) from None
-    if {"vocab_size", "pretrained"} & model.keys() and num_tokens is not None and config.vocab_size < num_tokens:
-        option, instead = (
-            f"{name}.pretrained = {shown(model.get('pretrained'))}",
-            f"choose a {at}.data.tokenizer that fits",
-        )
-        if "vocab_size" in model:
-            option, instead = f"{name}.vocab_size = {config.vocab_size}", f"write {num_tokens}, or leave it out"
-        raise ConfigError(
-            source.at(
-                f"{option}: the model has {config.vocab_size} tokens, and the text's tokenizer up to {num_tokens}; "
-                f"{instead}"
-            )
-        )
+    check_examples(data, config)
+    num_tokens = _num_tokens(data, weights)
+    if not {"vocab_size", "pretrained"} & model.keys() or num_tokens is None or config.vocab_size >= num_tokens:
+        return
+    option, instead = f"pretrained = {shown(model.get('pretrained'))}", "choose a data.tokenizer that fits"
+    if "vocab_size" in model:
+        option, instead = f"vocab_size = {config.vocab_size}", f"write {num_tokens}, or leave it out"
+    raise ConfigError(
+        f"{name}.{option}: the model has {config.vocab_size} tokens, and the text's tokenizer up to {num_tokens}; "
+        f"{instead}"
+    )
 
 
 def _num_tokens(data: TextConfig, weights: Path | str | None) -> int | None:
     """Return how many tokens the text's tokenizer has, or may get; None where only the hub knows."""
     tokenizer = data.tokenizer
     if tokenizer is None and weights is not None:
-        folder = Path(weights).expanduser()
-        if not folder.is_dir():
+        if not Path(weights).expanduser().is_dir():
             return None
-        tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else None
+        tokenizer = tokenizer_of(weights)
     if tokenizer is None:
         return data.vocab_size
     return len(load_tokenizer(tokenizer)) if Path(tokenizer).expanduser().is_dir() else None
 
 
-def check_stopping(source: YamlFile, at: str, stage: StageConfig) -> None:
-    """Check that there are evaluations for a stage to be stopped by."""
-    training, data = stage.training, stage.data
-    if training.early_stopping is None:
-        return
-    if data.validation is None and not data.validation_share:
-        raise ConfigError(
-            source.at(f"{at}.training.early_stopping: there is nothing to evaluate on; give data.validation")
-        )
-    every = training.eval_every_steps
-    if every is None or every >= (training.max_steps or math.inf):
-        instead = "give" if every is None else f"it has {training.max_steps} steps: write less than {every} as"
-        raise ConfigError(
-            source.at(
-                f"{at}.training.early_stopping: the stage is evaluated at its end only; {instead} eval_every_steps"
-            )
-        )
+def tokenizer_of(weights: Path | str | None) -> str | None:
+    """Return the folder of weights where it holds a tokenizer too, which is then that of the text; else None."""
+    folder = None if weights is None else Path(weights).expanduser()
+    return str(folder) if folder is not None and (folder / "tokenizer_config.json").is_file() else None
 
 
 def check_writable(folder: Path) -> None:
@@ -135,59 +110,109 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"output folder {folder}: {existing} cannot be written to; change output_dir")
 
 
-def check_finished(source: YamlFile, at: str, stage: str, folder: Path) -> None:
-    """Check that a stage that another starts from has come to its end."""
-    if is_finished(folder):
-        return
-    state = "has not finished" if folder.exists() else "has not been trained"
-    raise ConfigError(source.at(f"{at}: that stage {state} in {folder}: run it first, with --stage {stage}"))
-
-
-def check_pretrained(source: YamlFile, at: str, given: str) -> None:
+def check_pretrained(option: str, given: str) -> None:
     """Check that a folder holds a model that transformers has saved; a name on the hub may be anything."""
     folder = Path(given).expanduser()
     if not given or ((is_path(given) or folder.exists()) and not folder.is_dir()):
-        raise ConfigError(source.at(f"{at}: there is no such folder; write a model's folder, or its name on the hub"))
+        raise ConfigError(f"{option}: there is no such folder; write a model's folder, or its name on the hub")
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(source.at(f"{at}: {folder} has no config.json, so that it holds no model of transformers"))
-    _check_weights(source, at, folder)
+        raise ConfigError(f"{option}: {folder} has no config.json, so that it holds no model of transformers")
+    _check_weights(option, folder)
 
 
-def check_resumable(source: YamlFile, at: str, folder: Path) -> None:
-    """Check that a folder holds a checkpoint of an interrupted run, and not weights alone."""
-    _check_weights(source, at, folder)
+def check_resumable(option: str, given: str) -> Path:
+    """Return a folder that holds a checkpoint of an interrupted run, and not weights alone."""
+    folder = Path(given).expanduser()
+    if not given or not folder.is_dir():
+        raise ConfigError(f"{option}: there is no such folder; write 'auto', 'never', or a checkpoint's folder")
+    _check_weights(option, folder)
     with Folder(folder) as checkpoint:
         absent = [name for name in ("optimizer.json", "state.json") if not checkpoint.has(name)]
     if absent:
         raise ConfigError(
-            source.at(
-                f"{at}: {folder} has no {' and no '.join(absent)}, so that no run can go on from it; to start from its "
-                "weights alone, write init_from"
-            )
+            f"{option}: {folder} has no {' and no '.join(absent)}, so that no run can go on from it; to start from its "
+            "weights alone, write init_from"
         )
+    return folder
 
 
-def _check_weights(source: YamlFile, at: str, folder: Path) -> None:
-    try:
-        with Folder(folder):
-            pass
-    except CheckpointError as error:
-        raise ConfigError(source.at(f"{at}: {error}")) from None
+def check_finished(option: str, stage: str, folder: Path) -> None:
+    """Check that a stage that another starts from has come to its end."""
+    if not is_finished(folder):
+        state = "has not finished" if folder.exists() else "has not been trained"
+        raise ConfigError(f"{option}: that stage {state} in {folder}: run it first, with --stage {stage}")
 
 
-def checkpoint_name(source: YamlFile, at: str, given: str, stages: Iterable[str]) -> Path | str:
+def checkpoint_name(option: str, given: str, stages: Iterable[str]) -> Path | str:
     """Return a checkpoint's folder where there is one, else a name on the hub."""
     folder = Path(given).expanduser()
     if not given:
-        raise ConfigError(source.at(f"{at}: write a stage, a folder or a name on the hub; or null for new weights"))
+        raise ConfigError(f"{option}: write a stage, a folder or a name on the hub; or null for new weights")
     if folder.is_dir():
-        _check_weights(source, at, folder)
+        _check_weights(option, folder)
         return folder
     hint = did_you_mean(given, stages)
     if is_path(given) or folder.exists() or hint:
         raise ConfigError(
-            source.at(f"{at}: there is no such stage and no such folder; {hint or 'stages: ' + ', '.join(stages)}")
+            f"{option}: there is no such stage and no such folder; {hint or 'stages: ' + ', '.join(stages)}"
         )
     return given
+
+
+def _check_weights(option: str, folder: Path) -> None:
+    try:
+        with Folder(folder):
+            pass
+    except CheckpointError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def check_hub_answers(
+    data: TextConfig, model_name: str, model: Mapping[str, Any], init_from: Path | str | None
+) -> None:
+    """Check that the hub answers, where anything is to come from it."""
+    given = {
+        f"{model_name}.pretrained": model.get("pretrained"),
+        "init_from": init_from,
+        "data.tokenizer": data.tokenizer,
+        "data.dataset": None if data.dataset in NO_DATASETS else data.dataset,
+    }
+    asked = [(option, name) for option, name in given.items() if isinstance(name, str) and is_on_hub(name)]
+    for option, name in asked[:1]:  # the others ask the same hub
+        check_hub(option, name)
+
+
+def options_without_effect(
+    data: TextConfig, scheduler: SchedulerConfig, training: TrainingConfig, *, weights: Path | str | None
+) -> Iterator[str]:
+    """Yield a line for each option that a file gives and nothing looks at: which it is, and why.
+
+    Args:
+        data: The stage's text.
+        scheduler: Its learning rate.
+        training: Its loop.
+        weights: What it starts from, whose tokenizer the text has where the folder holds one; None for new weights.
+    """
+    is_of_weights = data.tokenizer is None and tokenizer_of(weights) is not None
+    has_evaluation = _has_validation(data)
+    table = [
+        (data, "text_column", data.dataset == "stdlib", "stdlib has no columns"),
+        (data, "vocab_size", data.tokenizer is not None, "data.tokenizer has its own"),
+        (data, "vocab_size", is_of_weights, f"the tokenizer is that of {weights}"),
+        (data, "validation_share", data.validation is not None, "data.validation says what to evaluate on"),
+        (data, "num_proc", data.streaming, "text that is streamed is tokenized as it is read"),
+        (data, "cache_dir", data.streaming, "nothing is kept of text that is streamed"),
+        (scheduler, "min_lr_ratio", scheduler.name == "constant", "the learning rate stays"),
+        (training, "eval_every_steps", not has_evaluation, "there is nothing to evaluate on"),
+        (training, "eval_steps", not has_evaluation, "there is nothing to evaluate on"),
+    ]
+    for section, name, has_none, reason in table:
+        value = getattr(section, name)
+        if has_none and name in section.model_fields_set and value != type(section).model_fields[name].default:
+            yield f"{section.path_of(name)} = {shown(value)} has no effect: {reason}"
+
+
+def _has_validation(data: TextConfig) -> bool:
+    return data.validation is not None or data.validation_share > 0

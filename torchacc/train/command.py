@@ -1,4 +1,4 @@
-"""What the training commands do: decide about a run, start its processes, and carry it out in each of them."""
+"""What the training commands do: decide about a run, start its processes, and execute it in each of them."""
 
 import sys
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from torchacc import env
 from torchacc.engines.xla import runtime
+from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 from torchacc.launch.options import check as check_launch
 from torchacc.logging import get_logger
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import check_folder, lock_folder, take_folder
-from torchacc.train.layout import Launch
 from torchacc.train.log_files import log_files
-from torchacc.train.stage import StageRun, Wishes, resolve_stage
+from torchacc.train.run_folder import check_folder, lock_folder, take_folder
+from torchacc.train.stage import StageRequest, StageRun, resolve_stage
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchacc.train.trainer import Trainer
+    from torchacc.train.stage_trainer import StageTrainer
 
 _log = get_logger(__name__)
 
@@ -58,7 +58,7 @@ def train_production_mode(
     devices: int | None = None,
     precision: str | int | None = None,
     config: str | Path = "config.yaml",
-) -> tuple["Trainer", "nn.Module"]:
+) -> tuple["StageTrainer", "nn.Module"]:
     """Train a stage in the processes that are there: this one, or those that a launcher has started. Collective.
 
     Args:
@@ -74,21 +74,21 @@ def train_production_mode(
     Raises:
         ConfigError: Something in the file or in the arguments is wrong, or this run needs processes of its own.
     """
-    launched = read_launch()
-    wishes = Wishes(model=model_config_key, stage=stage, default_devices=devices, precision=precision)
-    run = resolve_stage(_read(config), wishes, launched)
+    launched = read_launched()
+    request = StageRequest(model=model_config_key, stage=stage, default_devices=devices, precision=precision)
+    run = resolve_stage(_read(config), request, launched)
     if not _is_ready(run, launched):
         raise ConfigError(
             f"stage {run.stage!r} has {run.layout.num_devices} devices, and engine {run.layout.kind} a process for "
             f"each: start the script with `torchacc launch --nproc {run.layout.num_processes} your_script.py`, or use "
             "the command `torchacc train`, which starts them itself"
         )
-    return _carry_out(run, launched)
+    return _execute(run, launched)
 
 
 def train(
     config: Path,
-    wishes: Wishes,
+    request: StageRequest,
     start: Start,
     arguments: Sequence[str],
     *,
@@ -99,7 +99,7 @@ def train(
 
     Args:
         config: The training file.
-        wishes: What is asked for beside it.
+        request: What is asked for beside it.
         start: How this machine's processes are started.
         arguments: Those of the command, for the processes.
         dry_run: Whether to print what would be done instead.
@@ -111,36 +111,37 @@ def train(
     Raises:
         ConfigError: Something is wrong; nothing has been started, and nothing removed.
     """
-    launched = read_launch()
-    run = resolve_stage(_read(config), wishes, launched)
+    launched = read_launched()
+    run = resolve_stage(_read(config), request, launched)
     command = [*_MODULE, *arguments]
     launch_options = None
-    if not launched.is_launched and (run.layout.num_nodes == 1 or not dry_run):  # a plan may be read anywhere
+    if launched is None and (run.layout.num_nodes == 1 or not dry_run):  # a plan may be read anywhere
         launch_options = _launch_options(run, start)
         check_launch(command, launch_options)
     if dry_run:
         sys.stdout.write(f"{run}\n")
         check_folder(run, overwrite=overwrite)
         return 0
-    if launched.is_launched and (overwrite or start.is_watched):
+    if launched is not None and (overwrite or start.is_watched):
         raise ConfigError(
             "--overwrite, --max-restarts and --heartbeat-secs are for what starts the processes, and a launcher "
             f"has started this one: remove {run.folder} yourself, hand the others to the launcher, or leave it out"
         )
     if _is_ready(run, launched) and not start.is_watched:
-        _carry_out(run, launched, overwrite=overwrite)
+        _execute(run, launched, overwrite=overwrite)
         return 0
-    assert launch_options is not None  # what a launcher has started is carried out above
+    assert launch_options is not None  # what a launcher has started is executed above
     if launch_options.node_rank == 0:
         take_folder(run, overwrite=overwrite)
     return launch(command, launch_options)
 
 
-def read_launch() -> Launch:
-    """Return who has started this process. RANK and WORLD_SIZE alone were set by hand, and are about machines."""
-    if env.get("LOCAL_WORLD_SIZE") is None:
-        return Launch()
-    return Launch(env.read_job(), is_launched=True)
+def read_launched() -> Job | None:
+    """Return the processes that a launcher has started, of which this is one; None where none has.
+
+    RANK and WORLD_SIZE alone were set by hand, and are about machines.
+    """
+    return None if env.get("LOCAL_WORLD_SIZE") is None else env.read_job()
 
 
 def _read(config: str | Path) -> TrainFile:
@@ -148,18 +149,18 @@ def _read(config: str | Path) -> TrainFile:
     return TrainFile.read(config)
 
 
-def _is_ready(run: StageRun, launched: Launch) -> bool:
+def _is_ready(run: StageRun, launched: Job | None) -> bool:
     """Return whether the processes of a run are there."""
-    if launched.is_launched:
+    if launched is not None:
         return True
     # Variables that were set by hand would be taken for a launcher's.
     return run.layout.num_nodes == run.layout.num_processes == 1 and not env.read_job().launched
 
 
-def _carry_out(run: StageRun, launched: Launch, *, overwrite: bool = False) -> tuple["Trainer", "nn.Module"]:
-    from torchacc.train.trainer import run_stage
+def _execute(run: StageRun, launched: Job | None, *, overwrite: bool = False) -> tuple["StageTrainer", "nn.Module"]:
+    from torchacc.train.stage_trainer import run_stage
 
-    rank = launched.job.rank
+    rank = 0 if launched is None else launched.rank
     with ExitStack() as stack:
         if rank == 0:
             take_folder(run, overwrite=overwrite)

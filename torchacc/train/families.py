@@ -1,4 +1,4 @@
-"""Which options the families of models in transformers have."""
+"""A section `model_config_…`: which families of models transformers has, and which options each of them."""
 
 import inspect
 import re
@@ -8,8 +8,60 @@ from pathlib import Path
 from typing import Any
 
 from torchacc.config import nearest
+from torchacc.config.sections import did_you_mean
+from torchacc.errors import ConfigError, in_one_line, shown
 
+MODEL_PREFIX = "model_config_"
+"""What the names of these sections begin with."""
+_MAX_LAYERS = 10_000
+"""Of a model: a configuration alone lists as many, and all of them are built to be checked."""
 _READ = re.compile(r'\bconfig\.(\w+)\b(?!\()|getattr\((?:self\.)?config, "(\w+)"')
+
+
+def check_model_section(name: str, values: Any) -> None:
+    """Check that a section names a family, and only options that the family has, or a pretrained model alone.
+
+    Args:
+        name: The section's name.
+        values: What it holds.
+
+    Raises:
+        ConfigError: It begins with the option's path.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} = {shown(values)}: expected `model_type: …` and the options of that family")
+    if "pretrained" not in values:
+        _check_family(name, values)
+    elif not isinstance(values["pretrained"], str) or len(values) > 1:
+        raise ConfigError(f"{name}.pretrained = {shown(values['pretrained'])}: expected a folder or a hub name, alone")
+
+
+def _check_family(name: str, values: Mapping[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if "model_type" not in values:
+        raise ConfigError(f"{name}: model_type is missing; write the family, such as model_type: gpt2")
+    family = values["model_type"]
+    if not isinstance(family, str) or family not in CAUSAL or family not in CONFIG_MAPPING:
+        kind = "causal language models" if isinstance(family, str) and family in CONFIG_MAPPING else "models"
+        hint = did_you_mean(str(family), CAUSAL) or "choose one such as gpt2 or llama"
+        raise ConfigError(
+            f"{name}.model_type: model_type = {shown(family)} is not a family of {kind} in transformers; {hint}"
+        )
+    for option, value in values.items():
+        if "layer" in option and type(value) is int and value > _MAX_LAYERS:
+            raise ConfigError(f"{name}.{option} = {value}: a model has {_MAX_LAYERS:,} layers at most")
+    for option, hint in unknown_options(values):
+        raise ConfigError(f"{name}.{option} = {shown(values[option])}: {family} has no such option; {hint}")
+    try:
+        AutoConfig.for_model(**values)
+    except Exception as error:  # transformers has several classes for it
+        raise ConfigError(f"{name}: transformers refuses it: {in_one_line(error)}") from None
+    names = AutoConfig.for_model(family).attribute_map
+    for option in ("num_hidden_layers", names.get("num_hidden_layers")):
+        if isinstance(values.get(option), int) and values[option] < 1:
+            raise ConfigError(f"{name}.{option} = {values[option]}: a model has at least one layer")
 
 
 def unknown_options(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

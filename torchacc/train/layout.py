@@ -33,17 +33,7 @@ _MOST_DEVICES_OF_A_CORE = 32
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Who starts the processes of a run."""
-
-    job: Job = Job()
-    """The processes that a launcher has started; one where nobody has."""
-    is_launched: bool = False
-    """Whether a launcher has started this process, though it be the only one."""
-
-
-@dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """Where a run lies: engine, processes, devices."""
 
     kind: str
@@ -81,15 +71,15 @@ class Layout:
 
 
 def make_layout(
-    distributed: DistributedConfig, torchacc: dict[str, Any], *, precision: str | int | None, launch: Launch
-) -> Layout:
+    distributed: DistributedConfig, torchacc: dict[str, Any], *, precision: str | int | None, launched: Job | None
+) -> DeviceLayout:
     """Decide engine, processes and devices, and check that they can be had here.
 
     Args:
-        distributed: The section, after the command's wishes.
+        distributed: The section, after what the command asks for.
         torchacc: Further options of `torchacc.Config`.
         precision: Lightning's name of a precision; None for what `torchacc` says.
-        launch: Who starts the processes.
+        launched: The processes that a launcher has started; None where none has.
 
     Raises:
         ConfigError: Something contradicts something else, or cannot be done here.
@@ -98,22 +88,22 @@ def make_layout(
     config = Config.from_dict(deepcopy(torchacc))
     config.backend = distributed.engine
     _set_precision(config, precision)
-    num_nodes, devices = _count(distributed, launch, notes)
+    num_nodes, devices = _count(distributed, launched, notes)
     _set_sharding(config, distributed, num_nodes, devices, notes)
     total = num_nodes * devices
     job = Job(num_processes=total, local_num_processes=devices)
-    kind = _choose_engine(config, job, num_nodes, launch, notes)
+    kind = _choose_engine(config, job, num_nodes, launched, notes)
     one_for_all = registry.drives_all_devices(kind)
     job = Job() if one_for_all else job
     if not one_for_all:
-        _check_processes(num_nodes, devices, launch)
+        _check_processes(num_nodes, devices, launched)
     _check_devices(devices, kind, notes)
     _check_batchnorm(distributed, kind, total, notes)
     engine = registry.make_engine(config, job)
     if engine.mesh.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
         engine.check(nn.Module())
     config.freeze()
-    return Layout(
+    return DeviceLayout(
         kind=kind,
         num_nodes=num_nodes,
         num_processes=job.local_num_processes,
@@ -138,14 +128,13 @@ def _precision_in_words(config: Config) -> str:
     return f"{computed}, parameters in {config.compute.master_dtype}"
 
 
-def _count(distributed: DistributedConfig, launch: Launch, notes: list[str]) -> tuple[int, int]:
+def _count(distributed: DistributedConfig, launched: Job | None, notes: list[str]) -> tuple[int, int]:
     """Return the number of machines, and of devices on each."""
     devices = distributed.devices
     if isinstance(devices, int):
         return distributed.num_nodes, devices
-    if launch.job.launched:
-        local = launch.job.local_num_processes
-        return launch.job.num_processes // local, local
+    if launched is not None and launched.launched:
+        return launched.num_processes // launched.local_num_processes, launched.local_num_processes
     found = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
     notes.append(f"devices: auto takes {found}")
     return distributed.num_nodes, found
@@ -188,11 +177,12 @@ def _set_sharding(
         )
 
 
-def _choose_engine(config: Config, job: Job, num_nodes: int, launch: Launch, notes: list[str]) -> str:
+def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | None, notes: list[str]) -> str:
     """Choose the engine; one process for all devices where XLA can, and no launcher has started several."""
     fsdp = config.dist.fsdp
     may_drive_all = "use_spmd" not in fsdp.model_fields_set or fsdp.use_spmd
-    fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not launch.job.launched
+    are_launched = launched is not None and launched.launched
+    fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
     choice = registry.choose(config, job)
     if choice.instead_of_xla is not None:
         notes.append(f"engine: auto takes {choice.kind}, as {choice.instead_of_xla} is asked for, which XLA has not")
@@ -200,15 +190,16 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launch: Launch, not
     return choice.kind
 
 
-def _check_processes(num_nodes: int, devices: int, launch: Launch) -> None:
+def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None:
     """Refuse a launcher's processes that are not one for each device."""
-    job = launch.job
-    if launch.is_launched and (job.num_processes, job.local_num_processes) != (num_nodes * devices, devices):
+    if launched is None:
+        return
+    total, local = launched.num_processes, launched.local_num_processes
+    if (total, local) != (num_nodes * devices, devices):
         raise ConfigError(
-            f"the launcher has started {job.num_processes} processes, {job.local_num_processes} of them on this "
-            f"machine, and the run has {num_nodes} machines with {devices} devices, each with a process of its own: "
-            f"pass --num-nodes {job.num_processes // job.local_num_processes} --devices {job.local_num_processes}, or "
-            "leave the launcher out: the command starts the processes itself"
+            f"the launcher has started {total} processes, {local} of them on this machine, and the run has {num_nodes} "
+            f"machines with {devices} devices, each with a process of its own: pass --num-nodes {total // local} "
+            f"--devices {local}, or leave the launcher out: the command starts the processes itself"
         )
 
 

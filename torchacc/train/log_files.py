@@ -11,14 +11,12 @@ from pathlib import Path
 from torchacc.errors import ConfigError, shown
 from torchacc.logging import get_logger, make_console
 from torchacc.train.config import LoggingConfig
-from torchacc.train.folder import FINISHED, LOGS, METRICS, RUN
+from torchacc.train.run_folder import LOGS, RESERVED
 
 _LIBRARIES = ("py.warnings", "transformers", "datasets", "huggingface_hub", "torch", "torch_xla", "absl")
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ ")
 """What a file of such lines begins with."""
-_TAKEN = (RUN, FINISHED, LOGS, METRICS, "report.html", "checkpoints", "final", "tensorboard", "wandb")
-"""What else a run writes into its folder."""
 
 
 def check_log_file(folder: Path, options: LoggingConfig) -> None:
@@ -44,7 +42,7 @@ def _problem(folder: Path, name: str) -> str | None:
         return "it is a folder"
     if path.is_relative_to(folder):
         first = path.relative_to(folder).parts[0]
-        if first in _TAKEN or first.startswith("."):
+        if first in RESERVED or first.startswith("."):
             return "the run keeps something else there"
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if existing != path and not existing.is_dir():

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +17,24 @@ from torchacc.engines import registry
 from torchacc.logging import get_logger
 from torchacc.train.config import LoggingConfig, WandbConfig
 from torchacc.train.flops import peak_flops
-from torchacc.train.folder import METRICS
-from torchacc.train.history import History, Row
-from torchacc.train.report import write_report
-from torchacc.train.trackers import check_packages, make_trackers
+from torchacc.train.html_report import write_report
+from torchacc.train.metric_sinks import MetricsFile, MetricSink, Row, TensorBoardFiles, WandbRun, check_packages
+from torchacc.train.run_folder import METRICS, REPORT, TENSORBOARD, WANDB_ID
 
 _log = get_logger(__name__)
 
 WARM_UP_STEPS = 2
 """Steps at the start of a process that are in no rate: they compile, and take memory for the first time."""
+
+_SHOWN = {
+    "grad_norm": "grad norm {:.3g}",
+    "tokens_per_sec": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "device_memory_gib": "device memory {:.2f} GiB",
+    "process_memory_gib": "process memory {:.2f} GiB",
+    "data_wait": "data wait {:.1%}",
+}
+"""What the line of an interval shows after step, loss and learning rate."""
 
 
 @dataclass
@@ -49,6 +58,81 @@ class _Pace:
         """Return the time since the start without what was set aside or went into compiling."""
         compiling = compile_secs - self._compile_secs
         return max(time.perf_counter() - self._started - self.aside_secs - compiling, 1e-9)
+
+
+class _Output:
+    """What the master's log writes and says: the bar, the lines, `metrics.jsonl`, trackers, and the report."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        *,
+        total_steps: int,
+        resumed_at: int,
+        logging: LoggingConfig,
+        wandb: WandbConfig,
+    ) -> None:
+        self._folder, self._total_steps = folder, total_steps
+        self._file = MetricsFile(folder / METRICS, resumed_at=resumed_at)
+        self._sinks: list[MetricSink] = [self._file]
+        if logging.tensorboard:
+            self._sinks.append(TensorBoardFiles(folder / TENSORBOARD, resumed_at=resumed_at))
+        if wandb.use_wandb:
+            self._sinks.append(WandbRun(folder, folder / WANDB_ID, wandb, facts, resumes=resumed_at > 0))
+        self.tokens: int = _last(self._file.kept, "tokens", 0)
+        """Those of the run that this one goes on from."""
+        self.secs: float = _last(self._file.kept, "secs", 0.0)
+        """Those of the run that this one goes on from."""
+        self._warned = False
+        self._stack = ExitStack()
+        self._bar = self._open_bar(resumed_at)
+
+    def _open_bar(self, resumed_at: int) -> "tqdm[Any] | None":
+        if not sys.stderr.isatty():
+            return None
+        spoken = [logger for logger in (get_logger("torchacc"), get_logger("")) if logger.handlers]
+        self._stack.enter_context(logging_redirect_tqdm(spoken))
+        return tqdm(total=self._total_steps, initial=resumed_at, unit="step", dynamic_ncols=True)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        for sink in self._sinks:
+            sink.write(rows)
+        if self._bar is not None:
+            self._bar.update(rows[-1]["step"] - self._bar.n)
+        for row in rows:
+            not_finite = _not_finite(row)
+            if not_finite and not self._warned:
+                self._warned = True
+                what = " and ".join(f"the {name.replace('_', ' ')} is {row[name]}" for name in not_finite)
+                text = f"step {row['step']}: {what}; later ones are not reported"
+                _log.warning("%s", text)
+                self._file.write([{"step": row["step"], "event": text}])
+
+    def say_interval(self, row: Row) -> None:
+        parts = [f"step {self.position(row['step'])}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        memory = {f"{of}_memory_gib": row.get(f"{of}_memory_bytes", 0) / 2**30 for of in ("device", "process")}
+        values = {name: value for name, value in (row | memory).items() if value or name not in memory}
+        parts += [text.format(values[name]) for name, text in _SHOWN.items() if name in values]
+        _log.info("%s", "  ".join(parts))
+
+    def position(self, step: int) -> str:
+        return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def finish(self, outcome: str, last: Row, facts: Mapping[str, Any]) -> None:
+        """Close what is open and write the report. Raises nothing."""
+        report = self._folder / REPORT
+        with self._stack:
+            try:
+                if self._bar is not None:
+                    self._bar.close()
+                self.write([last])
+                for sink in self._sinks:
+                    sink.close(failed=outcome.startswith("failed"))
+                write_report(report, self._file.read(), outcome, facts)
+                _log.info("%s at step %s; report: %s", outcome, self.position(last["step"]), report)
+            except Exception:
+                _log.exception("the run ended (%s), and its report could not be written", outcome)
 
 
 class RunLog:
@@ -98,35 +182,26 @@ class RunLog:
         engine = registry.active_engine()
         assert engine is not None, "RunLog comes after accelerate()"
         self._engine = engine
-        self._folder, self._facts = folder, dict(facts)
+        self._facts = dict(facts)
         self._total_steps, self._tokens_per_step, self._interval = total_steps, tokens_per_step, log_every_steps
-        self._is_master, self._resumed_at, self._step = is_master, resumed_at, resumed_at
+        self._resumed_at, self._step = resumed_at, resumed_at
         peak = peak_flops(engine.device_name())
         self._tokens_per_sec_at_peak: float | None = None
         if peak and flops_per_token:
             self._tokens_per_sec_at_peak = peak * engine.mesh.num_devices / flops_per_token
         self._held: list[_Held] = []
-        self.num_odd = 0
+        self.num_not_finite = 0
         """Steps in a row, up to the last one that was fetched, whose loss or gradient norm is not finite."""
-        self._warned = self._closed = False
-        self._history = None
-        self._tokens, self._earlier_secs = 0, 0.0
-        self._stack = ExitStack()
+        self._closed = False
+        self._output: _Output | None = None
         if is_master:
-            self._history = History(folder / METRICS, resumed_at=resumed_at)
-            self._tokens = _last(self._history.kept, "tokens", 0)
-            self._earlier_secs = _last(self._history.kept, "secs", 0.0)
-            self._trackers = make_trackers(folder, logging, wandb, facts=facts, resumed_at=resumed_at)
-        self._bar = self._open_bar() if is_master else None
+            self._output = _Output(
+                folder, facts, total_steps=total_steps, resumed_at=resumed_at, logging=logging, wandb=wandb
+            )
+        self._tokens = 0 if self._output is None else self._output.tokens
+        self._earlier_secs = 0.0 if self._output is None else self._output.secs
         self._started = time.perf_counter()
         self._pace = _Pace(engine.compile_report().secs)
-
-    def _open_bar(self) -> "tqdm[Any] | None":
-        if not sys.stderr.isatty():
-            return None
-        spoken = [logger for logger in (get_logger("torchacc"), get_logger("")) if logger.handlers]
-        self._stack.enter_context(logging_redirect_tqdm(spoken))
-        return tqdm(total=self._total_steps, initial=self._resumed_at, unit="step", dynamic_ncols=True)
 
     def step(
         self,
@@ -182,20 +257,20 @@ class RunLog:
     def evaluated(self, step: int, loss: float) -> None:
         """Take in an evaluation after a step."""
         self.flush()
-        self._write({"step": step, "eval_loss": loss})
-        if self._is_master:
-            _log.info("step %s  eval loss %.4f", self._position(step), loss)
+        if self._output is not None:
+            self._output.write([{"step": step, "eval_loss": loss}])
+            _log.info("step %s  eval loss %.4f", self._output.position(step), loss)
 
     def event(self, text: str) -> None:
         """Log what happened, and keep it beside the metrics."""
         self.flush()
-        self._write({"step": self._step, "event": text})
-        if self._is_master:
+        if self._output is not None:
+            self._output.write([{"step": self._step, "event": text}])
             _log.info("%s", text)
 
     def flush(self) -> None:
         """Fetch and write what is still on the device; waits for it."""
-        self._write(*self._fetch())
+        self._write(self._fetch())
 
     def close(self, outcome: str, facts: Mapping[str, Any] | None = None) -> None:
         """End the run, and write its report. Raises nothing, as it may follow an error; a second call does nothing.
@@ -207,29 +282,14 @@ class RunLog:
         if self._closed:
             return
         self._closed = True
-        with self._stack:
-            num_held = len(self._held)
-            try:
-                self.flush()
-            except Exception as error:
-                _log.warning("what the last %d steps measured is lost: %s", num_held, error)
-            if self._is_master:
-                self._finish(outcome, self._facts | dict(facts or {}))
-
-    def _finish(self, outcome: str, facts: dict[str, Any]) -> None:
-        assert self._history is not None
-        if self._bar is not None:
-            self._bar.close()
-        report = self._folder / "report.html"
+        num_held = len(self._held)
         try:
-            self._write({"step": self._step, "event": outcome, "secs": self._secs()})
-            self._history.close()
-            for tracker in self._trackers:
-                tracker.close(failed=outcome.startswith("failed"))
-            write_report(report, self._history.read(), outcome, self._run_facts() | facts)
-            _log.info("%s at step %s; report: %s", outcome, self._position(self._step), report)
-        except Exception:
-            _log.exception("the run ended (%s), and its report could not be written", outcome)
+            self.flush()
+        except Exception as error:
+            _log.warning("what the last %d steps measured is lost: %s", num_held, error)
+        if self._output is not None:
+            last = {"step": self._step, "event": outcome, "secs": self._secs()}
+            self._output.finish(outcome, last, self._run_facts() | self._facts | dict(facts or {}))
 
     def _run_facts(self) -> dict[str, Any]:
         compiled = self._engine.compile_report()
@@ -245,7 +305,7 @@ class RunLog:
     def _end_warm_up(self) -> None:
         compiled = self._engine.compile_report()
         secs = time.perf_counter() - self._started
-        if self._is_master:
+        if self._output is not None:
             programs = f"{compiled.graphs} program{'s' * (compiled.graphs > 1)}"
             compiling = f", with {compiled.secs:.1f} s to compile {programs}" if compiled.graphs else ""
             _log.info("the first %d steps took %.1f s%s; rates leave them out", WARM_UP_STEPS, secs, compiling)
@@ -256,10 +316,13 @@ class RunLog:
         if has_rates:
             rows[-1] |= self._rates()
             self._pace = _Pace(self._compile_secs())
-        rows[-1] |= self._memory() | {"secs": self._secs()}
-        self._write(*rows)
-        if self._is_master:
-            _log.info("%s", self._line(rows[-1]))
+        memory = self._engine.memory()
+        if memory is not None:
+            rows[-1][f"{memory.of}_memory_bytes"] = memory.peak_bytes
+        rows[-1]["secs"] = self._secs()
+        self._write(rows)
+        if self._output is not None:
+            self._output.say_interval(rows[-1])
 
     def _rates(self) -> Row:
         secs = self._pace.secs(self._compile_secs())
@@ -272,28 +335,6 @@ class RunLog:
             rates["mfu"] = rates["tokens_per_sec"] / self._tokens_per_sec_at_peak
         return rates
 
-    def _memory(self) -> Row:
-        memory = self._engine.memory()
-        return {} if memory is None else {f"{memory.of}_memory_bytes": memory.peak_bytes}
-
-    def _line(self, row: Row) -> str:
-        parts = [f"step {self._position(row['step'])}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
-        if "grad_norm" in row:
-            parts.append(f"grad norm {row['grad_norm']:.3g}")
-        if "tokens_per_sec" in row:
-            parts.append(f"{row['tokens_per_sec']:,.0f} tokens/s")
-        if "mfu" in row:
-            parts.append(f"MFU {row['mfu']:.1%}")
-        for of in ("device", "process"):
-            if (key := f"{of}_memory_bytes") in row:
-                parts.append(f"{of} memory {row[key] / 2**30:.2f} GiB")
-        if "data_wait" in row:
-            parts.append(f"data wait {row['data_wait']:.1%}")
-        return "  ".join(parts)
-
-    def _position(self, step: int) -> str:
-        return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
-
     def _fetch(self) -> list[Row]:
         """Return the steps that are held, with their values, in one transfer."""
         scalars = [scalar for held in self._held for scalar in held.scalars.values()]
@@ -301,25 +342,12 @@ class RunLog:
         rows = [held.row | {name: next(values) for name in held.scalars} for held in self._held]
         self._held.clear()
         for row in rows:
-            self.num_odd = self.num_odd + 1 if _odd(row) else 0
+            self.num_not_finite = self.num_not_finite + 1 if _not_finite(row) else 0
         return rows
 
-    def _write(self, *rows: Row) -> None:
-        if self._history is None or not rows:
-            return
-        self._history.write(rows)
-        for tracker in self._trackers:
-            tracker.write(rows)
-        if self._bar is not None:
-            self._bar.update(rows[-1]["step"] - self._bar.n)
-        for row in rows:
-            odd = _odd(row)
-            if odd and not self._warned:
-                self._warned = True
-                what = " and ".join(f"the {name.replace('_', ' ')} is {row[name]}" for name in odd)
-                text = f"step {row['step']}: {what}; later ones are not reported"
-                _log.warning("%s", text)
-                self._history.write([{"step": row["step"], "event": text}])
+    def _write(self, rows: Sequence[Row]) -> None:
+        if self._output is not None and rows:
+            self._output.write(rows)
 
     def _compile_secs(self) -> float:
         return self._engine.compile_report().secs
@@ -328,10 +356,10 @@ class RunLog:
         return self._earlier_secs + time.perf_counter() - self._started
 
 
-def _odd(row: Row) -> list[str]:
+def _not_finite(row: Row) -> list[str]:
     """Return which numbers of a step are not finite."""
     return [name for name in ("loss", "grad_norm") if not math.isfinite(row.get(name, 0.0))]
 
 
-def _last(rows: list[Row], name: str, default: Any) -> Any:
+def _last(rows: Sequence[Row], name: str, default: Any) -> Any:
     return next((row[name] for row in reversed(rows) if name in row), default)

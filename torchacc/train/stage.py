@@ -1,4 +1,4 @@
-"""From a training file and a command's wishes to a `StageRun`: everything about a run that can be known before it."""
+"""From a training file and what a command asks for to a `StageRun`: all about a run that can be known before it."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torchacc.config import Config
-from torchacc.errors import ConfigError, shown
+from torchacc.config.yaml_file import YamlFile
+from torchacc.env import Job
+from torchacc.errors import ConfigError, DataError, shown
 from torchacc.train import checks
 from torchacc.train.config import (
     DistributedConfig,
@@ -20,26 +22,22 @@ from torchacc.train.config import (
     TrainingConfig,
     WandbConfig,
 )
-from torchacc.train.documents import NO_DATASETS
+from torchacc.train.documents import check_text
+from torchacc.train.families import MODEL_PREFIX
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import is_finished
-from torchacc.train.hub import check_hub, is_on_hub
-from torchacc.train.idle import idle_options
-from torchacc.train.layout import Launch, Layout, make_layout
+from torchacc.train.layout import DeviceLayout, make_layout
 from torchacc.train.log_files import check_log_file
-from torchacc.train.trackers import check_packages
-
-FINAL = "final"
-"""Folder, in a stage's folder, of the checkpoint that a finished run leaves."""
-CHECKPOINTS = "checkpoints"
-"""Folder, in a stage's folder, of the checkpoints that a run goes on from."""
+from torchacc.train.metric_sinks import check_packages
+from torchacc.train.run_folder import CHECKPOINTS, FINAL, is_finished
 
 _PACKING: Mapping[bool | str, str] = {True: ", packed apart", "concat": ", packed", False: ""}
+_SECTIONS = {field.alias or name for name, field in StageConfig.model_fields.items()}
+"""Of a stage."""
 _RESUME: Mapping[str, tuple[bool, None]] = {"auto": (True, None), "never": (False, None)}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StageRequest:
     """What a command, or a call, asks for beside the file; None leaves it to the file."""
 
     stage: str | None = None
@@ -79,7 +77,7 @@ class StageRun:
     """Whether to go on from a checkpoint where there is one."""
     resume_from: Path | None
     """The checkpoint to go on from; None for the newest whole one of `checkpoints`."""
-    layout: Layout
+    layout: DeviceLayout
     """Engine, processes and devices, and the `torchacc.Config` for `accelerate()`."""
     logging: LoggingConfig
     wandb: WandbConfig
@@ -89,9 +87,13 @@ class StageRun:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, and what has no effect: a line each, to log."""
-        weights = self.init_from or self.model.get("pretrained")
-        idle = idle_options(self.data, self.scheduler, self.training, weights=weights)
-        return (*self.layout.notes, *idle)
+        without_effect = checks.options_without_effect(self.data, self.scheduler, self.training, weights=self.weights)
+        return (*self.layout.notes, *without_effect)
+
+    @property
+    def weights(self) -> Path | str | None:
+        """What the run's weights come from, where they are not new: a folder, or a name on the hub."""
+        return self.init_from or self.model.get("pretrained")
 
     @property
     def config(self) -> Config:
@@ -158,97 +160,116 @@ class StageRun:
         return "\n".join([*lines, *(f"note        {note}" for note in self.notes)])
 
 
-def resolve_stage(file: TrainFile, wishes: Wishes, launch: Launch) -> StageRun:
+def resolve_stage(file: TrainFile, request: StageRequest | None = None, launched: Job | None = None) -> StageRun:
     """Decide all about a run of a stage, and check what can be checked before it.
 
     Args:
         file: The training file.
-        wishes: What the command asks for.
-        launch: Who starts the processes.
+        request: What the command asks for.
+        launched: The processes that a launcher has started; None where none has.
 
     Raises:
-        ConfigError: Something is asked for that does not exist, contradicts something else, or cannot be done here.
+        ConfigError: Something is asked for that does not exist, contradicts something else, or cannot be done here; it
+            begins with the file and the line, where an option of the file is to blame.
     """
-    name, stage = file.stage(wishes.stage)
-    at = f"training_stages.{name}"
-    distributed = _distributed(file, stage, wishes)
-    model_name, model = _model(file, name, stage, wishes)
-    training, resumes, resume_from = _training(file, at, stage)
-    checks.check_data(file.source, f"{at}.data", stage.data)
-    checks.check_length(file.source, at, stage)
-    checks.check_stopping(file.source, at, stage)
-    init_from = _init_from(file, name, stage, model_name, model)
-    checks.check_model(file.source, at, stage.data, model_name, model, init_from or model.get("pretrained"))
-    layout = _layout(file, name, stage, distributed, wishes, launch)
+    request = request or StageRequest()
+    name, stage = file.stage(request.stage)
+    try:
+        return _resolve(file, name, stage, request, launched)
+    except (ConfigError, DataError) as error:
+        raise ConfigError(_located(file.source, name, request, str(error))) from error
+
+
+def _resolve(file: TrainFile, name: str, stage: StageConfig, request: StageRequest, launched: Job | None) -> StageRun:
+    distributed = _distributed(file, stage, request)
+    model_name, model = _model(file, name, stage, request)
+    training, resumes, resume_from = _training(stage)
+    check_text(stage.data)
+    checks.check_length(stage)
+    checks.check_stopping(stage)
+    init_from = _init_from(file, stage, model_name, model)
+    checks.check_model(stage.data, model_name, model, init_from or model.get("pretrained"))
+    layout = make_layout(distributed, stage.torchacc, precision=request.precision, launched=launched)
     folder = file.output_dir / name
     checks.check_writable(folder)
-    _check_logging(file, folder)
-    if launch.job.rank == 0:
-        _check_hub(file, at, stage, model_name, model, init_from)
-    run = StageRun(
+    check_packages(file.logging, file.wandb)
+    check_log_file(folder, file.logging)
+    if launched is None or launched.rank == 0:
+        checks.check_hub_answers(stage.data, model_name, model, init_from)
+    sections = {
+        "data": deepcopy(stage.data),
+        "optimizer": deepcopy(stage.optimizer),
+        "scheduler": deepcopy(stage.scheduler),
+        "training": training,
+        "logging": deepcopy(file.logging),
+        "wandb": deepcopy(file.wandb),
+    }
+    for section in sections.values():
+        section.freeze()
+    return StageRun(
         stage=name,
         folder=folder,
         model_name=model_name,
         model=dict(model),
         init_from=init_from,
-        data=deepcopy(stage.data),
-        optimizer=deepcopy(stage.optimizer),
-        scheduler=deepcopy(stage.scheduler),
-        training=training,
         resumes=resumes,
         resume_from=resume_from,
         layout=layout,
-        logging=deepcopy(file.logging),
-        wandb=deepcopy(file.wandb),
         source=file.path,
+        **sections,
     )
-    for section in (run.data, run.optimizer, run.scheduler, run.training, run.logging, run.wandb):
-        section.freeze()
-    return run
 
 
-def _distributed(file: TrainFile, stage: StageConfig, wishes: Wishes) -> DistributedConfig:
-    chosen = deepcopy(stage.distributed if wishes.preset is None else file.preset(wishes.preset))
-    if wishes.default_devices is not None and "devices" not in chosen.model_fields_set:
-        chosen.devices = wishes.default_devices
-    if wishes.devices is not None:
-        chosen.devices = wishes.devices
-    if wishes.num_nodes is not None:
-        chosen.num_nodes = wishes.num_nodes
-    return chosen
+def _located(source: YamlFile, stage: str, request: StageRequest, message: str) -> str:
+    """Return a message with the file, the line and the place of the option that it begins with; as it is without one.
+
+    An option that the file leaves out has the line of the section that it would stand in.
+    """
+    option = message.partition(" ")[0].rstrip(":")
+    place = _place(option.removeprefix("config."), stage, request)
+    if place in source.lines:
+        return source.at(f"{place}{message.removeprefix(option)}")
+    section = option.partition(".")[0]
+    if place is None or section not in _SECTIONS:
+        return message
+    while place and place not in source.lines:
+        place = place.rpartition(".")[0]
+    return source.at(f"{place}: {message}")
 
 
-def _layout(
-    file: TrainFile, name: str, stage: StageConfig, distributed: DistributedConfig, wishes: Wishes, launch: Launch
-) -> Layout:
-    try:
-        return make_layout(distributed, stage.torchacc, precision=wishes.precision, launch=launch)
-    except ConfigError as error:
-        option, _, rest = str(error).partition(" ")
-        place = _place(option.rstrip(":").removeprefix("config."), name, wishes)
-        if place not in file.source.lines:
-            raise
-        raise ConfigError(file.source.at(f"{place}{':' * option.endswith(':')} {rest}")) from None
-
-
-def _place(option: str, stage: str, wishes: Wishes) -> str | None:
-    """Return where an option of the layout stands in the file, if it stands there; None for what the command says."""
+def _place(option: str, stage: str, request: StageRequest) -> str | None:
+    """Return where an option would stand in the file; None for what the command says."""
     section, _, name = option.rpartition(".")
-    if (option == "distributed.devices" and wishes.devices) or (section == "compute" and wishes.precision is not None):
+    if (option == "distributed.devices" and request.devices) or (
+        section == "compute" and request.precision is not None
+    ):
         return None
     at = f"training_stages.{stage}"
-    distributed = f"{at}.distributed" if wishes.preset is None else f"distributed_examples.{wishes.preset}"
+    distributed = f"{at}.distributed" if request.preset is None else f"distributed_examples.{request.preset}"
     if option == "backend":
         return f"{distributed}.engine"
     if section == "dist.fsdp" and name in StageFSDPConfig.model_fields:
         return f"{distributed}.fsdp.{name}"
     if option.startswith("distributed."):
         return f"{distributed}.{option.removeprefix('distributed.')}"
-    return f"{at}.torchacc.{option}"
+    if option.startswith((MODEL_PREFIX, "logging.", "wandb.")):
+        return option
+    return f"{at}.{option}" if option.partition(".")[0] in _SECTIONS else f"{at}.torchacc.{option}"
 
 
-def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tuple[str, Mapping[str, Any]]:
-    chosen = stage.model if wishes.model is None else wishes.model
+def _distributed(file: TrainFile, stage: StageConfig, request: StageRequest) -> DistributedConfig:
+    chosen = deepcopy(stage.distributed if request.preset is None else file.preset(request.preset))
+    if request.default_devices is not None and "devices" not in chosen.model_fields_set:
+        chosen.devices = request.default_devices
+    if request.devices is not None:
+        chosen.devices = request.devices
+    if request.num_nodes is not None:
+        chosen.num_nodes = request.num_nodes
+    return chosen
+
+
+def _model(file: TrainFile, name: str, stage: StageConfig, request: StageRequest) -> tuple[str, Mapping[str, Any]]:
+    chosen = stage.model if request.model is None else request.model
     if chosen is None and len(file.models) == 1:
         chosen = next(iter(file.models))
     if chosen is None:
@@ -258,77 +279,33 @@ def _model(file: TrainFile, name: str, stage: StageConfig, wishes: Wishes) -> tu
         )
     full, model = file.model(chosen)
     if "pretrained" in model:
-        given = model["pretrained"]
-        checks.check_pretrained(file.source, f"{full}.pretrained = {shown(given)}", given)
+        checks.check_pretrained(f"{full}.pretrained = {shown(model['pretrained'])}", model["pretrained"])
     return full, model
 
 
-def _training(file: TrainFile, at: str, stage: StageConfig) -> tuple[TrainingConfig, bool, Path | None]:
+def _training(stage: StageConfig) -> tuple[TrainingConfig, bool, Path | None]:
     """Return the section with a length, whether the run resumes, and from which checkpoint."""
     training = deepcopy(stage.training)
     if training.max_steps is None and training.num_epochs is None:
         training.num_epochs = 1
     if training.resume in _RESUME:
         return training, *_RESUME[training.resume]
-    folder = Path(training.resume).expanduser()
-    at = f"{at}.training.resume = {shown(training.resume)}"
-    if not training.resume or not folder.is_dir():
-        raise ConfigError(
-            file.source.at(f"{at}: there is no such folder; write 'auto', 'never', or a checkpoint's folder")
-        )
-    checks.check_resumable(file.source, at, folder)
-    return training, True, folder
+    return training, True, checks.check_resumable(f"training.resume = {shown(training.resume)}", training.resume)
 
 
-def _init_from(
-    file: TrainFile, name: str, stage: StageConfig, model_name: str, model: Mapping[str, Any]
-) -> Path | str | None:
-    given, at = stage.init_from, f"training_stages.{name}.init_from = {shown(stage.init_from)}"
+def _init_from(file: TrainFile, stage: StageConfig, model_name: str, model: Mapping[str, Any]) -> Path | str | None:
+    given, option = stage.init_from, f"init_from = {shown(stage.init_from)}"
     if given is None:
         return None
     if "pretrained" in model:
-        raise ConfigError(
-            file.source.at(f"{at}: and {model_name} is pretrained, so that there are two sets of weights; keep one")
-        )
+        raise ConfigError(f"{option}: and {model_name} is pretrained, so that there are two sets of weights; keep one")
     if given in file.stages:
-        checks.check_finished(file.source, at, given, file.output_dir / given)
+        checks.check_finished(option, given, file.output_dir / given)
         return file.output_dir / given / FINAL
     folder = Path(given).expanduser()
     if given and is_finished(folder):
         given = str(folder / FINAL)
-    return checks.checkpoint_name(file.source, at, given, file.stages)
-
-
-def _check_hub(
-    file: TrainFile,
-    at: str,
-    stage: StageConfig,
-    model_name: str,
-    model: Mapping[str, Any],
-    init_from: Path | str | None,
-) -> None:
-    """Check that the hub answers, where anything is to come from it."""
-    dataset = stage.data.dataset
-    given = {
-        f"{model_name}.pretrained": model.get("pretrained"),
-        f"{at}.init_from": init_from,
-        f"{at}.data.tokenizer": stage.data.tokenizer,
-        f"{at}.data.dataset": None if dataset in NO_DATASETS else dataset,
-    }
-    asked = [(option, name) for option, name in given.items() if isinstance(name, str) and is_on_hub(name)]
-    try:
-        for option, name in asked[:1]:  # the others ask the same hub
-            check_hub(option, name)
-    except ConfigError as error:
-        raise ConfigError(file.source.at(str(error))) from None
-
-
-def _check_logging(file: TrainFile, folder: Path) -> None:
-    try:
-        check_packages(file.logging, file.wandb)
-        check_log_file(folder, file.logging)
-    except ConfigError as error:
-        raise ConfigError(file.source.at(str(error))) from None
+    return checks.checkpoint_name(option, given, file.stages)
 
 
 def _dotted(parent: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torchacc.engines import registry
 from torchacc.engines.xla import hardware, runtime
 from torchacc.env import Job
 from torchacc.train.config import DistributedConfig
-from torchacc.train.layout import Launch, make_layout
+from torchacc.train.layout import make_layout
 
 XLA_HAS_IT = [
     {},
@@ -49,9 +49,7 @@ def by_trainer(options, precision=None):
     options = {section: dict(values) if isinstance(values, dict) else values for section, values in options.items()}
     fsdp = options.pop("dist", {}).get("fsdp", {})
     distributed = {"devices": 1, "engine": options.pop("backend", "auto"), "fsdp": fsdp}
-    return make_layout(
-        DistributedConfig.model_validate(distributed), options, precision=precision, launch=Launch()
-    ).kind
+    return make_layout(DistributedConfig.model_validate(distributed), options, precision=precision, launched=None).kind
 
 
 @pytest.mark.parametrize("options", [*XLA_HAS_IT, *XLA_HAS_IT_NOT], ids=str)

@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 
 from torchacc.data import AsyncLoader, shard_loader
 from torchacc.errors import DataError
-from torchacc.train.batches import Position, evaluation_loader, take_counts, training_loader, windows
+from torchacc.train.batches import PortablePosition, evaluation_loader, take_counts, training_loader, windows
 
 BLOCK = 5
 
@@ -112,16 +112,16 @@ def test_a_position_is_found_again_with_other_devices_and_micro_batches(size):
 
     before = make(2, 4, 2)
     seen = indices(before, 3, 2)
-    state = Position(before).state_dict()
+    state = PortablePosition(before).state_dict()
     for batch_size, num_shards, micro_batches in ((2, 4, 2), (2, 2, 1), (4, 1, 3)):
         loader = make(batch_size, num_shards, micro_batches)
-        Position(loader).load_state_dict(state)
+        PortablePosition(loader).load_state_dict(state)
         rest = indices(loader, 3, micro_batches)
         assert not set(seen) & set(rest[: size - len(seen)])
         assert (len(seen), rest[:2]) == (48, indices(make(1, 1, 1), 50, 1)[48:])
     others = sharded(training_loader(rows[1:], batch_size=2, examples_per_step=2, shuffle=True, seed=0), 1, range(1))
     with pytest.raises(DataError, match=f"dataset length {size}, here {size - 1}"):
-        Position(others).load_state_dict(state)
+        PortablePosition(others).load_state_dict(state)
 
 
 @pytest.mark.parametrize("size", [1, 7, 12, 13])

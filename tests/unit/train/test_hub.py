@@ -10,8 +10,7 @@ from torchacc.cli.main import main
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
-from torchacc.train.layout import Launch
-from torchacc.train.stage import Wishes, resolve_stage
+from torchacc.train.stage import StageRequest, resolve_stage
 
 STAGE = "training_stages:\n  one:\n    distributed: {engine: native}\n    "
 
@@ -54,7 +53,7 @@ def no_hub(monkeypatch):
 def resolve(tmp_path, stage, model="{model_type: gpt2, n_layer: 1}", launch=None):
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}/out\n{STAGE}{stage}\nmodel_config_m: {model}\n", encoding="utf-8")
-    return resolve_stage(TrainFile.read(path), Wishes(), launch or Launch())
+    return resolve_stage(TrainFile.read(path), StageRequest(), launch)
 
 
 PRETRAINED = "{pretrained: someone/model}"

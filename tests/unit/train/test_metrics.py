@@ -134,11 +134,11 @@ def test_a_loss_that_is_not_finite_is_reported_once_at_its_step(folder, caplog, 
 def test_steps_in_a_row_that_are_not_finite_are_counted_as_far_as_they_are_fetched(folder):
     log = make_log(folder, is_master=False)
     train(log, range(1, 6), loss=lambda step: math.nan if step >= 3 else 1.0)
-    assert log.num_odd == 3
+    assert log.num_not_finite == 3
     train(log, range(6, 9), loss=lambda step: math.nan if step == 8 else 1.0)
-    assert log.num_odd == 3
+    assert log.num_not_finite == 3
     log.flush()
-    assert log.num_odd == 1
+    assert log.num_not_finite == 1
     log.close("finished")
 
 

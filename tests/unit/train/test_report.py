@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchacc.train.report import write_report
+from torchacc.train.html_report import write_report
 
 ROWS = [
     {"step": step, "loss": 5 / step, "grad_norm": 1.0 + step, "lr": 1e-3, "tokens": 64 * step} for step in range(1, 101)

@@ -10,9 +10,8 @@ from transformers import BertConfig, GPT2Config, T5Config
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
-from torchacc.train.folder import check_folder, drop_replaced, lock_folder, mark_finished, take_folder
-from torchacc.train.layout import Launch
-from torchacc.train.stage import Wishes, resolve_stage
+from torchacc.train.run_folder import check_folder, drop_replaced, lock_folder, mark_finished, take_folder
+from torchacc.train.stage import StageRequest, resolve_stage
 
 FILE = """
 output_dir: {out}
@@ -45,7 +44,7 @@ def make(tmp_path, monkeypatch):
         more = f", {distributed}" if distributed else ""
         path = tmp_path / "config.yaml"
         path.write_text(FILE.format(out=tmp_path / "out", stage=lines, distributed=more), encoding="utf-8")
-        return resolve_stage(TrainFile.read(path), Wishes(stage=stage_name, **wishes), launch or Launch())
+        return resolve_stage(TrainFile.read(path), StageRequest(stage=stage_name, **wishes), launch)
 
     return make
 
@@ -168,7 +167,7 @@ def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
     apart = make(preset="auto", stage="torchacc: {dist: {fsdp: {use_spmd: false}}}").layout
     assert (apart.kind, apart.num_processes) == ("xla-multiprocess", 2)
     assert make(preset="auto", num_nodes=2).layout.kind == "xla-multiprocess"
-    torchrun = Launch(Job(num_processes=2, local_num_processes=2), is_launched=True)
+    torchrun = Job(num_processes=2, local_num_processes=2)
     assert make(preset="auto", launch=torchrun).layout.kind == "xla-multiprocess"
     assert not make(preset="auto", devices=1).config.dist.fsdp.use_spmd
 
@@ -192,9 +191,9 @@ def test_batchnorm_is_synchronous_where_one_program_sees_all(make):
 
 
 def test_a_launchers_processes_are_one_for_each_device(make):
-    torchrun = Launch(Job(num_processes=2, local_num_processes=2), is_launched=True)
+    torchrun = Job(num_processes=2, local_num_processes=2)
     assert make(launch=torchrun).layout.num_processes == 2
-    three = Launch(Job(num_processes=3, local_num_processes=3), is_launched=True)
+    three = Job(num_processes=3, local_num_processes=3)
     assert "pass --num-nodes 1 --devices 3" in refusal(make, launch=three)
     assert make(launch=three, distributed="", devices=3).layout.num_devices == 3
 
@@ -264,7 +263,7 @@ def with_model(make, tmp_path, model, stage=""):
     )
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
-        resolve_stage(TrainFile.read(path), Wishes(stage="three"), Launch())
+        resolve_stage(TrainFile.read(path), StageRequest(stage="three"))
     return str(raised.value).removeprefix(f"{path}:")
 
 
@@ -355,7 +354,10 @@ def test_a_family_of_several_models_is_refused(make, tmp_path):
         ("model: ./nope", "there is no such folder; write a model's folder, or its name on the hub"),
         ("model: config.yaml", "there is no such folder; write a model's folder, or its name on the hub"),
         ("model: t5", "model_type t5 is not a family of causal language models"),
-        ("model: gpt2", "the model has 99 tokens, and the text's tokenizer up to 4096; choose a training_stages."),
+        (
+            "model: gpt2",
+            "the model has 99 tokens, and the text's tokenizer up to 4096; choose a data.tokenizer that fits",
+        ),
         ("model: empty", "empty has no config.json, so that it holds no model of transformers"),
         ("model: config", "config holds no model.safetensors"),
         ("model: bert", "bert is not known to keep to one document of a block"),
@@ -396,9 +398,9 @@ def test_a_run_has_one_length(make, tmp_path):
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("max_steps: 20", "max_steps: 20, num_epochs: 2"), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config.yaml:6: .*num_epochs = 2: and max_steps = 20; keep one"):
-        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+        resolve_stage(TrainFile.read(path))
     path.write_text(text.replace("max_steps: 20, ", ""), encoding="utf-8")
-    assert resolve_stage(TrainFile.read(path), Wishes(), Launch()).training.num_epochs == 1
+    assert resolve_stage(TrainFile.read(path)).training.num_epochs == 1
 
 
 def begin(run):
@@ -507,7 +509,7 @@ def test_a_run_that_never_resumes_does_not_start_among_older_checkpoints(make, t
     run = make()
     path = tmp_path / "config.yaml"
     path.write_text(path.read_text(encoding="utf-8").replace("max_steps", "resume: never, max_steps"), encoding="utf-8")
-    never = resolve_stage(TrainFile.read(path), Wishes(), Launch())
+    never = resolve_stage(TrainFile.read(path))
     take_folder(never)
     take_folder(never)  # as each of its processes does
     (run.checkpoints / "step-00000010").mkdir(parents=True)
@@ -520,9 +522,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(make,
     make()
     path = tmp_path / "config.yaml"
     path.write_text(path.read_text() + "wandb: {use_wandb: true}\n")
-    monkeypatch.setattr("torchacc.train.trackers._is_installed", lambda package: False)
+    monkeypatch.setattr("torchacc.train.metric_sinks._is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"config.yaml:\d+: wandb.use_wandb = True needs .*torchacc\[wandb\]"):
-        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+        resolve_stage(TrainFile.read(path))
 
 
 def test_stopping_early_needs_evaluations(make, tmp_path):
@@ -532,11 +534,11 @@ def test_stopping_early_needs_evaluations(make, tmp_path):
     for more, message in (("", "there is nothing to evaluate on"), ("0.1", "evaluated at its end only")):
         path.write_text(text.replace("validation_share: 0.0", f"validation_share: {more or '0.0'}"), encoding="utf-8")
         with pytest.raises(ConfigError, match=rf"config.yaml:6: .*early_stopping: .*{message}"):
-            resolve_stage(TrainFile.read(path), Wishes(), Launch())
+            resolve_stage(TrainFile.read(path))
     text = text.replace("early_stopping: {}", "early_stopping: {}, eval_every_steps: 20")
     path.write_text(text.replace("validation_share: 0.0", "validation_share: 0.1"), encoding="utf-8")
     with pytest.raises(ConfigError, match="its end only; it has 20 steps: write less than 20 as eval_every_steps"):
-        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+        resolve_stage(TrainFile.read(path))
 
 
 def test_a_log_file_that_is_the_runs_own_is_refused_beforehand(make, tmp_path):
@@ -544,7 +546,7 @@ def test_a_log_file_that_is_the_runs_own_is_refused_beforehand(make, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(path.read_text() + "logging: {log_file: run.json}\n")
     with pytest.raises(ConfigError, match=r"config.yaml:\d+: logging.log_file = 'run.json'"):
-        resolve_stage(TrainFile.read(path), Wishes(), Launch())
+        resolve_stage(TrainFile.read(path))
 
 
 def test_the_logs_of_a_rank_that_was_faster_are_no_other_run(make):

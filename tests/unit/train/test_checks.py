@@ -1,7 +1,7 @@
 import pytest
 
+from torchacc.train.checks import options_without_effect
 from torchacc.train.config import SchedulerConfig, TextConfig, TrainingConfig, ValidationConfig
-from torchacc.train.idle import idle_options
 
 STREAM = {"streaming": True, "tokenizer": "t"}
 IDLE = {
@@ -18,7 +18,7 @@ IDLE = {
 
 def found(data=None, scheduler=None, training=None, weights=None):
     sections = TextConfig(**data or {}), SchedulerConfig(**scheduler or {}), TrainingConfig(**training or {})
-    return list(idle_options(*sections, weights=weights))
+    return list(options_without_effect(*sections, weights=weights))
 
 
 @pytest.mark.parametrize(("option", "given"), IDLE.items(), ids=IDLE)

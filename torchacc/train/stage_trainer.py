@@ -1,4 +1,4 @@
-"""Carry out one stage: build it, train it, evaluate it, save it, and go on where it was interrupted."""
+"""Execute one stage: build it, train it, evaluate it, save it, and go on where it was interrupted."""
 
 import contextlib
 import copy
@@ -21,16 +21,17 @@ from torchacc.engines.failure import follows_another
 from torchacc.engines.scaler import GradScaler
 from torchacc.errors import CheckpointError, ConfigError, TrainingError
 from torchacc.logging import get_logger
-from torchacc.train.batches import Position, Window, evaluation_loader, training_loader, windows
+from torchacc.train.batches import PortablePosition, Window, evaluation_loader, training_loader, windows
+from torchacc.train.checks import tokenizer_of
 from torchacc.train.config import TextConfig, TrainingConfig
 from torchacc.train.evaluation import EarlyStopping, evaluate
 from torchacc.train.flops import flops_per_token
-from torchacc.train.folder import METRICS, drop_replaced, mark_finished
-from torchacc.train.history import read_history
 from torchacc.train.hub import local_folder
+from torchacc.train.metric_sinks import read_metrics
 from torchacc.train.metrics import RunLog
 from torchacc.train.models import build_model, loss_of, model_config
 from torchacc.train.optim import make_optimizer
+from torchacc.train.run_folder import METRICS, drop_replaced, mark_finished
 from torchacc.train.schedule import make_scheduler
 from torchacc.train.stage import StageRun
 from torchacc.train.text import check_model, load_text
@@ -41,18 +42,18 @@ _SKIPPED_STEPS = 25
 """Steps in a row that a scaler may skip: it starts at 2**16 and halves at each, so that more will not help."""
 
 
-def run_stage(run: StageRun) -> tuple["Trainer", nn.Module]:
-    """Carry a stage out, from where it was interrupted if it was. Collective: every process.
+def run_stage(run: StageRun) -> tuple["StageTrainer", nn.Module]:
+    """Execute a stage, from where it was interrupted if it was. Collective: every process.
 
     Returns:
         The trainer, and the trained model, sharded.
     """
-    trainer = Trainer(run)
+    trainer = StageTrainer(run)
     trainer.fit()
     return trainer, trainer.model
 
 
-class Trainer:
+class StageTrainer:
     """One stage on this job's devices.
 
     Attributes:
@@ -75,7 +76,7 @@ class Trainer:
             DataError: The text cannot be had.
         """
         self.run = run
-        self._weights = _weights_folder(run)
+        self._weights = None if run.weights is None else local_folder(str(run.weights))
         text = load_text(_text_config(run, self._weights), seed=run.training.seed)
         self.tokenizer = text.tokenizer
         config = model_config(run.model, text.tokenizer)
@@ -104,7 +105,7 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step's batch before the step, from the stage's first step on; from `metrics.jsonl`."""
-        return [row["loss"] for row in read_history(self.run.folder / METRICS) if "loss" in row]
+        return [row["loss"] for row in read_metrics(self.run.folder / METRICS) if "loss" in row]
 
     def fit(self) -> None:
         """Train to the end of the stage, and leave the finished model in its folder. Collective: every process.
@@ -120,7 +121,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            loader=Position(self.loader),
+            loader=PortablePosition(self.loader),
             tokenizer=self.tokenizer,
             every_steps=training.save_every_steps,
             keep=training.keep_checkpoints,
@@ -234,8 +235,10 @@ class Trainer:
 
     def _check_finite(self, log: RunLog) -> None:
         """Stop a run whose weights have become useless, as far as its log knows, before it is saved or evaluated."""
-        if log.num_odd > (_SKIPPED_STEPS if self._scaler.is_enabled() else 0):
-            raise self._diverged(f"from step {self.step - log.num_odd + 1} on, the loss or its gradient is not finite")
+        if log.num_not_finite > (_SKIPPED_STEPS if self._scaler.is_enabled() else 0):
+            raise self._diverged(
+                f"from step {self.step - log.num_not_finite + 1} on, the loss or its gradient is not finite"
+            )
 
     def _diverged(self, what: str) -> TrainingError:
         return TrainingError(
@@ -264,7 +267,7 @@ class Trainer:
                 model=self.model,
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
-                loader=Position(self.loader),
+                loader=PortablePosition(self.loader),
             )
             self._take_up(extra)
         elif self._weights is not None:
@@ -339,18 +342,13 @@ def _set_seeds(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _weights_folder(run: StageRun) -> Path | None:
-    """Return the folder of the weights that the run starts from; None where it starts from new ones."""
-    source = run.init_from or run.model.get("pretrained")
-    return None if source is None else local_folder(str(source))
-
-
 def _text_config(run: StageRun, weights: Path | None) -> TextConfig:
     """Return the text's section, with the tokenizer of the weights where it names none."""
-    if run.data.tokenizer is not None or weights is None or not (weights / "tokenizer_config.json").is_file():
+    tokenizer = tokenizer_of(weights)
+    if run.data.tokenizer is not None or tokenizer is None:
         return run.data
     text = copy.deepcopy(run.data)
-    text.tokenizer = str(weights)
+    text.tokenizer = tokenizer
     return text
 
 

@@ -18,11 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from torchacc.train.history import Row
+from torchacc.train.metric_sinks import Row
 
 _INK, _FAINT, _BLUE, _ORANGE = "#1f2933", "#9aa5b1", "#2f6fde", "#e8710a"
 _MANY = 5000
-"""Points of a curve from which on it is drawn as pixels, lest the page grow with them."""
+"""Points of a curve from which on it is drawn as pixels, so that the page does not grow with them."""
 _PACKAGES = ("torchacc", "torch", "torch_xla", "transformers", "datasets")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from torchacc.checkpoint.format.manifest import digest, render_manifest
 from torchacc.errors import ConfigError
-from torchacc.train.folder import check_folder, drop_replaced, mark_finished, take_folder
+from torchacc.train.run_folder import check_folder, drop_replaced, mark_finished, take_folder
 
 
 class Stage(SimpleNamespace):
