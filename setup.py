@@ -37,7 +37,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["torchacc", "torchacc.*"]),
-    package_data={"torchacc": ["py.typed"]},
+    package_data={"torchacc": ["py.typed", "train/*.html"]},
     entry_points={
         "console_scripts": [
             f"{name} = torchacc.cli.{name}:main"

@@ -54,7 +54,13 @@ class DocumentSource:
         Raises:
             DataError: They cannot be read, or have no such column of text.
         """
-        documents = self._load(streaming=False, **({"cache_dir": str(cache_dir)} if self.files else {}))
+        options: dict[str, Any] = {}
+        if self.files:
+            from datasets.fingerprint import Hasher
+
+            # `datasets` itself tells files apart by name and time of change alone.
+            options = {"name": Hasher.hash(self.state_of_files()), "cache_dir": str(cache_dir)}
+        documents = self._load(streaming=False, **options)
         self.check_column(documents)
         return documents.select_columns([self.column])
 

@@ -165,12 +165,17 @@ def test_what_matters_decides_whether_the_cache_is_used(configure, tmp_path):
         assert cached(config) == first
     load_text(configure(validation_share=0.1), seed=0)
     assert cached(config) == first
-    write_json(tmp_path / "text.jsonl", DOCUMENTS[::-1])  # as long as before
-    load_text(configure(), seed=0)
-    assert len(cached(config)) == 2
-    for number, vocab_size in enumerate((270, 280), start=2):
+    path = tmp_path / "text.jsonl"
+    for documents, as_old in ((DOCUMENTS[::-1], False), (DOCUMENTS[1:], True)):  # the first is as long as before
+        number, before = len(cached(config)), path.stat()
+        write_json(path, documents)
+        if as_old:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        load_text(configure(), seed=0)
+        assert len(cached(config)) == number + 1
+    for number, vocab_size in enumerate((270, 280), start=1):
         load_text(configure(tokenizer=None, vocab_size=vocab_size), seed=0)
-        assert len(cached(config)) == 2 * number, "a tokenizer and its tokens"
+        assert len(cached(config)) == 3 + 2 * number, "a tokenizer and its tokens"
     assert first.items() <= cached(config).items()
 
 
