@@ -1,31 +1,28 @@
 """The few calls that a training script makes."""
 
-import functools
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchacc import arguments, data
+from torchacc.attach import attach, replaced_parameters_noted
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.model_state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
 from torchacc.engines import deferred, failure, registry
-from torchacc.engines.base import HANDLE, Engine, ShardedModel, sharded_model
+from torchacc.engines.base import HANDLE, Engine, sharded_model
 from torchacc.engines.compile_report import CompileReport
-from torchacc.engines.meta import materialise_buffers
-from torchacc.engines.patches import torch_patches
+from torchacc.engines.initial_values import log_kept_dtypes, materialise_buffers
 from torchacc.engines.replicas import align_replicas
 from torchacc.env import read_job
-from torchacc.errors import CheckpointError, ConfigError
+from torchacc.errors import ConfigError
 from torchacc.launch import progress
 from torchacc.logging import get_logger, start_logging
-from torchacc.parallel.plan import ShardingPlan, make_plan
+from torchacc.parallel.plan import make_plan
 
 _log = get_logger(__name__)
 
@@ -69,7 +66,7 @@ def accelerate(
     plan = make_plan(model, engine.config, engine.mesh)
     engine.check(model)
     deferred.check_unchanged(model)
-    _refuse_stale_optimizers(model, optimizer)
+    _refuse_optimizer_of_others(model, optimizer)
     _list_options_without_effect(engine)
 
     progress.start()
@@ -79,17 +76,11 @@ def accelerate(
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
-    _keep_masters(model, plan)
-    has_no_values = any(p.is_meta and not deferred.is_recorded(p) for p in model.parameters())
+    log_kept_dtypes(model, plan)
     materialise_buffers(model)
-    sharded = engine.apply(model, plan, optimizer)
-    if has_no_values:
-        sharded.unusable = (
-            "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) "
-            "loads them from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
-            "torchacc.deferred_init() instead"
-        )
-    _attach(sharded)
+    with replaced_parameters_noted(model):
+        sharded = engine.apply(model, plan, optimizer)
+    attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
     if plan.split.whole:
         _log.info("not split over tp: %s", plan.split.left_whole)
@@ -265,85 +256,6 @@ mark_step = sync
 """TorchAcc's and torch_xla's older name of `sync`."""
 
 
-def _attach(sharded: ShardedModel) -> None:
-    """Give the model its new methods, and let the optimizers of its parameters find it."""
-    model = sharded.model
-    vars(model)[HANDLE] = sharded
-    model.register_forward_pre_hook(sharded.check_usable, prepend=True)
-    model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
-    for module in model.modules():
-        module.register_state_dict_post_hook(functools.partial(model_state.note_shards, sharded))
-    methods: dict[str, Callable[..., Any]] = {
-        "load_state_dict": model_state.load_state_dict,
-        "get_shard_metadata": model_state.shard_metadata,
-        "sharded_optim_state_dict": optimizer_state.sharded_optim_state_dict,
-        "full_optim_state_dict": optimizer_state.full_optim_state_dict,
-        "optim_state_dict_to_load": optimizer_state.optim_state_dict_to_load,
-    }
-    for name, function in methods.items():
-        setattr(model, name, functools.partial(function, sharded))
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
-    arguments.refuse_on(model)
-    for parameter in sharded.local_shards:
-        vars(parameter)[HANDLE] = sharded
-    _watch_optimizers()
-
-
-def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for transformers' `save_pretrained()`, which would write this process's shards as if they were all."""
-    if kwargs.get("state_dict") is None:
-        raise CheckpointError(
-            "model.save_pretrained() would write the shards of this process alone: torchacc.checkpoint.save(folder, "
-            "model=model), called by every process, writes a folder that from_pretrained() opens. Or hand it whole "
-            "weights: model.save_pretrained(folder, state_dict=torchacc.full_state_dict(model))"
-        )
-    return own(save_directory, *args, **kwargs)
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Let every optimizer of a sharded model be ready for its steps, also one that is made later."""
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for sharded in _models_of(optimizer):
-            progress.stepping()
-            sharded.prepare_optimizer(optimizer)
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for sharded in _models_of(optimizer):
-            sharded.after_step(optimizer)
-            progress.stepped()
-
-    def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
-
-    def to_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        models = _models_of(optimizer)
-        if not models:
-            return given
-        if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
-            raise CheckpointError(
-                "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
-                "told apart: make one optimizer for each sharded model"
-            )
-        return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
-
-    def cleared(optimizer: torch.optim.Optimizer) -> None:
-        for sharded in _models_of(optimizer):
-            sharded.on_zero_grad(optimizer)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-    torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
-    torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
-
-
-def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    owners = [vars(p).get(HANDLE) for group in optimizer.param_groups for p in group["params"]]
-    return list(dict.fromkeys(owner for owner in owners if owner is not None))
-
-
 def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
     options = engine.config.dataloader
 
@@ -388,44 +300,10 @@ def _refuse_second_time(model: nn.Module) -> None:
         )
 
 
-def _refuse_stale_optimizers(model: nn.Module, given: torch.optim.Optimizer | None) -> None:
-    """Refuse optimizers that hold parameters which sharding replaces: they would train nothing, without a word."""
-    own = {id(parameter) for parameter in model.parameters()}
-    held = {id(p) for group in (given.param_groups if given is not None else []) for p in group["params"]}
-    if given is not None and not held & own:
+def _refuse_optimizer_of_others(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    own = set(model.parameters())
+    if optimizer is not None and not any(p in own for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError("the optimizer handed to accelerate() holds no parameter of the model")
-    for _ in range(2):
-        stale = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and o is not given]
-        stale = [o for o in stale if any(id(p) in own for group in o.param_groups for p in group["params"])]
-        if not stale:
-            return
-        gc.collect()  # it may be one that nobody holds any more
-    raise ConfigError(
-        f"{type(stale[0]).__name__} was made before accelerate(), with parameters that sharding replaces, so that it "
-        "would train nothing: make it after accelerate(), or hand it in: "
-        "model, loader, optimizer = torchacc.accelerate(model, loader, config, optimizer=optimizer)"
-    )
-
-
-def _keep_masters(model: nn.Module, plan: ShardingPlan) -> None:
-    """Give the parameters the dtype that the optimizer steps them in, and buffers in half precision float32."""
-    half = (torch.bfloat16, torch.float16)
-    upcast = [tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.dtype in half]
-    if plan.master_dtype == "bfloat16":
-        upcast = [tensor for tensor in model.buffers() if tensor.dtype in half]
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.bfloat16)
-        _log.info("parameters are kept in bfloat16, where small updates are lost (config.compute.master_dtype)")
-    for tensor in upcast:
-        tensor.data = tensor.data.float()
-    if upcast:
-        _log.info(
-            "%d parameters and buffers were in half precision: they are kept in float32, lest small updates be lost, "
-            "and computed with in %s (config.compute)",
-            len(upcast),
-            plan.compute_dtype,
-        )
 
 
 def _list_options_without_effect(engine: Engine) -> None:

@@ -2,10 +2,11 @@
 
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
-from casekit import MLP, accelerate, case
+from casekit import MLP, accelerate, case, loss_of, part
 from torch import nn
 
 import torchacc
@@ -56,3 +57,32 @@ def wrapping_the_model_is_refused_and_holding_it_is_not() -> None:
             wrap(model)
     held = nn.Sequential(model)
     assert held[0] is model
+
+
+@case()
+def optimizer_of_parameters_that_shards_have_replaced_is_refused_before_it_trains() -> None:
+    model = MLP()
+    before = list(model.parameters())
+    made_before, handed_in = torch.optim.SGD(before, lr=0.1), torch.optim.SGD(before, lr=0.1)
+    accelerate(model, handed_in)
+    from_a_list_of_then = torch.optim.SGD(before, lr=0.1)
+    for stale in (made_before, from_a_list_of_then):
+        for call in (stale.zero_grad, stale.step):
+            with pytest.raises(torchacc.ConfigError, match=r"SGD was made before accelerate\(\).*optimizer=optimizer"):
+                call()
+    for fine in (handed_in, torch.optim.SGD(model.parameters(), lr=0.1)):
+        fine.zero_grad()
+        loss_of(model(part(torch.ones(4, 8)))).backward()
+        fine.step()
+
+
+@case()
+def parameters_in_half_precision_are_kept_in_float32_one_unit_at_a_time() -> None:
+    model = MLP().to(torch.bfloat16)
+    own = [weakref.ref(parameter) for parameter in model.parameters()]
+    held = list(model.parameters())
+    accelerate(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in held} == {torch.bfloat16}
+    del held
+    assert not any(each() is not None for each in own)

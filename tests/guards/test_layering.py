@@ -18,7 +18,7 @@ LAYERS = (
     {"data"},
     {"engines"},
     {"checkpoint"},
-    {"api", "arguments"},
+    {"api", "arguments", "attach"},
     {"functional", "dist"},
     {"integrations"},
     {"train", "cli", "__main__"},

@@ -82,25 +82,10 @@ def test_something_that_is_no_model():
         torchacc.accelerate(make_model, config=make_config())
 
 
-def test_optimizer_made_before_is_refused_with_the_call_that_works():
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(torchacc.ConfigError, match=r"SGD was made before accelerate\(\).*optimizer=optimizer"):
-        torchacc.accelerate(model, config=make_config())
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
-
-
 def test_optimizer_of_another_model():
     other = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(torchacc.ConfigError, match="holds no parameter of the model"):
         torchacc.accelerate(make_model(), config=make_config(), optimizer=other)
-
-
-def test_forgotten_optimizer_is_not_held_against_the_model():
-    model = make_model()
-    torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(AssertionError, match="an engine was started"):
-        torchacc.accelerate(model, config=make_config())
 
 
 def test_use_spmd_in_several_processes(monkeypatch):

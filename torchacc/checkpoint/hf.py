@@ -152,7 +152,7 @@ class _Wanted:
     def __init__(self, sharded: ShardedModel) -> None:
         self.model_class = sharded.plan.units[-1].module_class
         self.prefix: str = getattr(sharded.model, "base_model_prefix", "")
-        self.has_values = sharded.unusable is None
+        self.has_values = sharded.status.has_weights
         self.parameters = {planned.name for planned in sharded.plan.parameters}
         buffers = dict(model_state.buffer_slots(sharded.model))
         self.names = {planned.name: planned.names for planned in sharded.plan.parameters}

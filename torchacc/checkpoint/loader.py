@@ -56,14 +56,9 @@ def load(
     sharded.engine.sync()
     plan = group.agreed(lambda: _planned(sharded, path, _Parts(optimizer, scheduler, loader)))
     with plan.folder:
-        sharded.unusable = f"loading {path} has failed, and left it with weights of both; load another checkpoint"
-        if optimizer is not None:
-            sharded.half_loaded.add(optimizer)
-        group.agreed(plan.execute)
-        sharded.engine.sync()
-        sharded.unusable = None
-        if optimizer is not None:
-            sharded.half_loaded.discard(optimizer)
+        with sharded.status.loading(path, optimizer):
+            group.agreed(plan.execute)
+            sharded.engine.sync()
         set_random_state(sharded, plan.random_states)  # comes last, as whatever is run moves XLA's seed
     return plan.extra
 

@@ -124,7 +124,7 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for it.
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
     """
-    sharded.check_usable()
+    sharded.status.check_usable()
     full: dict[str, torch.Tensor] = {}
     for entry in parameter_entries(sharded):
         full |= entry.unsharded(sharded, rank0_only=rank0_only)
@@ -140,7 +140,7 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
 
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """Return what this process holds of each parameter, as a `TensorShard`, and the buffers, by original name."""
-    sharded.check_usable()
+    sharded.status.check_usable()
     refuse_split(sharded, "a state in shards")
     found: dict[str, Any] = {}
     for entry in parameter_entries(sharded):
@@ -164,7 +164,7 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
 
 def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
-    sharded.check_usable()
+    sharded.status.check_usable()
     refuse_split(sharded, "a local state")
     state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: to_host(sharded, value) for name, value in state.items()}
@@ -275,7 +275,7 @@ def load_state_dict(
         extras[name].set_extra_state(value)
     sharded.engine.sync()
     if not missing:
-        sharded.unusable = None
+        sharded.status.mark_weights_loaded()
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

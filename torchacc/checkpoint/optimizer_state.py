@@ -94,7 +94,7 @@ def unshard_optim_state(
 
 def sharded_optim_state_dict(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what this process holds of an optimizer's state, each tensor as a `TensorShard`, by original name."""
-    sharded.check_optimizer(optimizer)
+    sharded.status.check_optimizer(optimizer)
     model_state.refuse_split(sharded, "an optimizer's state in shards")
     found: dict[str, dict[str, Any]] = {}
     for entry in state_entries(sharded, optimizer):
@@ -145,7 +145,7 @@ def optim_state_dict_to_load(
     for group, given in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         kept = {key: value for key, value in given.items() if key != "param_names" or key in group}
         groups.append({**kept, "params": [next(ids) for _ in group["params"]]})
-    sharded.half_loaded.discard(optimizer)
+    sharded.status.mark_optimizer_loaded(optimizer)
     return LocalState({"state": found, "param_groups": groups})
 
 
@@ -158,7 +158,7 @@ def with_metadata(
     left out where the optimizer holds parameters of several models, or of none.
     """
     for sharded in models:
-        sharded.check_optimizer(optimizer)
+        sharded.status.check_optimizer(optimizer)
         for parameter in sharded.local_shards:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_sharded_like(parameter, value):

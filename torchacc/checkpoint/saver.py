@@ -115,9 +115,9 @@ def snapshot(
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
-    sharded.check_usable()
+    sharded.status.check_usable()
     if optimizer is not None:
-        sharded.check_optimizer(optimizer)
+        sharded.status.check_optimizer(optimizer)
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = random_state(sharded)

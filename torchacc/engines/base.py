@@ -15,12 +15,14 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.initial_values import is_without_weights
+from torchacc.engines.losses import is_sum_over
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import HostRowGatherer, RowGatherer
-from torchacc.engines.sums import is_sum_over
+from torchacc.engines.status import ModelStatus
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
@@ -36,6 +38,12 @@ NO_GPU = {
     "memory.gpu_preallocate": "there is no NVIDIA GPU here",
 }
 """Options that mean nothing without a GPU."""
+
+_NO_WEIGHTS = (
+    "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) loads them "
+    "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
+    "torchacc.deferred_init() instead"
+)
 
 HANDLE = "_torchacc"
 """The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
@@ -177,18 +185,11 @@ class ShardedModel(ABC):
         """Original names in the order of `named_parameters()`, a tied parameter under its first."""
         self.state_names = tuple(model.state_dict())
         """Names of the unsharded model's state, in its order."""
-        self.unusable: str | None = None
-        """Why the model cannot run: its weights have not been loaded yet, or not as a whole."""
-        self.half_loaded: WeakSet[torch.optim.Optimizer] = WeakSet()
-        """Optimizers whose state has not been loaded as a whole."""
-        self.has_scaler = False
-        """Whether a `GradScaler` was made for the model."""
-        self.averages_scalars = True
-        """Whether scalars that the model returns are means over all devices, and not this device's own."""
+        self.status = ModelStatus(missing_weights=_NO_WEIGHTS if is_without_weights(model) else None)
+        """What may be done with the model now."""
         self._has_looked_for_sums = False
-        self._accumulating = False
-        self._window_is_open = False
-        self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers that have made a step."""
 
     @cached_property
     def local_shards(self) -> dict[nn.Parameter, LocalShard]:
@@ -288,20 +289,16 @@ class ShardedModel(ABC):
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed.
         """
-        self.check_window("clip_grad_norm_()")
+        self.status.check_window("clip_grad_norm_()")
         return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Hold a context in which backward() adds to the gradients without making them ready for a step."""
-        self._accumulating = True
-        try:
-            with self._hold_gradients():
-                yield
-        finally:
-            self._accumulating = False
+        with self.status.accumulating(), self._hold_gradients():
+            yield
 
-    def install(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    def _install_forward(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         """Let the model's forward go through `run`, and refuse what would leave the shards behind.
 
         Args:
@@ -326,7 +323,7 @@ class ShardedModel(ABC):
             return output
 
         model.forward = forward
-        self.watch_zero_grad(model)
+        self._watch_zero_grad(model)
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
 
@@ -352,40 +349,7 @@ class ShardedModel(ABC):
                 count,
             )
 
-    def check_usable(self, *_: Any) -> None:
-        """Refuse to go on with weights that were not loaded; a hook before everything that a forward begins with.
-
-        Raises:
-            EngineError: They were not.
-        """
-        if self.unusable is not None:
-            raise EngineError(f"the model cannot run, step or be saved: {self.unusable}")
-
-    def check_window(self, call: str) -> None:
-        """Refuse a call that needs gradients while those of an accumulation window are not complete.
-
-        Raises:
-            EngineError: They are not.
-        """
-        if self._window_is_open:
-            raise EngineError(
-                f"{call} after a backward inside of torchacc.accumulate(): the gradients are not reduced over the "
-                "devices yet. Leave the last micro-batch of each window outside of the context"
-            )
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to go on with state that was not loaded as a whole.
-
-        Raises:
-            EngineError: It was not.
-        """
-        if optimizer in self.half_loaded:
-            raise EngineError(
-                f"this {type(optimizer).__name__} cannot step or be saved: loading a checkpoint has failed, and left "
-                "it with state of both; load another one with optimizer=, or make a new optimizer"
-            )
-
-    def watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+    def _watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
         """Learn of the moment when gradients are cleared."""
         zero_grad = owner.zero_grad
 
@@ -405,7 +369,7 @@ class ShardedModel(ABC):
         Raises:
             EngineError: They are a part of those of an accumulation window, which is dropped as a whole or not at all.
         """
-        if self._window_is_open:
+        if self.status.window_is_open:
             if optimizer is not None and not self._holds_all_trained(optimizer):
                 raise EngineError(
                     f"zero_grad() of a {type(optimizer).__name__} with some of the model's parameters, after a "
@@ -413,7 +377,7 @@ class ShardedModel(ABC):
                     "model.zero_grad() to drop them, or complete the window first"
                 )
             self._drop_window()
-            self._window_is_open = False
+            self.status.drop_window()
 
     def _holds_all_trained(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -422,22 +386,22 @@ class ShardedModel(ABC):
     def _drop_window(self) -> None:
         """Forget the whole gradients of an accumulation window that was not completed."""
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step.
 
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
                 state were not loaded as a whole.
         """
-        self.check_usable()
-        self.check_optimizer(optimizer)
-        self.check_window("optimizer.step()")
-        if optimizer not in self._watched:
-            self.on_first_step(optimizer)
-            self.watch_zero_grad(optimizer)
-            self._watched.add(optimizer)
+        self.status.check_usable()
+        self.status.check_optimizer(optimizer)
+        self.status.check_window("optimizer.step()")
+        if optimizer not in self._prepared:
+            self._before_first_step(optimizer)
+            self._watch_zero_grad(optimizer)
+            self._prepared.add(optimizer)
 
-    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what an optimizer needs before its first step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -445,7 +409,7 @@ class ShardedModel(ABC):
 
     def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
         def note(gradient: torch.Tensor) -> None:
-            self._window_is_open = self._accumulating
+            self.status.on_backward()
 
         if output.requires_grad:
             output.register_hook(note)
@@ -494,43 +458,6 @@ def sharded_model(model: nn.Module) -> ShardedModel:
             f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{first}"
         )
     return sharded  # type: ignore[no-any-return]
-
-
-def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Give the scalars that a model returns the values of their means over all devices.
-
-    Args:
-        output: The model's output, of any nesting. Its scalars are the floating-point tensors without dimensions.
-        mean: Averages a tensor of shape (scalars,), in float64, over the devices.
-    """
-    scalars: list[torch.Tensor] = []
-
-    def is_scalar(tensor: torch.Tensor) -> bool:
-        return not tensor.dim() and tensor.is_floating_point()
-
-    map_tensors(lambda tensor: scalars.append(tensor) if is_scalar(tensor) else None, output)
-    if not scalars:
-        return output
-    device = scalars[0].device
-    means = iter(mean(torch.stack([scalar.detach().to(device).double() for scalar in scalars])))
-    return map_tensors(lambda tensor: MeanLoss.apply(tensor, next(means)) if is_scalar(tensor) else tensor, output)
-
-
-class MeanLoss(torch.autograd.Function):
-    """Give a loss the value of its mean over all devices, and its own gradient.
-
-    The gradients are averaged over the devices as well, so that they are those of the mean.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the mean in place of the device's own loss."""
-        return mean.to(loss).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass the gradient on to the device's own loss."""
-        return grad, None
 
 
 def remap_optimizer(

@@ -53,7 +53,7 @@ class GradScaler(grad_scaler.GradScaler):
             growth_interval=growth_interval,
             enabled=sharded.plan.compute_dtype == "float16",
         )
-        sharded.has_scaler = True
+        sharded.status.note_scaler()
         self._group = sharded.engine.group
 
     @torch.no_grad()

@@ -125,7 +125,7 @@ def _says_sharded(part: Mapping[Any, Any]) -> bool:
 def _check_usable(tree: Any) -> None:
     for tensor in _tensors(tree):
         if (owner := model_state.shard_of(tensor)) is not None:
-            owner[0].check_usable()
+            owner[0].status.check_usable()
 
 
 def _refuse_split(tree: Any) -> None:

@@ -35,7 +35,7 @@ def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     for model in _models:
         # In a window FSDP2 holds the gradients, so that there may be none to clip.
         if not given or any(id(parameter.grad) in given for parameter in model.model.parameters()):
-            model.check_window("clip_grad_norm_()")
+            model.status.check_window("clip_grad_norm_()")
     return total_norm(gradients, norm_type)
 
 

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
-from torchacc.engines.base import NO_GPU, Engine, ShardedModel, average_scalars, remap_optimizer
+from torchacc.engines.base import NO_GPU, Engine, ShardedModel, remap_optimizer
+from torchacc.engines.initial_values import materialise_parameters
+from torchacc.engines.losses import average_scalars
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.meta import materialise_parameters
 from torchacc.engines.native import gradient_norm, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
@@ -197,7 +198,7 @@ class NativeModel(ShardedModel):
         if self.plan.split.size > 1:
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
-        self.install(self.run)
+        self._install_forward(self._run)
         self._replicate_numbers()
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
@@ -231,7 +232,7 @@ class NativeModel(ShardedModel):
         from torch.distributed.tensor import DTensor, Replicate
 
         numbers = [planned for planned in self.plan.parameters if not planned.shape]
-        materialise_parameters(self.model, numbers, self.engine.device)
+        materialise_parameters(self.model, numbers, self.plan, self.engine.device)
         mesh = self.engine.device_mesh
         for planned in numbers:
             value = self.model.get_parameter(planned.name).detach().to(self.engine.device, copy=True)
@@ -246,7 +247,7 @@ class NativeModel(ShardedModel):
 
         module = self.model.get_submodule(unit.name)
         # Here and not for the whole model, so that no more than one unit is ever whole.
-        materialise_parameters(self.model, unit.parameters, self.engine.device)
+        materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
         if self.plan.split.size > 1:
             split_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
@@ -307,7 +308,7 @@ class NativeModel(ShardedModel):
             return None
         return getattr(torch, self.plan.reduce_dtype)  # type: ignore[no-any-return]
 
-    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
         device = self.engine.device.type
         if self.plan.split.size > 1 and self.model.training:
@@ -319,15 +320,14 @@ class NativeModel(ShardedModel):
             stack.enter_context(_explain_shards())
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
-        averages = self.averages_scalars and self.engine.job.launched
-        return average_scalars(output, self.engine.group.mean) if averages else output
+        return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
         norm = super().clip_grad_norm_(max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
-    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
         is_split = self.engine.mesh.num_devices > self.engine.mesh.size("dp")
         if is_split and not is_elementwise(optimizer):
@@ -343,7 +343,7 @@ class NativeModel(ShardedModel):
                 "right, but each gathers the whole weight, in time and memory",
                 name,
             )
-        if self.plan.compute_dtype == "float16" and not self.has_scaler:
+        if self.plan.compute_dtype == "float16" and not self.status.has_scaler:
             _log.warning(
                 "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "
                 "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"

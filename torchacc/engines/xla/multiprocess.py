@@ -13,7 +13,8 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
-from torchacc.engines.base import average_scalars, remap_optimizer
+from torchacc.engines.base import remap_optimizer
+from torchacc.engines.losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.rows import RowGatherer
@@ -158,7 +159,7 @@ class MultiprocessModel(XlaModel):
                 block.shard._read = partial(self._gatherers[-1].read, block)
         self.install_recompute()
         self.move_buffers()
-        self.install(self.run)
+        self._install_forward(self._run)
         _models.add(self)
         _know_total_norm()
         if optimizer is not None:
@@ -174,8 +175,8 @@ class MultiprocessModel(XlaModel):
         group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
 
         def alike(pair: tuple[nn.Parameter, Weight]) -> tuple[bool, int, str]:
-            parameter = pair[0]
-            return not parameter.requires_grad, group_of.get(parameter, 0), str(parameter.dtype)
+            parameter, weight = pair
+            return not parameter.requires_grad, group_of.get(parameter, 0), str(weight.shard.dtype)
 
         pairs = sorted(self.make_weights(unit.parameters, lambda whole: whole), key=alike)
         for index, (_, members) in enumerate(groupby(pairs, key=alike)):
@@ -200,11 +201,11 @@ class MultiprocessModel(XlaModel):
             shard = rows.cut(whole.detach().cpu(), self._exchange.shard_index)
         return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._exchange))
 
-    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
         self._exchange.forget_failed_backward()
-        output = super().run(inner, args, kwargs)
-        return average_scalars(output, self._exchange.average) if self.averages_scalars else output
+        output = super()._run(inner, args, kwargs)
+        return average_scalars(output, self._exchange.average)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -219,7 +220,7 @@ class MultiprocessModel(XlaModel):
     def _drop_window(self) -> None:
         self._exchange.drop_gradients()
 
-    def on_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer can work on shards."""
         _check_elementwise(optimizer)
         alike = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -301,7 +302,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             others.append(gradient)
     for each in _models:
         if not gradients or each._exchange in of_model:  # in a window there may be no gradients yet
-            each.check_window("clip_grad_norm_()")
+            each.status.check_window("clip_grad_norm_()")
     if not of_model:
         return None
     norms = [

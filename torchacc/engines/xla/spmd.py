@@ -213,7 +213,7 @@ class SpmdModel(XlaModel):
         self.install_recompute()
         self._scans = [self._make_scan(name) for name in self.plan.scanned]
         self.move_buffers()
-        self.install(self.run)
+        self._install_forward(self._run)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self.place(replaced[parameter], state))
         runtime.sync()

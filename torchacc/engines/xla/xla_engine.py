@@ -20,6 +20,7 @@ from torchacc.engines import recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
+from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
 from torchacc.engines.xla import hardware, runtime
@@ -223,11 +224,13 @@ class XlaModel(ShardedModel):
         for planned in parameters:
             slots = find_slots(self.model, planned.names)
             original = self.model.get_parameter(planned.name)
-            new = nn.Parameter(shard(take_values(original).detach()), requires_grad=original.requires_grad)
+            dtype = kept_dtype(original.dtype, self.plan)
+            full = take_values(original).detach().to(dtype)
+            new = nn.Parameter(shard(full), requires_grad=original.requires_grad)
             replace_parameter(slots, new)
             lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
-            dtype = getattr(torch, self.plan.compute_dtype) if lowered else original.dtype
-            yield original, Weight(planned.name, new, slots, planned.shape, dtype)
+            computed = getattr(torch, self.plan.compute_dtype) if lowered else dtype
+            yield original, Weight(planned.name, new, slots, planned.shape, computed)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""
@@ -238,7 +241,7 @@ class XlaModel(ShardedModel):
         """Give a parameter new values as data, which needs no program."""
         parameter.data = self.place(parameter, local)
 
-    def run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
         self._check_gradients_were_cleared()
         if torch.is_grad_enabled():
@@ -265,9 +268,9 @@ class XlaModel(ShardedModel):
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
         return model_patches.patches()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
-        super().prepare_optimizer(optimizer)
+        super().before_step(optimizer)
         if optimizer not in self._open_steps:
             self._check_gradients_are_there(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1

@@ -20,6 +20,7 @@ from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
+from torchacc.engines.losses import kept_by_devices
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.arguments import Devices, TrainingArguments, adopt
@@ -101,7 +102,6 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self._class_name = class_name(model)
         api.accelerate(model, config=self._config, optimizer=self._given_optimizer)
         self.accelerator.sharded = sharded_model(model)
-        self.accelerator.sharded.averages_scalars = False  # compute_loss() weighs each device's own
         self.args._devices = Devices(self._engine.device, self._engine.mesh.num_data_shards)
 
     @property
@@ -176,6 +176,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self._loss_of_rows(model, inputs, num_filling)
         return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
 
+    @kept_by_devices()  # they are weighed here
     def compute_loss(
         self,
         model: nn.Module,
@@ -223,6 +224,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self.compute_loss(model, rows_of(inputs, slice(max(own, 1))))
         return loss * (own * self._num_losses / (num_rows * self._num_losses - num_filling))  # type: ignore[no-any-return]
 
+    @kept_by_devices()
     def _find_mean(self, model: nn.Module, inputs: dict[str, Any]) -> MeanOf:
         """Find out what a loss is the mean of, with the first batch. Collective: every process."""
         if self._mean_of is None:

@@ -1,0 +1,117 @@
+"""Give parameters and buffers their values when they are sharded, in the dtypes in which they are kept.
+
+A model may come on the meta device, where a checkpoint gives the values, or the initialisation that was recorded. It
+may come in half precision, in which an optimizer would lose small updates.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torchacc.engines.deferred import is_recorded, take_values
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
+
+_log = get_logger(__name__)
+
+_HALF = (torch.bfloat16, torch.float16)
+
+_UNTOUCHED = -7919
+"""Stands in a buffer until the model has computed it."""
+
+
+def is_without_weights(model: nn.Module) -> bool:
+    """Return whether a model has parameters whose values only a checkpoint can give."""
+    return any(parameter.is_meta and not is_recorded(parameter) for parameter in model.parameters())
+
+
+def kept_dtype(dtype: torch.dtype, plan: ShardingPlan) -> torch.dtype:
+    """Return the dtype in which a parameter of a dtype is kept, and stepped by an optimizer."""
+    if plan.master_dtype == "bfloat16" and dtype.is_floating_point:
+        return torch.bfloat16
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def log_kept_dtypes(model: nn.Module, plan: ShardingPlan) -> None:
+    """Log which parameters and buffers are kept in another dtype than that in which the model has them."""
+    upcast = [each for each in model.parameters() if each.dtype in _HALF and plan.master_dtype == "float32"]
+    count = len(upcast) + sum(buffer.dtype in _HALF for buffer in model.buffers())
+    if plan.master_dtype == "bfloat16":
+        _log.info("parameters are kept in bfloat16, where small updates are lost (config.compute.master_dtype)")
+    if count:
+        _log.info(
+            "%d parameters and buffers were in half precision: they are kept in float32, as small updates would be "
+            "lost, and computed with in %s (config.compute)",
+            count,
+            plan.compute_dtype,
+        )
+
+
+def materialise_buffers(model: nn.Module) -> None:
+    """Give the buffers that lie on the meta device memory on the host, and those in half precision float32, in place.
+
+    One whose initialisation was recorded gets it. Of the others a persistent one is zeros until a checkpoint is
+    loaded, and one that no checkpoint holds is computed by the model's own `_init_weights()`, as transformers' models
+    have it.
+
+    Raises:
+        ConfigError: A buffer that no checkpoint holds cannot be computed.
+    """
+    _make_recorded_buffers(model)
+    for buffer in model.buffers():
+        if buffer.dtype in _HALF:
+            buffer.data = buffer.data.float()
+    for prefix, module in model.named_modules():
+        on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in on_meta:
+            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+        computed = [name for name in on_meta if name in module._non_persistent_buffers_set]
+        for name in computed:
+            module.get_buffer(name).fill_(_UNTOUCHED)
+        init_weights = getattr(model, "_init_weights", None)
+        if computed and callable(init_weights):
+            with torch.no_grad():
+                init_weights(module)
+        left = [name for name in computed if module.get_buffer(name).eq(_UNTOUCHED).any()]
+        if left:
+            raise ConfigError(
+                f"the buffer {left[0]!r} of {prefix or 'the model'!r} ({type(module).__name__}) is on the meta device, "
+                "no checkpoint holds it, and the model has no _init_weights() that computes it: build the module on "
+                "the CPU, or register the buffer with persistent=True"
+            )
+
+
+def _make_recorded_buffers(model: nn.Module) -> None:
+    made = {buffer: take_values(buffer) for buffer in model.buffers()}
+    for module in model.modules():
+        module._buffers.update({name: made[b] for name, b in module._buffers.items() if b is not None})
+
+
+def materialise_parameters(
+    model: nn.Module, parameters: Iterable[PlannedParameter], plan: ShardingPlan, device: torch.device
+) -> None:
+    """Replace parameters on the meta device, or in another dtype than they are kept in, by others on a device.
+
+    The values of one on the meta device are those that its initialisation gives it, where it was recorded, else
+    undefined.
+
+    Args:
+        model: The model, whose modules get the new parameters.
+        parameters: Those of a unit: of the model as a whole, no more than that is there twice.
+        plan: The model's.
+        device: Where the new parameters lie.
+    """
+    for planned in parameters:
+        old = model.get_parameter(planned.name)
+        dtype = kept_dtype(old.dtype, plan)
+        if not old.is_meta and old.dtype == dtype:
+            continue
+        values = take_values(old).detach()
+        if values.is_meta:
+            values = torch.empty(planned.shape, dtype=dtype, device=device)
+        new = nn.Parameter(values.to(device, dtype).contiguous(), requires_grad=planned.trainable)
+        for name in planned.names:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = new

@@ -1,0 +1,94 @@
+"""Losses where each device has a process of its own: their means over all devices, and sums that would be scaled."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from torchacc.data.tree import map_tensors
+
+_kept: ContextVar[bool] = ContextVar("kept_by_devices", default=False)
+
+
+@contextmanager
+def kept_by_devices() -> Iterator[None]:
+    """Hold a context, or decorate a function, in which scalars that models return are each device's own."""
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Give the scalars that a model returns the values of their means over all devices.
+
+    Inside of `kept_by_devices()` they keep their own.
+
+    Args:
+        output: The model's output, of any nesting. Its scalars are the floating-point tensors without dimensions.
+        mean: Averages a tensor of shape (scalars,), in float64, over the devices.
+    """
+    if _kept.get():
+        return output
+    scalars: list[torch.Tensor] = []
+
+    def is_scalar(tensor: torch.Tensor) -> bool:
+        return not tensor.dim() and tensor.is_floating_point()
+
+    map_tensors(lambda tensor: scalars.append(tensor) if is_scalar(tensor) else None, output)
+    if not scalars:
+        return output
+    device = scalars[0].device
+    means = iter(mean(torch.stack([scalar.detach().to(device).double() for scalar in scalars])))
+    return map_tensors(lambda tensor: MeanLoss.apply(tensor, next(means)) if is_scalar(tensor) else tensor, output)
+
+
+class MeanLoss(torch.autograd.Function):
+    """Give a loss the value of its mean over all devices, and its own gradient.
+
+    The gradients are averaged over the devices as well, so that they are those of the mean.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return the mean in place of the device's own loss."""
+        return mean.to(loss).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Pass the gradient on to the device's own loss."""
+        return grad, None
+
+
+_SUM = 2
+"""What PyTorch's losses note of `reduction="sum"`."""
+_PASSED_ON = ("Alias", "Clone", "MeanLoss", "Neg", "Reshape", "Squeeze", "ToCopy", "Unsqueeze", "View")
+
+
+def is_sum_over(rows: int, loss: torch.Tensor) -> bool:
+    """Return whether a tensor without dimensions is nothing but a sum over rows, or such a sum and something more.
+
+    One that is multiplied or divided may be a mean that is made by hand.
+
+    Args:
+        rows: The batch's rows.
+        loss: The tensor.
+    """
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        name = node.name()
+        if name == "SumBackward0":
+            size = node._saved_self_sym_sizes
+            if len(size) > 0 and size[0] > 1 and int(size[0]) % rows == 0:
+                return True
+        elif name.startswith(("Add", "Sub", *_PASSED_ON)):
+            nodes += [following for following, _ in node.next_functions]
+    return False

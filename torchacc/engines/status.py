@@ -1,0 +1,126 @@
+"""What may be done with a sharded model now: whether its weights are there, and whether its gradients are complete."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import torch
+
+from torchacc.errors import EngineError
+
+
+class ModelStatus:
+    """The part of a `ShardedModel` that changes while it trains. Each change is a method; a `check_…` raises."""
+
+    def __init__(self, missing_weights: str | None = None) -> None:
+        """Note whether the model can run at all.
+
+        Args:
+            missing_weights: Why it cannot yet; None where its weights are there.
+        """
+        self._unusable = missing_weights
+        self._incomplete: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers that a load has failed for."""
+        self._is_accumulating = False
+        self._window_is_open = False
+        self._has_scaler = False
+
+    # ---- Weights and optimizer state
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are there."""
+        return self._unusable is None
+
+    def check_usable(self) -> None:
+        """Check that the weights are there.
+
+        Raises:
+            EngineError: They were not loaded yet, or a load has failed halfway.
+        """
+        if self._unusable is not None:
+            raise EngineError(f"the model cannot run, step or be saved: {self._unusable}")
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer's state is complete.
+
+        Raises:
+            EngineError: A load of it has failed halfway.
+        """
+        if optimizer in self._incomplete:
+            raise EngineError(
+                f"this {type(optimizer).__name__} cannot step or be saved: loading a checkpoint has failed, and left "
+                "it with state of both; load another one with optimizer=, or make a new optimizer"
+            )
+
+    @contextmanager
+    def loading(self, source: object, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Hold a context in which weights, and an optimizer's state, are replaced; where it raises, neither is usable.
+
+        Args:
+            source: Where they come from, for the message.
+            optimizer: The optimizer whose state is loaded, too.
+        """
+        self._unusable = f"loading {source} has failed, and left it with weights of both; load another checkpoint"
+        if optimizer is not None:
+            self._incomplete.add(optimizer)
+        yield
+        self.mark_weights_loaded()
+        if optimizer is not None:
+            self.mark_optimizer_loaded(optimizer)
+
+    def mark_weights_loaded(self) -> None:
+        """Note that all weights have been loaded."""
+        self._unusable = None
+
+    def mark_optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that all of an optimizer's state has been loaded."""
+        self._incomplete.discard(optimizer)
+
+    # ---- Losses and gradients
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a `GradScaler` was made for the model."""
+        return self._has_scaler
+
+    def note_scaler(self) -> None:
+        """Note that a `GradScaler` was made for the model."""
+        self._has_scaler = True
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether gradients of an accumulation window wait for the backward that reduces them over the devices."""
+        return self._window_is_open
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Hold a context whose backwards leave the window open."""
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def on_backward(self) -> None:
+        """Note that a backward runs: inside of `accumulating()` it opens the window, outside it completes it."""
+        self._window_is_open = self._is_accumulating
+
+    def drop_window(self) -> None:
+        """Note that the gradients of the window were dropped."""
+        self._window_is_open = False
+
+    def check_window(self, call: str) -> None:
+        """Check that the gradients are complete.
+
+        Args:
+            call: What needs them, for the message.
+
+        Raises:
+            EngineError: They are those of an accumulation window that is still open.
+        """
+        if self._window_is_open:
+            raise EngineError(
+                f"{call} after a backward inside of torchacc.accumulate(): the gradients are not reduced over the "
+                "devices yet. Leave the last micro-batch of each window outside of the context"
+            )
