@@ -6,8 +6,8 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from torchacc.engines.patches.private_names import NormBase
 from torchacc.logging import get_logger
 from torchacc.parallel.units import is_checkpointing_layer
 
@@ -45,7 +45,7 @@ def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> N
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Hold a context in which a module's forward does not count a batch in the statistics of its norms again."""
-    norms = [norm for norm in module.modules() if isinstance(norm, _NormBase) and norm.track_running_stats]
+    norms = [norm for norm in module.modules() if isinstance(norm, NormBase) and norm.track_running_stats]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0

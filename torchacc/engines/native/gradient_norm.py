@@ -4,39 +4,11 @@ Where it looks for the largest element, PyTorch's own raises on a rank whose par
 wait.
 """
 
-import functools
 from collections.abc import Sequence
 from math import inf
 from typing import Any
-from weakref import WeakSet
 
 import torch
-
-from torchacc.engines.base import ShardedModel
-from torchacc.engines.patches import torch_patches
-
-_models: WeakSet[ShardedModel] = WeakSet()
-
-
-def know(model: ShardedModel) -> None:
-    """Let PyTorch's clipping, however a script has imported it, know of a model's gradients."""
-    _models.add(model)
-    _hold()
-
-
-@functools.cache
-def _hold() -> None:
-    if torch_patches.knows_clipping():
-        torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_checked_norm))
-
-
-def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    given = {id(gradient) for gradient in gradients}
-    for model in _models:
-        # In a window FSDP2 holds the gradients, so that there may be none to clip.
-        if not given or any(id(parameter.grad) in given for parameter in model.model.parameters()):
-            model.status.check_window("clip_grad_norm_()")
-    return total_norm(gradients, norm_type)
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

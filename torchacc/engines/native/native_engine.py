@@ -18,13 +18,17 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, remap_optimizer
+from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.losses import average_scalars
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import gradient_norm, split_layers
+from torchacc.engines.native import split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.gradient_norm import total_norm
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
 from torchacc.engines.optimizers import is_elementwise
+from torchacc.engines.patches import torch_patches
+from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -77,6 +81,7 @@ class NativeEngine(Engine):
     def check(self, model: nn.Module) -> None:
         """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
         super().check(model)
+        check_installed_torch()
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty:
             raise ConfigError(
@@ -206,7 +211,8 @@ class NativeModel(ShardedModel):
             self._shard_unit(unit)
         self._set_prefetch()
         self._take_over_groups()
-        gradient_norm.know(self)
+        if torch_patches.knows_clipping():
+            let_clipping_know(self, total_norm)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {

@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from torchacc.engines.patches.private_names import NormBase
 
 
 def keep_precision_of_statistics(model: nn.Module) -> None:
@@ -13,7 +14,7 @@ def keep_precision_of_statistics(model: nn.Module) -> None:
     attributes, which hide registered parameters of the same names.
     """
     for module in model.modules():
-        if isinstance(module, _NormBase) and module.affine and module.running_mean is not None:
+        if isinstance(module, NormBase) and module.affine and module.running_mean is not None:
             module.register_forward_pre_hook(_cast_up)
             module.register_forward_hook(_uncover, always_call=True)
 

@@ -19,13 +19,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
 from torchacc.engines.native.gradients import know_inputs_of_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
+from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
 
 _TIMES_DATA = "_torchacc_times_data"

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
 from torchacc.errors import CheckpointError, EngineError
 
 Function = Callable[..., Any]
@@ -67,28 +68,12 @@ _PLAIN = {
     "requires_grad_", "result_type", "retain_grad", "share_memory_", "size", "storage", "storage_offset", "stride",
     "untyped_storage", "_amp_foreach_non_finite_check_and_unscale_",
 }  # fmt: skip
-_ELEMENTWISE = {
-    "abs", "absolute", "add", "addcdiv", "addcmul", "and", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not",
-    "bitwise_or", "bitwise_xor", "bool", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous",
-    "copy", "copysign", "cos", "cosh", "detach", "div", "divide", "double", "empty_like", "eq", "erf", "exp", "expm1",
-    "fill", "float", "floor", "floor_divide", "fmod", "full_like", "ge", "gt", "half", "int", "invert", "isnan", "le",
-    "lerp", "log", "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "logical_xor", "long", "lt",
-    "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "ones_like", "or",
-    "pow", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "sin", "sinh",
-    "sqrt", "square", "sub", "subtract", "tan", "tanh", "to", "true_divide", "trunc", "type_as", "where", "xor",
-    "zero", "zeros_like",
-}  # fmt: skip
+_ELEMENTWISE = ELEMENTWISE | {"and", "bool", "int", "invert", "long", "or", "xor"}
 _CONVERSIONS = {"__bool__", "__complex__", "__float__", "__index__", "__int__", "__long__"}
-_RANDOM = {
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "rand_like", "randint_like",
-    "randn_like", "random_", "uniform_",
+_RANDOM = RANDOM_LIKE | {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
 }  # fmt: skip
-_VIEWS = {
-    "H", "T", "__getitem__", "adjoint", "as_strided", "broadcast_to", "chunk", "diagonal", "expand",
-    "expand_as", "flatten", "hsplit", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "ravel", "real",
-    "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
-    "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
-}  # fmt: skip
+_VIEWS = VIEWS | {"__getitem__", "adjoint", "broadcast_to", "hsplit", "moveaxis", "real", "vsplit"}
 _WRITING_DUNDERS = {
     "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__",
     "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",

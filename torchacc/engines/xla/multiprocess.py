@@ -1,12 +1,10 @@
 """One process per XLA device under `torchrun`, with the parameters sharded between the processes."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,9 +12,10 @@ from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
 from torchacc.engines.base import remap_optimizer
+from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise
-from torchacc.engines.patches import model_patches, torch_patches
+from torchacc.engines.patches import model_patches
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import BlockGatherer, Exchange
@@ -160,8 +159,7 @@ class MultiprocessModel(XlaModel):
         self.install_recompute()
         self.move_buffers()
         self._install_forward(self._run)
-        _models.add(self)
-        _know_total_norm()
+        let_clipping_know(self, _total_norm)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
@@ -282,15 +280,6 @@ def _on_plain_tensors(context: AbstractContextManager[None]) -> Iterator[None]:
         yield
 
 
-_models: WeakSet[MultiprocessModel] = WeakSet()
-
-
-@functools.cache
-def _know_total_norm() -> None:
-    """Let PyTorch's own clipping see whole gradients, however a script has imported it."""
-    torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_total_norm))
-
-
 def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
     """Return the norm of gradients that are shards, all or some of them, or None for others."""
     of_model: dict[Reader, list[torch.Tensor]] = {}
@@ -300,9 +289,6 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
             of_model.setdefault(gradient._layout.reader, []).append(without_padding(gradient))
         else:
             others.append(gradient)
-    for each in _models:
-        if not gradients or each._exchange in of_model:  # in a window there may be no gradients yet
-            each.status.check_window("clip_grad_norm_()")
     if not of_model:
         return None
     norms = [

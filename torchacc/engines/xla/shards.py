@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
 from torchacc.engines.xla.flat_parameters import Rows
 from torchacc.errors import EngineError
 
@@ -32,20 +33,12 @@ _QUESTIONS = {
 }  # fmt: skip
 """Names of what asks for no value and no size."""
 
-_ELEMENTWISE = {
-    "abs", "absolute", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "atan2", "bfloat16", "bitwise_and",
-    "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "clone", "constant",
-    "contiguous", "copy", "copysign", "cos", "cosh", "deg2rad", "detach", "div", "divide", "double", "empty_like", "eq",
-    "erf", "erfc", "exp", "exp2", "expm1", "fill", "float", "float_power", "floor", "floor_divide", "fmax", "fmin",
-    "fmod", "full_like", "ge", "greater", "greater_equal", "gt", "half", "hardshrink", "heaviside", "hypot", "isfinite",
-    "isinf", "isnan", "isneginf", "isposinf", "ldexp", "le", "lerp", "less", "less_equal", "log", "log10", "log1p",
-    "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill",
-    "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal",
-    "ones_like", "positive", "pow", "rad2deg", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn",
-    "sigmoid", "sign", "signbit", "sin", "sinh", "softshrink", "sqrt", "square", "sub", "subtract", "tan", "tanh",
-    "threshold", "to", "true_divide", "truediv", "trunc", "type", "type_as", "where", "xlogy", "zero", "zeros_like",
+_ELEMENTWISE = ELEMENTWISE | {
+    "acos", "asin", "constant", "deg2rad", "erfc", "exp2", "float_power", "fmax", "fmin", "greater", "greater_equal",
+    "hardshrink", "heaviside", "hypot", "isfinite", "isinf", "isneginf", "isposinf", "ldexp", "less", "less_equal",
+    "logaddexp", "logit", "masked_fill", "nextafter", "not_equal", "positive", "rad2deg", "signbit", "softshrink",
+    "threshold", "truediv", "type", "xlogy",
 }  # fmt: skip
-"""Names, without underscores, of functions of which each element of the result depends on one of each operand."""
 
 _WITHOUT_GRADIENT = {
     "empty_like", "eq", "full_like", "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "isneginf",
@@ -59,15 +52,9 @@ _OPERATORS = {
     for prefix in ("", "r", "i")
 } | {f"__{name}__" for name in ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")}
 
-_RANDOM = {"rand_like", "randn_like", "randint_like", "bernoulli", "poisson", "normal"}
+_RANDOM = RANDOM_LIKE | {"bernoulli", "poisson", "normal"}
 
-_VIEWS = {
-    "as_strided", "chunk", "diag", "diagonal", "expand", "expand_as", "flatten", "getitem", "mT", "T", "H", "mH",
-    "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze",
-    "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
-    "view_as", "iter",
-}  # fmt: skip
-"""Names, without underscores, of what gives a part of a tensor that a script may then change in place."""
+_VIEWS = VIEWS | {"diag", "getitem", "iter"}
 
 _INSTEAD = (
     "Change the parameter itself by functions that go element by element (parameter.mul_(…), "

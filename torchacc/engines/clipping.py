@@ -1,0 +1,46 @@
+"""Let PyTorch's own clipping see full gradients where each process holds a shard of them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torchacc.engines.base import ShardedModel
+from torchacc.engines.patches import torch_patches
+
+TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
+"""Returns the norm of full gradients, of an order, from the shards of them; None for others than its engine's."""
+
+_norms: WeakKeyDictionary[ShardedModel, TotalNorm] = WeakKeyDictionary()
+
+
+def let_clipping_know(model: ShardedModel, total_norm: TotalNorm) -> None:
+    """Let PyTorch's clipping, however a script has imported it, know of a model's gradients.
+
+    Args:
+        model: The model.
+        total_norm: Of its engine: it knows the gradients of other models of the engine, too.
+    """
+    _norms[model] = total_norm
+    _hold_patch()
+
+
+@functools.cache
+def _hold_patch() -> None:
+    torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_checked_norm))
+
+
+def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    """Return the norm of gradients, or None where none of them is a shard.
+
+    Raises:
+        EngineError: They are those of an accumulation window that was not completed.
+    """
+    given = {id(gradient) for gradient in gradients}
+    for model in _norms:
+        # In a window an engine may hold the gradients, so that there are none to clip yet.
+        if not given or any(id(parameter.grad) in given for parameter in model.model.parameters()):
+            model.status.check_window("clip_grad_norm_()")
+    found = (total_norm(gradients, norm_type) for total_norm in set(_norms.values()))
+    return next((norm for norm in found if norm is not None), None)

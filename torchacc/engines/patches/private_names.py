@@ -1,0 +1,218 @@
+"""Every private name of PyTorch that engines other than XLA's use, in one list: where, and why.
+
+PyTorch may change or drop any of them in any version, and torchacc sets no upper bound on torch for the native engine.
+So the engine asks here before it shards a model, and says which name is missing; a test builds what cannot be looked up
+in a class, and says so for each name. (The XLA engines run with the one torch that torch_xla is built for.)
+"""
+
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torchacc.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
+
+TESTED_WITH = ">=2.9,<2.14"
+"""The versions of torch that the names are known to be in."""
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
+_PARAMETER = f"{_FSDP}._fsdp_param:FSDPParam"
+_STATE = f"{_FSDP}._fsdp_state:FSDPState"
+_DTENSOR = "torch.distributed.tensor:DTensor"
+
+_CLASSES = {
+    "FSDPParam": _PARAMETER,
+    "FSDPParamGroup": _GROUP,
+    "TrainingState": f"{_FSDP}._fsdp_common:TrainingState",
+    "NormBase": "torch.nn.modules.batchnorm:_NormBase",
+}
+"""What this module gives by import: name here -> where PyTorch has it."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """One private name."""
+
+    owner: str
+    """The module, or `module:class`, that has it; of an instance, its class."""
+    name: str
+    """The attribute; empty for the owner itself."""
+    used_in: str
+    """The file, under `torchacc/engines`."""
+    why: str
+    of_instances: bool = False
+    """Whether only instances have it, so that looking it up needs one."""
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name}" if self.name else self.owner
+
+    def is_there(self, instance: Any = None) -> bool:
+        """Return whether the installed torch has the name.
+
+        Args:
+            instance: One of the owner, for a name `of_instances`.
+        """
+        if instance is not None and hasattr(instance, self.name):
+            return True
+        try:
+            found = look_up(self.owner)
+        except (ImportError, AttributeError):
+            return False
+        return not self.name or hasattr(found, self.name)
+
+
+def look_up(path: str) -> Any:
+    """Return what is at `module` or `module:name.name`.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: The module has no such name.
+    """
+    module, _, names = path.partition(":")
+    found = importlib.import_module(module)
+    for name in filter(None, names.split(".")):
+        found = getattr(found, name)
+    return found
+
+
+def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool = False) -> list[PrivateName]:
+    return [PrivateName(owner, name, used_in, why, of_instances) for name, why in names.items()]
+
+
+_GROUPS = "native/parameter_groups.py"
+_ARITHMETIC = "native/shard_arithmetic.py"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
+        ("IDLE", "FORWARD", "PRE_BACKWARD"), "tells a forward from a backward where weights are gathered and freed"
+    )),
+    *_of(_GROUP, _GROUPS, {
+        "unshard": "overridden: reuses weights that wait for backward, and notes versions",
+        "wait_for_unshard": "overridden: leaves inference mode",
+        "reshard": "overridden: modules show their shards as soon as a forward is over",
+        "post_backward": "overridden: gradients of a graph of gradients are reduced in the end",
+        "finalize_backward": "frees what was gathered ahead",
+        "is_sharded": "asks for the group's state",
+        "is_unsharded": "asks for the group's state",
+        "_to_sharded": "overridden, and called where weights are freed",
+        "_init_mp_dtypes": "overridden: all parameters of a group may be frozen",
+    }),
+    *_of(_GROUP, _GROUPS, {
+        "fsdp_params": "the parameters of a unit",
+        "_training_state": "set to IDLE between forwards",
+        "_reshard_after_forward": "whether the unit's weights are freed after its forward",
+        "_all_gather_result": "whether a gather is on its way",
+        "_orig_dtype": "set where all parameters of the group are frozen",
+        "_reduce_dtype": "set where all parameters of the group are frozen",
+        "_partial_reduce_output": "dropped with the gradients of a window",
+    }, of_instances=True),
+    *_of(_PARAMETER, _GROUPS, {
+        "to_unsharded": "modules show the weights that waited for backward",
+        "reset_sharded_param": "after a script gave a parameter other memory",
+        "_setattr_on_modules": "modules show the shards while weights wait for backward",
+    }),
+    *_of(_PARAMETER, _GROUPS, {
+        "sharded_param": "the parameter that a script sees",
+        "_sharded_local_tensor": "whose version tells of changes unseen",
+        "_unsharded_param": "what graphs of the forward know instead of the parameter",
+        "unsharded_accumulated_grad": "dropped with the gradients of a window",
+        "orig_dtype": "of a group whose parameters are all frozen",
+        "reduce_dtype": "of a group whose parameters are all frozen",
+        "is_dtensor": "whether layers are split, too",
+    }, of_instances=True),
+    *_of(_STATE, _GROUPS, {
+        "_root_post_backward_final_callback": "wrapped: says that no more gradients of a backward are to come",
+        "_register_root_post_backward_final_callback": "sees to it that a backward with a graph ends with it",
+        "_register_pre_backward_hook": "gathers a unit whose backward begins inside of it",
+        "_lazy_init": "makes the model the root, also where a unit is called first",
+    }),
+    *_of(_STATE, _GROUPS, {
+        "_fsdp_param_group": "the group of a unit",
+        "_modules": "the modules of a unit",
+        "_is_root": "whether the root is known",
+        "_training_state": "set to IDLE between forwards",
+        "_state_ctx": "reset after a backward that raised",
+        "_comm_ctx": "reset after a backward that raised",
+    }, of_instances=True),
+    *_of(f"{_FSDP}._fsdp_state:FSDPStateContext", _GROUPS, {
+        "post_backward_final_callback_queued": "tells of a backward that raised, and was never finished",
+        "iter_forward_root": "reset after a backward that raised",
+    }, of_instances=True),
+    *_of(f"{_FSDP}._fsdp_param_group:FSDPCommContext", _GROUPS, dict.fromkeys(
+        ("all_gather_state", "reduce_scatter_state", "post_forward_order"), "reset after a backward that raised"
+    ), of_instances=True),
+    *_of("torch._C", _GROUPS, {"_current_graph_task_id": "whether a backward runs"}),
+    *_of(_DTENSOR, _ARITHMETIC, {"__torch_function__": "overridden: what a script computes with shards"}),
+    *_of(_DTENSOR, _ARITHMETIC, {
+        "_spec": "how a shard lies, asked in each call; `device_mesh` and `placements` go through __torch_function__",
+        "_local_tensor": "the shard itself, to be set after a sum is finished",
+    }, of_instances=True),
+    *_of("torch._C", _ARITHMETIC, {"DisableTorchFunctionSubclass": "calls PyTorch's own part of what is overridden"}),
+    *_of("torch", "native/gradient_norm.py", {"_foreach_norm": "norms of many gradients in one call"}),
+    *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
+    *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),
+    *_of("torch.amp.grad_scaler:GradScaler", "scaler.py", {"_unscale_grads_": "overridden: all processes skip a step"}),
+    *_of("torch._C._distributed_c10d", "process_group.py", {"HashStore": "a process group of a single process"}),
+    *_of("torch.utils._pytree", "native/native_engine.py", {
+        "register_dataclass": "FSDP2 finds tensors in outputs by the pytree",
+        "tree_leaves": "the tensors in an output or a call",
+        "tree_map": "calls with full tensors in the place of shards",
+        "tree_map_only": "replays calls of a recorded initialisation",
+    }),
+    *_of("torch.utils._python_dispatch", "deferred.py", {"TorchDispatchMode": "records an initialisation"}),
+    *_of("torch._C", "deferred.py", {"DisableTorchFunction": "sees a deferred tensor as what it is"}),
+    *_of("torch._ops:OpOverload", "deferred.py", {"": "an operation that is recorded"}),
+    *_of("torch._ops:OpOverload", "deferred.py", {"_schema": "what an operation writes to"}, of_instances=True),
+    *_of("torch:UntypedStorage", "deferred.py", {"_cdata": "which memory tensors share"}, of_instances=True),
+    *_of("torch:Tensor", "native/activation_offload.py", {"_base": "whose view a saved tensor is"}, of_instances=True),
+    *_of("torch:Tensor", _GROUPS, {"_version": "how often a shard was written to"}, of_instances=True),
+    *_of("torch.nn:Module", "base.py", {"_apply": "refuses to move a sharded model"}),
+    *_of("torch.nn:Module", "initial_values.py", {
+        "_parameters": "puts shards in the place of parameters",
+        "_buffers": "moves buffers",
+        "_non_persistent_buffers_set": "which buffers no checkpoint holds",
+    }, of_instances=True),
+    *_of("torch.nn.utils.clip_grad", "patches/torch_patches.py", {"_get_total_norm": "patched: the norm of shards"}),
+    *_of("torch.cuda.amp.common", "patches/torch_patches.py", {"amp_definitely_not_available": "patched"}),
+    *_of("torch.autograd:Node", "losses.py", {
+        "_saved_reduction": "tells a loss that is a sum",
+        "_saved_self_sym_sizes": "tells a loss that is a sum",
+    }, of_instances=True),
+)  # fmt: skip
+"""All of them."""
+
+
+@cache
+def check_installed_torch() -> None:
+    """Check that the installed torch has what can be looked up without a sharded model.
+
+    Raises:
+        EngineError: It has not.
+    """
+    missing = [each for each in PRIVATE_NAMES if not each.of_instances and not each.is_there()]
+    if missing:
+        raise _missing(missing[0])
+
+
+def _missing(name: PrivateName) -> EngineError:
+    return EngineError(
+        f"torch {importlib.metadata.version('torch')} has no {name}, which engines/{name.used_in} needs ({name.why}): "
+        f"torchacc knows torch {TESTED_WITH}. Install one of these, or a newer torchacc"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return look_up(_CLASSES[name])
+    except (ImportError, AttributeError) as error:
+        used = next(each for each in PRIVATE_NAMES if each.owner == _CLASSES[name])
+        raise _missing(PrivateName(used.owner, "", used.used_in, used.why)) from error
