@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchacc.parallel.axes import AXES
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchacc"
 
@@ -28,6 +30,14 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 DCP_FILES = ("checkpoint", "interop", "dcp_files")
 # It is torchrun's agent, and runs in no process of a training.
 AGENT = ("launch", "agent")
+# Where "fsdp" is a function, a key of a trainer's file, or an argument of transformers', and no axis of the mesh.
+NAMES_OTHER_THINGS = {
+    ("dist", "__init__"),
+    ("integrations", "hf", "arguments"),
+    ("train", "config"),
+    ("train", "file"),
+    ("train", "layout"),
+}
 ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -119,6 +129,14 @@ def test_only_the_registry_compares_the_name_of_an_engine(path):
             assert about_a_device or not names, f"line {node.lineno} compares {names}: leave it to engines/registry.py"
 
 
+@each_module
+def test_an_axis_of_the_mesh_is_asked_for_by_its_role(path):
+    if parts(path) in {("parallel", "axes"), *NAMES_OTHER_THINGS} or parts(path)[0] == "config":
+        return
+    named = {node.lineno for node in constants(ast.parse(path.read_text(encoding="utf-8"))) if node.value in AXES}
+    assert not named, f"lines {sorted(named)} name an axis: ask the mesh by a Role, as in mesh.size(Role.SHARD)"
+
+
 def attributes(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -126,6 +144,9 @@ def attributes(path: Path) -> set[str]:
 
 def strings(node: ast.expr) -> Iterator[str]:
     """Yield the strings that an operand spells out, also inside of a tuple or a set."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            yield part.value
+    yield from (constant.value for constant in constants(node))
+
+
+def constants(node: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the string constants in a tree."""
+    return (part for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str))

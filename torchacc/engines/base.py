@@ -27,6 +27,7 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sharding import LocalShard
@@ -266,7 +267,7 @@ class ShardedModel(ABC):
 
     @cached_property
     def _shard_group(self) -> Any:
-        return self.engine.group.own_subgroup(self.engine.mesh.groups("fsdp", "tp"))
+        return self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SHARD, Role.TENSOR))
 
     @abstractmethod
     def local_numel(self) -> int:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import DataError, EngineError
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 
 _MOST_DIMS = 8
@@ -18,7 +19,7 @@ class RowGatherer(ABC):
 
     def __init__(self, group: ProcessGroup, mesh: Mesh) -> None:
         """Make the group of processes. Collective: every process."""
-        groups = mesh.groups(*mesh.data_axes)
+        groups = mesh.groups(Role.BATCH)
         own = next(ranks for ranks in groups if group.job.rank in ranks)
         self.ranks = sorted(own, key=mesh.data_shard)
         """The processes in the order of their rows."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
+from torchacc.parallel.sharding import DivisibleDimLayout, RowLayout
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,15 +43,15 @@ class _Interval:
 def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what XLA plans for a device: one program holds the whole step."""
     master = _DTYPE_BYTES[plan.master_dtype]
-    at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
-    trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    at_rest = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters)
+    trained = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters if parameter.trainable)
     intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
     in_shards = {buffer.lookup_of for buffer in lifetimes.buffers if not buffer.joins_another}
     for unit in plan.units:
         again = plan.is_resharded_after_forward(unit)
         for parameter in unit.parameters:
             intervals += _weight(plan, parameter, lifetimes, master, again=again)
-            added = plan.mesh.size("fsdp") > 1 and parameter.name in in_shards
+            added = plan.mesh.num_shards > 1 and parameter.name in in_shards
             intervals += _gradient(plan, parameter, lifetimes, num_states, added=added)
     intervals += _copies(plan, lifetimes, master)
     peak = _peak(intervals)
@@ -69,7 +70,7 @@ def _size(plan: ShardingPlan, buffer: Buffer) -> int:
         return buffer.nbytes
     if buffer.joins_another and plan.mesh.num_data_shards == 1:
         return 0
-    return buffer.nbytes // plan.mesh.size("fsdp")
+    return buffer.nbytes // plan.mesh.num_shards
 
 
 def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
@@ -78,8 +79,8 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
     """
     master = _DTYPE_BYTES[plan.master_dtype]
-    at_rest = sum(_even_shard(plan, parameter) for parameter in plan.parameters)
-    trained = sum(_even_shard(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    at_rest = sum(_rows(plan, parameter).shard_numel for parameter in plan.parameters)
+    trained = sum(_rows(plan, parameter).shard_numel for parameter in plan.parameters if parameter.trainable)
     end = lifetimes.num_operations
     intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
     intervals += _unit_weights(plan, lifetimes)
@@ -128,39 +129,31 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         following = min((time for time in complete if time > done), default=done)
         if plan.mesh.num_data_shards > 1:
             yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
-        shards = sum(_even_shard(plan, parameter) for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
+        shards = sum(_rows(plan, parameter).shard_numel for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, lifetimes.num_operations)
 
 
-def _even_shard(plan: ShardingPlan, parameter: PlannedParameter) -> int:
-    """Return the elements of a shard of `fully_shard`, which pads the first dimension."""
-    if not parameter.shape:  # each device has it
-        return 1
-    rows = parameter.shape[0]
-    return -(-rows // plan.mesh.size("fsdp")) * (parameter.numel // rows) if rows else 0
+def _rows(plan: ShardingPlan, parameter: PlannedParameter) -> RowLayout:
+    """Return how `fully_shard` shards a parameter."""
+    return RowLayout(parameter.shape, plan.mesh.num_shards)
 
 
-def _shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
-    return parameter.numel if _split_dim(plan, parameter) is None else parameter.numel // plan.mesh.size("fsdp")
-
-
-def _split_dim(plan: ShardingPlan, parameter: PlannedParameter) -> int | None:
-    """Return the first dimension that divides, along which a parameter is split; None where none does."""
-    size = plan.mesh.size("fsdp")
-    return next((dim for dim, n in enumerate(parameter.shape) if size > 1 and n >= size and n % size == 0), None)
+def _partition(plan: ShardingPlan, parameter: PlannedParameter) -> DivisibleDimLayout:
+    """Return how XLA shards a parameter."""
+    return DivisibleDimLayout(parameter.shape, plan.mesh.num_shards)
 
 
 def _weight(
     plan: ShardingPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
 ) -> Iterator[_Interval]:
     """Yield when a weight is whole on the device, beside its shard, and when that is there in the dtype of products."""
-    dim, uses = _split_dim(plan, parameter), lifetimes.uses.get(parameter.name, ())
+    dim, uses = _partition(plan, parameter).dim, lifetimes.uses.get(parameter.name, ())
     if not uses:
         return
     cast = lifetimes.casts.get(parameter.name)
     if cast is not None:  # of the shard it is the same in forward and in backward, where that is gathered for both
         last = uses[0] if dim is not None and not again else uses[-1]
-        yield _Interval("gathered", cast * _shard_numel(plan, parameter) // parameter.numel, uses[0], last)
+        yield _Interval("gathered", cast * _partition(plan, parameter).shard_numel // parameter.numel, uses[0], last)
     if dim is None:
         return
     nbytes = parameter.numel * itemsize if cast is None else cast
@@ -184,7 +177,7 @@ def _gradient(
     if plan.mesh.num_data_shards > 1 and not added:
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
-    late = max(0, num_states - 1) * _shard_numel(plan, parameter) * master
+    late = max(0, num_states - 1) * _partition(plan, parameter).shard_numel * master
     yield _Interval("gradients", late, time + 1, lifetimes.num_operations)
 
 
@@ -196,7 +189,7 @@ def _copies(plan: ShardingPlan, lifetimes: Lifetimes, itemsize: int) -> Iterator
             seen[parameter.shape] += 1
             if seen[parameter.shape] <= 2:
                 uses = lifetimes.uses.get(parameter.name, (0,))
-                nbytes = _shard_numel(plan, parameter) * itemsize
+                nbytes = _partition(plan, parameter).shard_numel * itemsize
                 yield _Interval("gathered", nbytes, uses[0], lifetimes.gradients[parameter.name])
 
 

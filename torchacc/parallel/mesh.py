@@ -1,39 +1,29 @@
 """Where each device lies on the mesh: axis sizes to coordinates and groups, in plain integers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from torchacc.config import Config
-
-DATA_AXES = ("dp", "fsdp")
-"""The axes along which devices see different data, the slower first."""
-
-
-def _replicate_and_shard(dp: int, fsdp: int) -> tuple[int, int]:
-    return dp, fsdp
-
-
-def _replicate_only(dp: int, fsdp: int) -> tuple[int, int]:
-    return dp * fsdp, 1
+from torchacc.parallel.axes import Role, axes_with, axis_with
 
 
 @dataclass(frozen=True)
 class Strategy:
     """What a sharding strategy comes to."""
 
-    sizes: Callable[[int, int], tuple[int, int]]
-    """Turns the sizes of `dp` and `fsdp` that a config asks for into those of the mesh."""
+    shards: bool
+    """Whether parameters are sharded; otherwise the devices that would share them hold copies."""
     reshard_after_forward: bool
-    """Whether a unit's weights are freed after its forward, and gathered again for its backward."""
+    """Whether a unit's parameters are freed after its forward, and gathered again for its backward."""
 
 
 STRATEGIES: Mapping[str, Strategy] = {
-    "FULL_SHARD": Strategy(_replicate_and_shard, reshard_after_forward=True),
-    "HYBRID_SHARD": Strategy(_replicate_and_shard, reshard_after_forward=True),
-    "SHARD_GRAD_OP": Strategy(_replicate_and_shard, reshard_after_forward=False),
-    "NO_SHARD": Strategy(_replicate_only, reshard_after_forward=False),
+    "FULL_SHARD": Strategy(shards=True, reshard_after_forward=True),
+    "HYBRID_SHARD": Strategy(shards=True, reshard_after_forward=True),
+    "SHARD_GRAD_OP": Strategy(shards=True, reshard_after_forward=False),
+    "NO_SHARD": Strategy(shards=False, reshard_after_forward=False),
 }
 
 
@@ -41,18 +31,18 @@ STRATEGIES: Mapping[str, Strategy] = {
 class Mesh:
     """A mesh of devices, numbered row-major: the last axis varies fastest."""
 
-    axes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int], ...]
     """Name and size of each axis, the slowest first."""
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The axes' names, the slowest first."""
-        return tuple(name for name, _ in self.axes)
+        return tuple(name for name, _ in self.sizes)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The axes' sizes, the slowest first."""
-        return tuple(size for _, size in self.axes)
+        return tuple(size for _, size in self.sizes)
 
     @property
     def num_devices(self) -> int:
@@ -61,56 +51,80 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which devices see different data, `dp` first."""
-        return tuple(name for name in DATA_AXES if name in self.axis_names)
+        """The axes along which devices see different data, in the order of the data, which is that of `AXES`."""
+        return tuple(name for name in axes_with(Role.BATCH) if name in self.axis_names)
 
     @property
     def num_data_shards(self) -> int:
         """Parts into which each global batch is split."""
-        return prod(self.size(axis) for axis in self.data_axes)
+        return self.size(Role.BATCH)
 
-    def size(self, axis: str) -> int:
-        """Return the number of devices along an axis; 1 for one that the mesh does not have."""
-        return dict(self.axes).get(axis, 1)
+    @property
+    def num_shards(self) -> int:
+        """Parts into which each parameter, or what tensor parallelism leaves of it, is sharded."""
+        return self.size(Role.SHARD)
+
+    def axes(self, *roles: Role) -> tuple[str, ...]:
+        """Return the names of the axes that have any of these roles, the slowest first."""
+        return tuple(name for name in self.axis_names if name in axes_with(*roles))
+
+    def axis_size(self, axis: str) -> int:
+        """Return the number of devices along one axis; 1 for one that the mesh does not have."""
+        return dict(self.sizes).get(axis, 1)
+
+    def size(self, *roles: Role) -> int:
+        """Return the number of devices along all axes that have any of these roles together."""
+        return prod(self.axis_size(axis) for axis in self.axes(*roles))
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Return a device's position on each axis."""
         if not 0 <= device < self.num_devices:
             raise IndexError(f"device {device} of a mesh of {self.num_devices}")
         positions = {}
-        for name, size in reversed(self.axes):
+        for name, size in reversed(self.sizes):
             device, positions[name] = divmod(device, size)
         return {name: positions[name] for name in self.axis_names}
 
     def device(self, **coords: int) -> int:
         """Return the device at a position; an axis that is not named is at 0."""
         device = 0
-        for name, size in self.axes:
+        for name, size in self.sizes:
             device = device * size + coords.get(name, 0)
         return device
 
-    def groups(self, *axes: str) -> list[list[int]]:
-        """Return the groups of devices that differ only along these axes, each in the order of the mesh."""
-        along = [name for name in self.axis_names if name in axes]
-        across = [name for name in self.axis_names if name not in axes]
+    def index(self, device: int, *roles: Role) -> int:
+        """Return a device's number among the `size(*roles)` that differ from it only along axes with these roles.
+
+        Args:
+            device: The device.
+            roles: The slowest first; within a role the axes are in the order of the mesh.
+        """
+        return self._number(device, dict.fromkeys(axis for role in roles for axis in self.axes(role)))
+
+    def data_shard(self, device: int) -> int:
+        """Return which part of the global batch a device sees."""
+        return self._number(device, self.data_axes)
+
+    def groups(self, *roles: Role) -> list[list[int]]:
+        """Return the groups of devices that differ only along axes with these roles, each in the order of the mesh."""
+        along = self.axes(*roles)
+        across = [name for name in self.axis_names if name not in along]
         return [
             [self.device(**fixed, **moving) for moving in self._positions(along)] for fixed in self._positions(across)
         ]
 
-    def data_shard(self, device: int) -> int:
-        """Return which part of the global batch a device sees: its number along `dp`, then `fsdp`."""
-        coords = self.coordinates(device)
-        shard = 0
-        for axis in self.data_axes:
-            shard = shard * self.size(axis) + coords[axis]
-        return shard
-
     def describe(self) -> str:
         """Return the mesh in words: its data axes, and what else is larger than one, such as `dp 1 x fsdp 4`."""
-        return " x ".join(f"{name} {size}" for name, size in self.axes if size > 1 or name in DATA_AXES)
+        return " x ".join(f"{name} {size}" for name, size in self.sizes if size > 1 or name in self.data_axes)
 
-    def _positions(self, axes: list[str]) -> list[dict[str, int]]:
-        return [dict(zip(axes, at, strict=True)) for at in product(*(range(self.size(axis)) for axis in axes))]
+    def _number(self, device: int, axes: Iterable[str]) -> int:
+        coordinates, number = self.coordinates(device), 0
+        for axis in axes:
+            number = number * self.axis_size(axis) + coordinates[axis]
+        return number
+
+    def _positions(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        return [dict(zip(axes, at, strict=True)) for at in product(*(range(self.axis_size(axis)) for axis in axes))]
 
 
 def from_config(config: Config) -> Mesh:
@@ -121,6 +135,8 @@ def from_config(config: Config) -> Mesh:
     """
     dist = config.dist
     assert dist.dp.size is not None, "resolve() sizes every axis"
-    dp, fsdp = STRATEGIES[dist.fsdp.sharding_strategy].sizes(dist.dp.size, dist.fsdp.size)
-    sizes = {"dp": dp, "fsdp": fsdp, "pp": dist.pp.size, "sp": dist.sp.size, "tp": dist.tp.size}
-    return Mesh(tuple((axis, sizes[axis]) for axis in dist.topology))
+    sizes: dict[str, int] = {axis: getattr(dist, axis).size for axis in dist.topology}
+    if not STRATEGIES[dist.fsdp.sharding_strategy].shards:
+        replicates, shards = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
+        sizes |= {replicates: sizes[replicates] * sizes[shards], shards: 1}
+    return Mesh(tuple(sizes.items()))

@@ -16,10 +16,10 @@ from torch import nn
 
 from torchacc.config.sections import TPConfig
 from torchacc.errors import ConfigError
+from torchacc.parallel.axes import ParameterSpec, Role, axis_with, named
 from torchacc.parallel.mesh import Mesh
 
-ParameterSpec = tuple[str | None, ...]
-"""For each dimension of a parameter the mesh axis that it is split over; None where the plan leaves it."""
+_TP = axis_with(Role.TENSOR)
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,36 @@ class Rule:
 
 
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-_BY_OUTPUT, _BY_INPUT = ("tp", None), (None, "tp")  # of a weight (output, input), as nn.Linear and nn.Embedding have it
+_BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
 _VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True)
 
 _LLAMA = (
     _VOCABULARY,
     Rule(r"\.q_proj\.weight$", _BY_OUTPUT, _HEADS),
-    Rule(r"\.q_proj\.bias$", ("tp",), _HEADS),
+    Rule(r"\.q_proj\.bias$", (_TP,), _HEADS),
     Rule(r"\.[kv]_proj\.weight$", _BY_OUTPUT, _KV_HEADS, may_stay_whole=True),
-    Rule(r"\.[kv]_proj\.bias$", ("tp",), _KV_HEADS, may_stay_whole=True),
+    Rule(r"\.[kv]_proj\.bias$", (_TP,), _KV_HEADS, may_stay_whole=True),
     Rule(r"\.o_proj\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.(gate|up)_proj\.weight$", _BY_OUTPUT),
-    Rule(r"\.(gate|up)_proj\.bias$", ("tp",)),
+    Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
     Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True),
     Rule(r"\.(c|q)_attn\.weight$", _BY_INPUT, _HEADS),
-    Rule(r"\.(c|q)_attn\.bias$", ("tp",), _HEADS),
+    Rule(r"\.(c|q)_attn\.bias$", (_TP,), _HEADS),
     Rule(r"att(n|ention)\.c_proj\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"\.c_fc\.weight$", _BY_INPUT),
-    Rule(r"\.c_fc\.bias$", ("tp",)),
+    Rule(r"\.c_fc\.bias$", (_TP,)),
     Rule(r"\.mlp\.c_proj\.weight$", _BY_OUTPUT),
 )
 _BERT = (
     Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_whole=True),
     Rule(r"\.(query|key|value)\.weight$", _BY_OUTPUT, _HEADS),
-    Rule(r"\.(query|key|value)\.bias$", ("tp",), _HEADS),
+    Rule(r"\.(query|key|value)\.bias$", (_TP,), _HEADS),
     Rule(r"attention\.output\.dense\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.intermediate\.dense\.weight$", _BY_OUTPUT),
-    Rule(r"\.intermediate\.dense\.bias$", ("tp",)),
+    Rule(r"\.intermediate\.dense\.bias$", (_TP,)),
     Rule(r"\.\d+\.output\.dense\.weight$", _BY_INPUT),
 )
 _T5 = (
@@ -136,7 +136,12 @@ class LayerSplit:
     def __str__(self) -> str:
         activations = ", activations between units along their length" if self.sequence_parallel else ""
         lines = [f"  layers split over tp {self.size} by the plan of {self.source}{activations}"]
-        lines += _listed({name: f"({', '.join(axis or '-' for axis in spec)})" for name, spec in self.specs.items()})
+        lines += _listed(
+            {
+                name: f"({', '.join(' '.join(named(entry)) or '-' for entry in spec)})"
+                for name, spec in self.specs.items()
+            }
+        )
         lines += _listed({name: f"whole: {reason}" for name, reason in self.whole.items()})
         return "\n".join(lines)
 
@@ -157,7 +162,7 @@ def split_layers(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes)
     Raises:
         ConfigError: The plan does not fit the model, the model's sizes do not divide, or no plan is known for it.
     """
-    size = mesh.size("tp")
+    size = mesh.size(Role.TENSOR)
     if config.plan is not None:
         specs = _by_own_plan(config.plan, mesh, shapes)
         return LayerSplit(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
@@ -167,7 +172,7 @@ def split_layers(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes)
     family = getattr(described, "model_type", "")
     rules = FAMILIES.get(family) or _declared_rules(model, described)
     specs, whole = _by_rules(rules, size, described, shapes)
-    if not any("tp" in spec for spec in specs.values()):
+    if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
     return LayerSplit(size, family or type(model).__name__, specs, whole, config.sequence_parallel)
 
@@ -201,7 +206,7 @@ def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int
     count = getattr(described, rule.count, None) if rule.count else None
     if count is not None and count % size:
         return f"{rule.count} = {count} is no multiple of {size}"
-    length = shape[spec.index("tp")]
+    length = shape[spec.index(_TP)]
     return f"{length} is no multiple of {size}" if length % size else None
 
 
@@ -229,11 +234,11 @@ def _checked_spec(pattern: str, spec: ParameterSpec, name: str, shape: tuple[int
             f"{given} has {len(spec)} entries, and fits {name!r} of shape {shape}: write one for each dimension, None "
             r"where it is not split, and let the pattern tell weights from biases, such as '\.weight$'"
         )
-    for axis, length in zip(spec, shape, strict=True):
-        if axis is not None and length % mesh.size(axis):
+    for entry, length in zip(spec, shape, strict=True):
+        for axis in (axis for axis in named(entry) if length % mesh.axis_size(axis)):
             raise ConfigError(
                 f"{given} splits {name!r} of shape {shape}, and {length} is no multiple of {axis}'s "
-                f"{mesh.size(axis)} devices: write None there, or another size"
+                f"{mesh.axis_size(axis)} devices: write None there, or another size"
             )
     return spec
 
@@ -259,7 +264,7 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
         may_stay_whole = count == _KV_HEADS or "lm_head" in path
         rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_whole))
         if spec == _BY_OUTPUT:
-            rules.append(Rule(rf"{place}\.bias$", ("tp",), count, may_stay_whole))
+            rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_whole))
     return rules
 
 

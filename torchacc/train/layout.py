@@ -13,6 +13,7 @@ from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
+from torchacc.parallel.axes import AXES, Role
 from torchacc.parallel.mesh import Mesh, from_config
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
@@ -100,7 +101,7 @@ def make_layout(
     _check_devices(devices, kind, notes)
     _check_batchnorm(distributed, kind, total, notes)
     engine = registry.make_engine(config, job)
-    if engine.mesh.size("tp") == 1:  # with tp it needs the model, and accelerate() asks again
+    if engine.mesh.size(Role.TENSOR) == 1:  # with tp it needs the model, and accelerate() asks again
         engine.check(nn.Module())
     config.freeze()
     return DeviceLayout(
@@ -168,7 +169,7 @@ def _set_sharding(
         into.size = max(1, total // (others * (dist.dp.size or 1)))
     if dist.dp.size is None:
         dist.dp.size = max(1, total // (others * into.size))
-    sizes = {axis: getattr(dist, axis).size for axis in ("dp", "fsdp", "tp", "pp", "sp")}
+    sizes = {axis: getattr(dist, axis).size for axis in AXES}
     if (asked := prod(sizes.values())) != total:
         arithmetic = " * ".join(f"{axis}({size})" for axis, size in sizes.items())
         raise ConfigError(

@@ -5,6 +5,7 @@ import pytest
 from torchacc.config import Config, resolve
 from torchacc.config.sections import ShardingStrategy
 from torchacc.env import Job
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import STRATEGIES, Mesh, from_config
 
 DP2_FSDP3 = Mesh((("dp", 2), ("fsdp", 3)))
@@ -24,7 +25,26 @@ def test_sizes_and_names():
     assert FSDP_OUTSIDE.num_devices == 12
     assert FSDP_OUTSIDE.axis_names == ("fsdp", "tp", "dp")
     assert FSDP_OUTSIDE.shape == (3, 2, 2)
-    assert FSDP_OUTSIDE.size("tp") == 2
+    assert [FSDP_OUTSIDE.axis_size(axis) for axis in ("fsdp", "tp", "dp", "pp")] == [3, 2, 2, 1]
+
+
+def test_sizes_and_axes_by_role():
+    assert FSDP_OUTSIDE.axes(Role.BATCH) == ("fsdp", "dp")
+    assert FSDP_OUTSIDE.axes(Role.SEQUENCE) == ()
+    sizes = [FSDP_OUTSIDE.size(role) for role in (Role.SHARD, Role.TENSOR, Role.REPLICATE, Role.PIPELINE)]
+    assert sizes == [3, 2, 2, 1]
+    assert FSDP_OUTSIDE.size(Role.SHARD, Role.TENSOR) == 6
+    assert FSDP_OUTSIDE.size() == 1
+
+
+def test_an_index_is_a_place_in_a_group():
+    for role in Role:
+        groups = FSDP_OUTSIDE.groups(role)
+        assert all([FSDP_OUTSIDE.index(device, role) for device in group] == [*range(len(group))] for group in groups)
+    # dp is the slower of the two, in whichever order the mesh has them
+    assert [FSDP_OUTSIDE.index(device, Role.REPLICATE, Role.TENSOR) for device in range(4)] == [0, 2, 1, 3]
+    assert FSDP_OUTSIDE.index(5) == 0
+    assert [DP2_FSDP3.index(device, Role.REPLICATE, Role.BATCH) for device in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_last_axis_varies_fastest():
@@ -48,19 +68,19 @@ def test_a_device_outside_of_the_mesh_is_refused(device):
 
 
 def test_groups_along_one_axis():
-    assert DP2_FSDP3.groups("fsdp") == [[0, 1, 2], [3, 4, 5]]
-    assert DP2_FSDP3.groups("dp") == [[0, 3], [1, 4], [2, 5]]
+    assert DP2_FSDP3.groups(Role.SHARD) == [[0, 1, 2], [3, 4, 5]]
+    assert DP2_FSDP3.groups(Role.REPLICATE) == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_groups_along_several_axes_and_none():
-    assert DP2_FSDP3.groups("fsdp", "dp") == [[0, 1, 2, 3, 4, 5]]
+    assert DP2_FSDP3.groups(Role.BATCH) == [[0, 1, 2, 3, 4, 5]]
     assert DP2_FSDP3.groups() == [[0], [1], [2], [3], [4], [5]]
-    assert FSDP_OUTSIDE.groups("fsdp", "dp") == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+    assert FSDP_OUTSIDE.groups(Role.BATCH) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
 
 
-@pytest.mark.parametrize("axes", [("dp",), ("fsdp",), ("tp", "dp"), ("fsdp", "tp", "dp")])
-def test_groups_part_the_devices(axes):
-    groups = FSDP_OUTSIDE.groups(*axes)
+@pytest.mark.parametrize("roles", [(Role.SHARD,), (Role.TENSOR, Role.REPLICATE), (Role.TENSOR, Role.BATCH), ()])
+def test_groups_part_the_devices(roles):
+    groups = FSDP_OUTSIDE.groups(*roles)
     assert sorted(device for group in groups for device in group) == list(range(12))
 
 
@@ -93,12 +113,6 @@ def test_a_strategy_is_a_mesh_shape(strategy, dp, fsdp, expected):
     assert mesh.num_devices == 4
 
 
-def test_no_strategy_changes_the_number_of_devices():
-    for strategy in STRATEGIES.values():
-        replicate, shard = strategy.sizes(2, 3)
-        assert replicate * shard == 6
-
-
 def test_the_configs_order_of_axes_is_the_meshs():
     mesh = mesh_of(4, fsdp={"size": 2}, topology=["fsdp", "dp", "tp", "sp", "pp"])
-    assert mesh.axes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1))
+    assert mesh.sizes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1))

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchacc.engines.native.shard_arithmetic import OWNER, cut, is_of_model, mean_over_data, whole
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import EngineError
+from torchacc.parallel.axes import Role
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def gradients(
     """
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     parameters = [each for each in inputs if OWNER in getattr(each, "__dict__", ())]
-    if parameters and (is_grads_batched or any("tp" in _spec(each).mesh.mesh_dim_names for each in parameters)):
+    if parameters and (is_grads_batched or any(_is_tensor_parallel(each) for each in parameters)):
         raise EngineError(
             "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers "
             "are split over dist.tp: call backward(), and read parameter.grad"
@@ -107,6 +108,10 @@ def _of_parameter(
 
 def _spec(parameter: Any) -> Any:
     return parameter._spec
+
+
+def _is_tensor_parallel(parameter: Any) -> bool:
+    return Role.TENSOR.value in _spec(parameter).mesh.mesh_dim_names
 
 
 class _Mean(torch.autograd.Function):

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from functools import cached_property
-from itertools import product
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +31,10 @@ from torchacc.engines.process_group import hushed_gloo
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
+from torchacc.parallel import sharding
+from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit, make_plan
-from torchacc.parallel.sharding import LocalShard, TensorParallelSlice
+from torchacc.parallel.sharding import LocalShard
 
 _log = get_logger(__name__)
 
@@ -88,7 +88,7 @@ class NativeEngine(Engine):
                 f"the parameter {empty[0]!r} has no elements, and FSDP2 cannot sum an empty gradient over devices: "
                 "leave it out of the model, or keep it as a buffer (register_buffer)"
             )
-        if self.mesh.size("tp") > 1:
+        if self.mesh.size(Role.TENSOR) > 1:
             split_layers.check(model, make_plan(model, self.config, self.mesh))
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
@@ -133,28 +133,28 @@ class NativeEngine(Engine):
 
     @cached_property
     def device_mesh(self) -> Any:
-        """The DeviceMesh (dp, fsdp), with the processes where the mesh has them; (fsdp,) without replicas.
+        """The DeviceMesh (replicate, shard), with the processes where the mesh has them; (shard,) without replicas.
 
-        On a mesh with a dp axis of one, FSDP2 would still reduce each gradient over it.
+        On a mesh with a single replica, FSDP2 would still reduce each gradient over it.
         """
-        return self._process_mesh[("dp", "fsdp") if self.mesh.size("dp") > 1 else ("fsdp",)]
+        roles = [Role.REPLICATE, Role.SHARD] if self.mesh.size(Role.REPLICATE) > 1 else [Role.SHARD]
+        return self._process_mesh[tuple(role.value for role in roles)]
 
     @property
     def tp_mesh(self) -> Any:
         """The DeviceMesh of the processes that share layers."""
-        return self._process_mesh["tp"]
+        return self._process_mesh[Role.TENSOR.value]
 
     @cached_property
     def _process_mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = self.mesh
-        axes = [axis for axis in ("dp", "fsdp", "tp") if axis == "fsdp" or mesh.size(axis) > 1]
-        sizes = [mesh.size(axis) for axis in axes]
-        at = [dict(zip(axes, position, strict=True)) for position in product(*map(range, sizes))]
-        ranks = torch.tensor([mesh.device(**coordinates) for coordinates in at], dtype=torch.int)
+        roles = [r for r in (Role.REPLICATE, Role.SHARD, Role.TENSOR) if r is Role.SHARD or mesh.size(r) > 1]
+        ranks = sorted(range(mesh.num_devices), key=lambda rank: mesh.index(rank, *roles))
+        grid = torch.tensor(ranks, dtype=torch.int).view([mesh.size(role) for role in roles])
         with hushed_gloo():
-            return DeviceMesh(self.device.type, ranks.view(sizes), mesh_dim_names=tuple(axes))
+            return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(role.value for role in roles))
 
     def random_state(self) -> dict[str, Any]:
         """Return the state of the CPU's and of the accelerator's generator."""
@@ -335,7 +335,7 @@ class NativeModel(ShardedModel):
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
-        is_split = self.engine.mesh.num_devices > self.engine.mesh.size("dp")
+        is_split = self.num_shards > 1
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
             if self.plan.split.size > 1:
@@ -370,61 +370,47 @@ class NativeModel(ShardedModel):
     @property
     def replica(self) -> tuple[int, int]:
         """This process's place on the axis of replicas."""
-        return self._coordinates["dp"], self.engine.mesh.size("dp")
+        return self._place_among(Role.REPLICATE)
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
-        """Return this process's place among those with the same shard; what is not split all have that share layers."""
-        (index, count), size = self.replica, self.plan.split.size
-        if not local_shard.members[0][1]:
-            return self.engine.job.rank, self.engine.job.num_processes
-        return (index, count) if local_shard.cut else (index * size + self._coordinates.get("tp", 0), count * size)
+        """Return this process's place among those with the same shard."""
+        return self._place_among(*sharding.replicated_over(local_shard))
 
     @property
     def num_shards(self) -> int:
         """The processes on the axes of shards and of split layers."""
-        return self.engine.mesh.size("fsdp") * self.plan.split.size
+        return self.engine.mesh.size(Role.SHARD, Role.TENSOR)
 
     @property
     def shard_index(self) -> int:
         """This process's place on the axis of shards."""
-        return self._coordinates["fsdp"]
+        return self._place_among(Role.SHARD)[0]
 
     @property
     def shards_are_runs(self) -> bool:
         """Whether layers are not split: of a weight that is split by its inputs a process holds a part of each row."""
         return self.plan.split.size == 1
 
-    @cached_property
-    def _coordinates(self) -> dict[str, int]:
-        return self.engine.mesh.coordinates(self.engine.job.rank)
+    def _place_among(self, *roles: Role) -> tuple[int, int]:
+        mesh = self.engine.mesh
+        return mesh.index(self.engine.job.rank, *roles), mesh.size(*roles)
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
-        at, num_shards = self._coordinates, self.engine.mesh.size("fsdp")
+        rank = self.engine.job.rank
         for planned in self.plan.parameters:
-            spec, size = self.plan.split.spec_of(planned.name), self.plan.split.size
-            if not planned.shape:  # each process has it
-                member = (planned.name, planned.shape)
-                yield self.model.get_parameter(planned.name), LocalShard(planned.name, (member,), 1, index=0)
-                continue
-            cut = TensorParallelSlice(spec.index("tp"), at["tp"], size) if size > 1 and "tp" in spec else None
-            shape = [n // cut.count if cut and dim == cut.dim else n for dim, n in enumerate(planned.shape)]
-            numel = -(-shape[0] // num_shards) * prod(shape[1:])
-            members = ((planned.name, planned.shape),)
-            yield self.model.get_parameter(planned.name), LocalShard(planned.name, members, numel, at["fsdp"], cut)
+            yield self.model.get_parameter(planned.name), self._shard_of(planned.name, planned.shape, rank)
+
+    def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
+        return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.split.spec_of(name))
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the whole from the shards of processes, of which those that share layers may have the same."""
-        mesh = self.engine.mesh
         if self.plan.split.size == 1:
             return super()._joined(local_shard, shards)
-        whole = shards.new_empty(local_shard.numel)
-        ranks = next(group for group in mesh.groups("fsdp", "tp") if self.engine.job.rank in group)
-        for rank, shard in zip(ranks, shards.view(len(ranks), -1), strict=True):
-            at = mesh.coordinates(rank)
-            cut = replace(local_shard.cut, index=at["tp"]) if local_shard.cut else None
-            for piece in replace(local_shard, index=at["fsdp"], cut=cut).slices:
-                whole[piece.start : piece.stop] = shard[piece.offset : piece.offset + piece.numel]
-        return whole
+        groups = self.engine.mesh.groups(Role.SHARD, Role.TENSOR)
+        ranks = next(group for group in groups if self.engine.job.rank in group)
+        held = [self._shard_of(*local_shard.members[0], rank) for rank in ranks]
+        return sharding.unshard(zip(held, shards.view(len(ranks), -1), strict=True))
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

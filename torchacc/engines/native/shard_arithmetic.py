@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
 from torchacc.errors import CheckpointError, EngineError
+from torchacc.parallel.axes import Role
+from torchacc.parallel.sharding import chunk
 
 Function = Callable[..., Any]
 
@@ -209,7 +211,7 @@ def _plain_name(name: str) -> str:
 
 def is_of_model(tensor: Any) -> bool:
     """Return whether a tensor is distributed over the devices that share a model's parameters."""
-    return isinstance(tensor, DTensor) and "fsdp" in (tensor._spec.mesh.mesh_dim_names or ())
+    return isinstance(tensor, DTensor) and Role.SHARD.value in (tensor._spec.mesh.mesh_dim_names or ())
 
 
 # Which way
@@ -300,8 +302,8 @@ def _has_no_empty_part(tensor: Any) -> bool:
     spec = tensor._spec
     for dim, placement in enumerate(spec.placements):
         if hasattr(placement, "dim"):  # also of shards of shards, over fsdp and tp
-            length, count = tensor.shape[placement.dim], spec.mesh.size(dim)
-            if -(-length // count) * (count - 1) >= length:
+            count = spec.mesh.size(dim)
+            if not chunk(tensor.shape[placement.dim], count, count - 1):
                 return False
     return True
 
@@ -373,7 +375,7 @@ def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
     """Return the mean of an ordinary tensor over the processes that see different data. Collective."""
     mean = tensor.detach().contiguous().clone()
     for dim, name in enumerate(spec.mesh.mesh_dim_names):
-        if name != "tp" and spec.mesh.size(dim) > 1:
+        if name != Role.TENSOR.value and spec.mesh.size(dim) > 1:
             torch.distributed.all_reduce(mean, group=spec.mesh.get_group(dim))
             mean /= spec.mesh.size(dim)
     return mean
@@ -389,9 +391,8 @@ def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
                 "a whole tensor cannot be cut up for a weight whose layer is split over dist.tp: change such weights "
                 "by functions that work element by element, on tensors that lie like them, or by load_state_dict()"
             )
-        length = -(-values.shape[placement.dim] // spec.mesh.size(dim))
-        start = min(length * spec.mesh.get_local_rank(dim), values.shape[placement.dim])
-        values = values.narrow(placement.dim, start, min(length, values.shape[placement.dim] - start))
+        own = chunk(values.shape[placement.dim], spec.mesh.size(dim), spec.mesh.get_local_rank(dim))
+        values = values.narrow(placement.dim, own.start, len(own))
     return values
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from torchacc.errors import ConfigError
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.tensor_parallel import LayerSplit, ParameterSpec
+from torchacc.parallel.tensor_parallel import LayerSplit
 
 Forward = Callable[..., Any]
 
@@ -84,7 +85,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
         if module in specs:
             module.forward = functools.wraps(module.forward)(_split_forward(module, name, specs[module], mesh))
         if hasattr(module, _HEAD_COUNT) and any(
-            "tp" in specs.get(child, {}).get("weight", ()) for child in module.children()
+            dim_over(specs.get(child, {}).get("weight", ()), Role.TENSOR) is not None for child in module.children()
         ):
             setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.split.size)
 
@@ -102,7 +103,8 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: 
 
     for planned in parameters:
         old, spec = model.get_parameter(planned.name), split.spec_of(planned.name)
-        placement = Shard(spec.index("tp")) if "tp" in spec else Replicate()
+        dim = dim_over(spec, Role.TENSOR)
+        placement = Replicate() if dim is None else Shard(dim)
         whole = old.detach().contiguous()
         part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
         new = nn.Parameter(part, requires_grad=old.requires_grad)
@@ -121,12 +123,13 @@ def _split_forward(module: nn.Module, name: str, specs: Mapping[str, ParameterSp
     from torch.distributed.tensor import Replicate, Shard
 
     forward, spec = module.forward, specs.get("weight", ())
-    if "tp" not in spec:
+    dim = dim_over(spec, Role.TENSOR)
+    if dim is None:
         return functools.partial(_with_ordinary_tensors, forward, module, tuple(specs))
-    if isinstance(module, nn.Embedding) and spec[0] == "tp":
+    if isinstance(module, nn.Embedding) and dim == 0:
         return functools.partial(_look_up_part, forward, module, mesh)
     assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
-    by_input = isinstance(module, nn.Linear) and spec[1] == "tp"
+    by_input = isinstance(module, nn.Linear) and dim == 1
     gives_whole = by_input or _LOGITS.search(name) is not None
     takes, gives = Shard(-1) if by_input else Replicate(), Replicate() if gives_whole else Shard(-1)
     return functools.partial(_multiply_part, forward, mesh, takes, gives)

@@ -8,6 +8,7 @@ import torch
 from torchacc.engines.xla.flat_parameters import Block
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.shards import Reader
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 
 
@@ -35,8 +36,8 @@ class Exchange(Reader):
             meet: Raises unless every process calls it with the same words.
         """
         self.num_devices = mesh.num_devices
-        self.num_shards = mesh.size("fsdp")
-        self.shard_index = mesh.coordinates(rank)["fsdp"]
+        self.num_shards = mesh.num_shards
+        self.shard_index = mesh.index(rank, Role.SHARD)
         self._meet = meet
         self.holds_gradients = False
         """Whether backward keeps whole gradients, to be reduced by a later one."""

@@ -9,10 +9,12 @@ import torch
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla.collectives import BlockGatherer, Exchange, weight_places
-from torchacc.engines.xla.flat_parameters import Block, Rows
+from torchacc.engines.xla.flat_parameters import Block
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.sharding import RowLayout
 
 
 class DeviceExchange(Exchange):
@@ -30,8 +32,8 @@ class DeviceExchange(Exchange):
             meet: Raises unless every process calls it with the same words.
         """
         super().__init__(mesh, rank, meet)
-        self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups("fsdp")]
-        self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups("dp")]
+        self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.SHARD)]
+        self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.REPLICATE)]
 
     def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
         """Return the gatherer of a unit with these blocks."""
@@ -54,12 +56,12 @@ class DeviceExchange(Exchange):
         total: torch.Tensor = xm.all_reduce(kind, local, groups=self._shards, pin_layout=False)
         return total if norm_type == inf else total.pow(1 / norm_type)
 
-    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor from this process's shard of it."""
         import torch_xla.core.xla_model as xm
 
         gathered = xm.all_gather(shard, dim=0, groups=self._shards, pin_layout=False)
-        return rows.join(gathered.reshape(self.num_shards, -1))
+        return rows.unshard(gathered.reshape(self.num_shards, -1))
 
     def reduce_scatter_mean(self, block: Block, whole: torch.Tensor) -> torch.Tensor:
         """Return this process's shard of the mean of a whole block over all devices."""

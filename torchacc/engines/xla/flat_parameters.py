@@ -8,53 +8,7 @@ import torch
 from torch import nn
 
 from torchacc.engines.xla.gather import Weight
-
-
-@dataclass(frozen=True)
-class Rows:
-    """How the first dimension of a tensor is cut into equal shards, the last ones padded with zeros.
-
-    A tensor without dimensions is cut as one of a single row.
-    """
-
-    shape: tuple[int, ...]
-    """The whole tensor's shape."""
-    num_shards: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the whole tensor."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def per_shard(self) -> int:
-        """Rows of one shard."""
-        return -(-self.num_rows // self.num_shards)
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        """The shape of one shard."""
-        return (self.per_shard, *self.shape[1:])
-
-    @property
-    def shard_numel(self) -> int:
-        """The number of elements of one shard."""
-        return prod(self.shard_shape)
-
-    def pad(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor with rows of zeros up to `num_shards * per_shard`."""
-        whole = whole if self.shape else whole.reshape(1)
-        missing = self.num_shards * self.per_shard - self.num_rows
-        return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
-
-    def cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Return a copy of one shard of the whole tensor."""
-        return self.pad(whole).narrow(0, index * self.per_shard, self.per_shard).clone()
-
-    def join(self, shards: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from its shards, a tensor of shape (num_shards, shard_numel)."""
-        rows = shards.reshape(self.num_shards * self.per_shard, *self.shape[1:]).narrow(0, 0, self.num_rows)
-        return rows if self.shape else rows.reshape(())
+from torchacc.parallel.sharding import RowLayout
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -74,7 +28,7 @@ class Block:
     """A parameter, or those of a unit that are flattened together."""
 
     shard: nn.Parameter
-    rows: Rows
+    rows: RowLayout
     weights: list[Weight]
     is_flat: bool
 

@@ -15,10 +15,12 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import BlockGatherer, Exchange
-from torchacc.engines.xla.flat_parameters import Block, Rows, flatten
+from torchacc.engines.xla.flat_parameters import Block, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.sharding import RowLayout
 
 _log = get_logger(__name__)
 
@@ -30,8 +32,8 @@ class HostExchange(Exchange):
         """Make the process groups. Collective: every process."""
         super().__init__(mesh, group.job.rank, group.meet)
         self._group = group
-        self._shards = group.own_subgroup(mesh.groups("fsdp"))
-        self._replicas = group.own_subgroup(mesh.groups("dp"))
+        self._shards = group.own_subgroup(mesh.groups(Role.SHARD))
+        self._replicas = group.own_subgroup(mesh.groups(Role.REPLICATE))
         self._gatherers: list[_HostGatherer] = []
         self._is_queued = False
         self._keeps_all = False
@@ -60,12 +62,12 @@ class HostExchange(Exchange):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=self._shards)
         return runtime.to_device([(total if norm_type == inf else total.pow(1 / norm_type)).float()])[0]
 
-    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor on the device. Collective: every process."""
         host = runtime.to_host([shard])[0].reshape(-1)
         # As bytes: gloo does not know all dtypes.
         gathered = self.all_gather(host.view(torch.uint8)).view(host.dtype)
-        return runtime.to_device([rows.join(gathered)])[0]
+        return runtime.to_device([rows.unshard(gathered)])[0]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the shards, of shape (n,) each, as a tensor of shape (num_shards, n)."""
@@ -212,7 +214,7 @@ class _HostGatherer(BlockGatherer):
             chosen = [index for index, other in enumerate(dtypes) if other == dtype]
             gathered = self._exchange.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
             parts = gathered.split([blocks[index].rows.shard_numel for index in chosen], dim=1)
-            whole |= {index: blocks[index].rows.join(part) for index, part in zip(chosen, parts, strict=True)}
+            whole |= {index: blocks[index].rows.unshard(part) for index, part in zip(chosen, parts, strict=True)}
         return [whole[index] for index in range(len(blocks))]
 
 

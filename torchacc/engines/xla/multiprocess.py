@@ -20,7 +20,7 @@ from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import BlockGatherer, Exchange
 from torchacc.engines.xla.device_collectives import DeviceExchange, DeviceRowGatherer
-from torchacc.engines.xla.flat_parameters import Block, Rows, flatten
+from torchacc.engines.xla.flat_parameters import Block, flatten
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.host_collectives import HostExchange, XlaRowGatherer
 from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
@@ -28,8 +28,9 @@ from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard
+from torchacc.parallel.sharding import LocalShard, RowLayout
 
 _log = get_logger(__name__)
 
@@ -69,10 +70,10 @@ class MultiprocessEngine(XlaEngine):
                 "compute.scan_layers = True with one XLA process per device: weights are exchanged between its "
                 "programs, and a loop is inside of one. Use config.dist.fsdp.use_spmd = True, `python your_script.py`"
             )
-        if self.mesh.size("tp") > 1:
+        if self.mesh.size(Role.TENSOR) > 1:
             raise ConfigError(
-                f"config.dist.tp.size = {self.mesh.size('tp')} with one XLA process per device: layers are split "
-                "in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
+                f"config.dist.tp.size = {self.mesh.size(Role.TENSOR)} with one XLA process per device: layers are "
+                "split in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
             )
 
     def setup(self, plan: ShardingPlan) -> None:
@@ -188,15 +189,15 @@ class MultiprocessModel(XlaModel):
                     del owner._parameters[name]
             yield originals, Block(shard, self._rows(whole.shape), weights, is_flat=True)
 
-    def _rows(self, shape: Sequence[int]) -> Rows:
-        return Rows(tuple(shape), self._exchange.num_shards)
+    def _rows(self, shape: Sequence[int]) -> RowLayout:
+        return RowLayout(tuple(shape), self._exchange.num_shards)
 
     def _place(self, whole: torch.Tensor) -> torch.Tensor:
         rows = self._rows(whole.shape)
         if whole.is_meta:
             shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
         else:
-            shard = rows.cut(whole.detach().cpu(), self._exchange.shard_index)
+            shard = rows.shard(whole.detach().cpu(), self._exchange.shard_index)
         return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._exchange))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -233,7 +234,7 @@ class MultiprocessModel(XlaModel):
     def replica(self) -> tuple[int, int]:
         """This process's place on the axis of replicas."""
         mesh = self.engine.mesh
-        return mesh.coordinates(self.engine.job.rank)["dp"], mesh.size("dp")
+        return mesh.index(self.engine.job.rank, Role.REPLICATE), mesh.size(Role.REPLICATE)
 
     @property
     def num_shards(self) -> int:

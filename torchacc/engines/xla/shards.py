@@ -19,8 +19,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
-from torchacc.engines.xla.flat_parameters import Rows
 from torchacc.errors import EngineError
+from torchacc.parallel.sharding import RowLayout
 
 _QUESTIONS = {
     "_backward_hooks", "_base", "_cdata", "_grad_fn", "_is_view", "_version", "device", "dtype",
@@ -81,7 +81,7 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def whole(self, shard: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor on the device. Collective: every process."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Reader(ABC):
 class Layout:
     """Of which tensor a shard is a part, and of which model."""
 
-    rows: Rows
+    rows: RowLayout
     reader: Reader
 
     def fits(self, other: "Layout") -> bool:
@@ -117,7 +117,7 @@ class Layout:
                 "a number, or a tensor that fits the unsharded shape"
             )
         is_cut = tensor.dim() == len(shape) and tensor.shape[:1] == shape[:1]
-        return self.rows.cut(tensor, self.reader.shard_index) if is_cut else tensor
+        return self.rows.shard(tensor, self.reader.shard_index) if is_cut else tensor
 
 
 class ShardTensor(torch.Tensor):
@@ -375,9 +375,9 @@ def without_padding(shard: ShardTensor) -> torch.Tensor:
     Every process runs the same program, as collectives on devices ask for.
     """
     local, rows, index = shard.to_local(), shard._layout.rows, shard._layout.reader.shard_index
-    if rows.num_rows == rows.num_shards * rows.per_shard:
+    if rows.num_rows == rows.num_shards * rows.rows_per_shard:
         return local
-    held = torch.arange(rows.per_shard) + index * rows.per_shard < rows.num_rows
+    held = torch.arange(rows.rows_per_shard) < len(rows.rows(index))
     mask = held.to(local.device).view(-1, *(1 for _ in rows.shape[1:]))
     return torch.where(mask, local, torch.zeros((), dtype=local.dtype, device=local.device))
 

@@ -24,9 +24,9 @@ from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard
-from torchacc.parallel.tensor_parallel import ParameterSpec
+from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
 _log = get_logger(__name__)
 
@@ -159,23 +159,7 @@ class SpmdEngine(XlaEngine):
 
     def partition(self, spec: Spec) -> Partition:
         """Return how a tensor with this spec lies on the mesh."""
-        return partition(spec, dict(self.mesh.axes))
-
-    def parameter_spec(self, shape: Sequence[int], planned: ParameterSpec = ()) -> ParameterSpec:
-        """Return how a parameter is split.
-
-        Args:
-            shape: Its shape.
-            planned: What the tensor-parallel plan says of it. Where that leaves the fsdp axis, it goes to the first
-                dimension that is left and divides: gathered along another, each shard would be transposed first, and
-                kept so from forward to backward.
-        """
-        size = self.mesh.size("fsdp")
-        spec = [axis if axis and self.mesh.size(axis) > 1 else None for axis in planned or (None,) * len(shape)]
-        fitting = [dim for dim, n in enumerate(shape) if spec[dim] is None and n % size == 0 and n >= size]
-        if size > 1 and fitting and "fsdp" not in spec:
-            spec[fitting[0]] = "fsdp"
-        return tuple(spec)
+        return partition(spec, dict(self.mesh.sizes))
 
 
 class SpmdModel(XlaModel):
@@ -197,14 +181,14 @@ class SpmdModel(XlaModel):
             module = self.model.get_submodule(unit.name)
             weights: list[Weight] = []
             for planned in unit.parameters:
-                spec = engine.parameter_spec(planned.shape, self.plan.split.spec_of(planned.name))
+                spec = partition_spec(planned.shape, engine.mesh, self.plan.split.spec_of(planned.name))
                 for original, weight in self.make_weights([planned], partial(self._place, spec=spec)):
                     replaced[original] = weight.shard
                     self._specs[weight.shard] = spec
                     weights.append(weight)
             if engine.is_partitioned:
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
-                split = [weight for weight in weights if len(weight.shape) > 1 and "fsdp" in self._specs[weight.shard]]
+                split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
                 self.install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
                 self._constrain_output(module, along_sequence=bool(unit.name))
@@ -252,6 +236,9 @@ class SpmdModel(XlaModel):
             patches=self.patched,
         )
 
+    def _is_sharded(self, parameter: torch.Tensor) -> bool:
+        return dim_over(self._specs[parameter], Role.SHARD) is not None
+
     def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         if tensor.is_meta:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -280,13 +267,13 @@ class SpmdModel(XlaModel):
 
     def _activation_spec(self, tensor: torch.Tensor, along_sequence: bool) -> Spec | None:
         """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
-        spec, size = self.engine.batch_spec(tensor), self.engine.mesh.size("tp")
+        spec, size = self.engine.batch_spec(tensor), self.engine.mesh.size(Role.TENSOR)
         if spec is None or not along_sequence or not self.plan.split.sequence_parallel or tensor.dim() != 3:
             return spec
         if tensor.shape[1] % size:
             _warn_of_length(tensor.shape[1], size)
             return spec
-        return (spec[0], "tp", None)
+        return (spec[0], joined(self.engine.mesh.axes(Role.TENSOR)), None)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -296,8 +283,7 @@ class SpmdModel(XlaModel):
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         for planned in self.plan.parameters:
-            members = ((planned.name, planned.shape),)
-            yield self.model.get_parameter(planned.name), LocalShard(planned.name, members, planned.numel, index=0)
+            yield self.model.get_parameter(planned.name), unsharded(planned.name, planned.shape)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return whole tensors, flat, on the host."""
@@ -312,10 +298,8 @@ class SpmdModel(XlaModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that one device holds at rest."""
-        size = self.engine.mesh.size
-        return sum(
-            parameter.numel() // prod(size(axis) for axis in spec if axis) for parameter, spec in self._specs.items()
-        )
+        mesh = self.engine.mesh
+        return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
 
 
 class _SpmdGatherer(Gatherer):
@@ -353,7 +337,7 @@ class _SpmdGatherer(Gatherer):
             # Said twice, so that the cast happens before the gather and half as much travels.
             copy = shard.to(weight.dtype)
             self.split(copy, weight)
-        self._engine.annotate(copy, tuple(axis if axis == "tp" else None for axis in self._specs[weight.shard]))
+        self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
         return copy
 
     def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:

@@ -12,9 +12,10 @@ from torch import nn
 
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.device_collectives import DeviceExchange
-from torchacc.engines.xla.flat_parameters import Block, Rows
+from torchacc.engines.xla.flat_parameters import Block
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.sharding import RowLayout
 
 
 def exchange(dp, fsdp):
@@ -24,8 +25,8 @@ def exchange(dp, fsdp):
 def shard_layer(layer, through):
     blocks = []
     for name, parameter in list(layer.named_parameters()):
-        rows = Rows(tuple(parameter.shape), through.num_shards)
-        shard = nn.Parameter(rows.cut(parameter.detach(), through.shard_index).to("xla"))
+        rows = RowLayout(tuple(parameter.shape), through.num_shards)
+        shard = nn.Parameter(rows.shard(parameter.detach(), through.shard_index).to("xla"))
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
         blocks.append(Block(shard, rows, [weight], is_flat=False))

@@ -1,0 +1,76 @@
+"""The axes of the mesh and what each is for. All else asks by role; only here does an axis have its name.
+
+A new axis is an entry in `AXES`, a section in `torchacc/config/sections.py`, and one place in each engine that carries
+it out.
+"""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+
+class Role(Enum):
+    """What the devices along an axis have in common, and what not."""
+
+    BATCH = "batch"
+    """They see different data, and their gradients are averaged."""
+    REPLICATE = "replicate"
+    """They hold copies of the same shards."""
+    SHARD = "shard"
+    """Parameters, gradients and optimizer state are sharded over them."""
+    TENSOR = "tensor"
+    """Each layer's products are split over them."""
+    SEQUENCE = "sequence"
+    """Each sample is split over them, along its length."""
+    PIPELINE = "pipeline"
+    """Layers are split into stages over them."""
+
+
+AXES: Mapping[str, frozenset[Role]] = {
+    "dp": frozenset({Role.BATCH, Role.REPLICATE}),
+    "fsdp": frozenset({Role.BATCH, Role.SHARD}),
+    "tp": frozenset({Role.TENSOR}),
+    "pp": frozenset({Role.PIPELINE}),
+    "sp": frozenset({Role.SEQUENCE}),
+}
+"""The axes by the names of their sections in `config.dist`; of those with the role BATCH the first is the slowest in
+the order of the data."""
+
+AxisNames = str | tuple[str, ...] | None
+"""What one dimension of a tensor is split over: an axis, several of which the first is the slowest, or none."""
+
+ParameterSpec = tuple[AxisNames, ...]
+"""For each dimension of a parameter what it is split over; empty where nothing is said of it."""
+
+
+def axes_with(*roles: Role) -> tuple[str, ...]:
+    """Return the names of the axes that have any of these roles, in the order of the table."""
+    return tuple(name for name, own in AXES.items() if own.intersection(roles))
+
+
+def axis_with(*roles: Role) -> str:
+    """Return the name of the one axis that has all of these roles."""
+    (name,) = (name for name, own in AXES.items() if own.issuperset(roles))
+    return name
+
+
+def named(entry: AxisNames) -> tuple[str, ...]:
+    """Return the axes in one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def joined(names: Iterable[str]) -> AxisNames:
+    """Return the entry of a spec for these axes."""
+    found = tuple(names)
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def dim_over(spec: ParameterSpec, role: Role) -> int | None:
+    """Return the first dimension that a spec splits over an axis with this role; None where there is none."""
+    names = set(axes_with(role))
+    return next((dim for dim, entry in enumerate(spec) if names.intersection(named(entry))), None)
+
+
+def restricted(spec: ParameterSpec, role: Role) -> ParameterSpec:
+    """Return what a spec says of the axes with this role."""
+    names = axes_with(role)
+    return tuple(joined(name for name in named(entry) if name in names) for entry in spec)
