@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from torchacc.checkpoint import model_state
-from torchacc.checkpoint.format.checkpoint_folder import Folder, StoredTensor
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -41,7 +41,7 @@ _EXACT = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _skeletons: WeakKeyDictionary[ShardedModel, nn.Module] = WeakKeyDictionary()
 
 
-def find(sharded: ShardedModel, folder: Folder) -> dict[str, StoredTensor]:
+def find(sharded: ShardedModel, folder: CheckpointFolder) -> dict[str, StoredTensor]:
     """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
 
     Raises:
@@ -130,7 +130,7 @@ class _Found(NamedTuple):
     missing: list[str]
     unexpected: list[str]
 
-    def misfit(self, wanted: "_Wanted", folder: Folder) -> str:
+    def misfit(self, wanted: "_Wanted", folder: CheckpointFolder) -> str:
         """Return what does not fit."""
         problems = []
         if self.missing:
@@ -166,7 +166,7 @@ class _Wanted:
         return {alias: name for name, names in self.names.items() for alias in names}
 
 
-def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
+def _by_name(wanted: _Wanted, folder: CheckpointFolder) -> _Found:
     """Find what has its own name, or that with or without the base model's prefix, as it is without its head."""
     tensors: dict[str, StoredTensor] = {}
     missing, used = [], set(wanted.known)
@@ -185,7 +185,7 @@ def _by_name(wanted: _Wanted, folder: Folder) -> _Found:
     return _Found(tensors, missing, unexpected)
 
 
-def _converted(wanted: _Wanted, folder: Folder, conversions: "_Conversions") -> _Found:
+def _converted(wanted: _Wanted, folder: CheckpointFolder, conversions: "_Conversions") -> _Found:
     """Find what transformers makes of a folder."""
     if folder.has("config.json") and folder.read_json("config.json").get("quantization_config"):
         raise CheckpointError(
@@ -289,7 +289,7 @@ class _Conversion:
 class _Workshop:
     """Makes a model's tensors, and keeps what the last conversion made."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
         self._kept: tuple[_Conversion, dict[str, torch.Tensor]] | None = None
 
@@ -315,8 +315,8 @@ class _Workshop:
         return self._kept[1]
 
     def _read(self, key: str) -> torch.Tensor:
-        slot = self.folder.model[key]
-        return self.folder.read(key, slot).view(slot.shape).to(self._dtype(key))
+        region = self.folder.model[key]
+        return self.folder.read(key, region).view(region.shape).to(self._dtype(key))
 
     def _dtype(self, key: str) -> torch.dtype:
         # As from_pretrained() does it: first to the model's dtype, then the conversion.

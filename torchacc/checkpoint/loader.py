@@ -13,7 +13,7 @@ from torch import nn
 
 from torchacc.checkpoint import hf, model_state, optimizer_state
 from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import Folder, StoredTensor
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.format.manifest import token_of
 from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
 from torchacc.checkpoint.usage import path_first
@@ -75,7 +75,7 @@ def verify(path: str | PathLike[str]) -> None:
     while True:
         before = token_of(target)
         try:
-            with Folder(target) as folder, making_sense(target):
+            with CheckpointFolder(target) as folder, making_sense(target):
                 return folder.verify()
         except CheckpointError:
             now = token_of(target)
@@ -119,7 +119,7 @@ class _LoadPlan:
     """What one process reads of a checkpoint, and where it goes. Made before anything is changed."""
 
     sharded: ShardedModel
-    folder: Folder
+    folder: CheckpointFolder
     parts: _Parts
     parameters: list[_ShardRead]
     buffers: list[tuple[torch.Tensor, StoredTensor]]
@@ -181,25 +181,25 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
     Raises:
         CheckpointError: It is not whole, or does not fit.
     """
-    folder = Folder(path)
+    folder = CheckpointFolder(path)
     with making_sense(folder.path):
         described = _described(folder, parts)
-        tensors = {name: folder.stored(name, slot).read() for name, slot in folder.state.items()}
+        tensors = {name: folder.stored(name, region).read() for name, region in folder.state.items()}
         run = _checked_run(sharded, folder, described.get("state.json"), tensors, parts)
         stored = hf.find(sharded, folder)
         parameters = [
             _ShardRead(parameter, local_shard, stored, parameter.dtype)
             for parameter, local_shard in sharded.local_shards.items()
         ]
-        slots = model_state.buffer_slots(sharded.model)
-        buffers = [(buffer, stored[name]) for name, buffer in slots if name in stored]
+        own_buffers = model_state.buffer_slots(sharded.model)
+        buffers = [(buffer, stored[name]) for name, buffer in own_buffers if name in stored]
         plan = _LoadPlan(sharded, folder, parts, parameters, buffers, run=run)
         if parts.optimizer is not None:
             _plan_optimizer(plan, parts.optimizer, json_codec.decode(described["optimizer.json"], tensors))
     return plan
 
 
-def _described(folder: Folder, parts: _Parts) -> dict[str, Any]:
+def _described(folder: CheckpointFolder, parts: _Parts) -> dict[str, Any]:
     """Return what the JSON files say, once they are known to be of what is to be loaded."""
     files = {"optimizer": "optimizer.json", "scheduler": "state.json", "loader": "state.json"}
     asked = [name for name in files if getattr(parts, name) is not None]
@@ -228,7 +228,7 @@ def _described(folder: Folder, parts: _Parts) -> dict[str, Any]:
 
 
 def _checked_run(
-    sharded: ShardedModel, folder: Folder, described: Any, tensors: Mapping[str, torch.Tensor], parts: _Parts
+    sharded: ShardedModel, folder: CheckpointFolder, described: Any, tensors: Mapping[str, torch.Tensor], parts: _Parts
 ) -> Mapping[str, Any] | None:
     """Return what `state.json` says, once it is known that it can be loaded; None where there is none."""
     modules = model_state.extra_states(sharded.model)
@@ -259,9 +259,9 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
     names = [group["parameters"] for group in described["groups"]]
     groups = optimizer_state.match_groups(plan.sharded, optimizer, names)
     stored: dict[str, dict[str, StoredTensor]] = {}
-    for full_name, slot in plan.folder.optimizer.items():
+    for full_name, region in plan.folder.optimizer.items():
         name, _, key = full_name.rpartition("/")
-        stored.setdefault(name, {})[key] = plan.folder.stored(full_name, slot)
+        stored.setdefault(name, {})[key] = plan.folder.stored(full_name, region)
     ids = itertools.count()
     for group, saved in zip(groups, described["groups"], strict=True):
         own_ids = list(itertools.islice(ids, len(group)))

@@ -23,7 +23,7 @@ from torchacc.checkpoint.format.locks import FolderLock
 from torchacc.checkpoint.format.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.format.removal import foreign_names, listed, remove, settle
 from torchacc.checkpoint.loader import load, verify
-from torchacc.checkpoint.saver import Pending, save_silently, snapshot
+from torchacc.checkpoint.saver import PendingSave, save_silently, snapshot
 from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError
@@ -38,7 +38,7 @@ _PRUNED = re.compile(r"\.step-\d{8,}\.pruned")
 _AGREE_SECS = 1.0
 """How long, about, a signal may wait for the processes to speak of it: in time for any grace period, and so seldom that
 a meeting, which takes longer the more processes there are, costs a run of short steps nothing."""
-_TELL_SECS = 60.0
+_LOG_EVERY_SECS = 60.0
 """How long the log says nothing of further saves."""
 EXIT_CODE = 128 + signal.SIGTERM
 """What a run that SIGTERM has ended exits with, once it is saved. Not 0, which would tell a scheduler that the work is
@@ -127,7 +127,7 @@ class CheckpointManager:
         self._is_rank0 = self._group.job.rank == 0
         self._writer: _Writer | None = None
         self._saved_step: int | None = None
-        self._told: float | None = None
+        self._logged_at: float | None = None
         self._meeting = _Meeting()
         self._lock = FolderLock(self.folder)
         self._is_closed = False
@@ -272,16 +272,16 @@ class CheckpointManager:
             self._writer = _Writer(pending, lambda: self._prune(step))
             self._writer.start()
         else:
-            self._tell(save_silently(path, **contents))
+            self._log_save(save_silently(path, **contents))
             self._prune(step)
         self._saved_step = step
 
-    def _tell(self, said: str) -> None:
+    def _log_save(self, message: str) -> None:
         """Log a save, and no more than one in a minute: a run may save after each step."""
         now = time.monotonic()
-        is_new = self._told is None or now - self._told >= _TELL_SECS
-        self._told = now if is_new else self._told
-        _log.log(logging.INFO if is_new else logging.DEBUG, "%s", said)
+        is_new = self._logged_at is None or now - self._logged_at >= _LOG_EVERY_SECS
+        self._logged_at = now if is_new else self._logged_at
+        _log.log(logging.INFO if is_new else logging.DEBUG, "%s", message)
 
     def _end(self, step: int, extra: Any) -> NoReturn:
         # Still listening: a scheduler and the launcher may each send the signal, and the second would end the save.
@@ -341,7 +341,7 @@ class CheckpointManager:
                         _log.warning("%s is kept, as %s in it is not of the checkpoint", path.name, listed(foreign))
                     self._kept.add(path.name)
                     continue
-                # By another name first, lest half of it be taken for a checkpoint.
+                # By another name first: half of it must not be taken for a checkpoint.
                 aside = self.folder / f".{path.name}.pruned"
                 path.rename(aside)
                 remove(aside)
@@ -387,7 +387,7 @@ class CheckpointManager:
 class _Writer(threading.Thread):
     """Writes a checkpoint beside the training, and keeps what goes wrong for the thread that trains."""
 
-    def __init__(self, pending: Pending, after: Callable[[], None]) -> None:
+    def __init__(self, pending: PendingSave, after: Callable[[], None]) -> None:
         super().__init__(name="torchacc-checkpoint")
         self.error: Exception | None = None
         self._pending = pending
@@ -423,10 +423,10 @@ class _Meeting:
         self._left -= 1
         if self._left:
             return [False] * len(news)
-        told = group.all_gather_objects((news, self._next_steps()))
-        self._steps = self._left = told[0][1]
+        gathered = group.all_gather_objects((news, self._next_steps()))
+        self._steps = self._left = gathered[0][1]
         self._since = time.monotonic()
-        return [any(each) for each in zip(*(others for others, _ in told), strict=True)]
+        return [any(each) for each in zip(*(others for others, _ in gathered), strict=True)]
 
     def _next_steps(self) -> int:
         elapsed = max(time.monotonic() - self._since, 1e-6)

@@ -34,7 +34,7 @@ class StateDictType(Enum):
     FULL_STATE_DICT = "full"
     """Whole tensors by original name."""
     SHARDED_STATE_DICT = "sharded"
-    """What this process holds of each whole tensor, as a `TensorShard`, by original name."""
+    """What this process holds of each full tensor, as a `TensorShard`, by original name."""
     LOCAL_STATE_DICT = "local"
     """What this process keeps, by its own names, flattened and padded as it is."""
 
@@ -46,17 +46,17 @@ class FullStateDictConfig:
     offload_to_cpu: bool = True
     """Whether the tensors are on the CPU, and not on the engine's device."""
     rank0_only: bool = False
-    """Whether other processes than rank 0 get an empty dict, and need no memory for the whole."""
+    """Whether other processes than rank 0 get an empty dict, and need no memory for the full tensors."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What one process holds of a whole tensor."""
+    """What one process holds of a full tensor."""
 
     piece: TensorSlice
-    """Which run of the whole tensor's elements it is."""
+    """Which of the full tensor's elements they are."""
     data: torch.Tensor
-    """The run, on the host, of shape (piece.numel,)."""
+    """The elements, on the host, of shape (piece.numel,)."""
 
 
 class StateEntry(NamedTuple):
@@ -150,7 +150,7 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
 
 
 def refuse_split(sharded: ShardedModel, what: str) -> None:
-    """Refuse a form of a state that has one run of each tensor for each process, where processes split layers.
+    """Refuse a form of a state that has one slice of each tensor for each process, where processes split layers.
 
     Raises:
         CheckpointError: They do.
@@ -308,7 +308,7 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
 def gathered(
     sharded: ShardedModel, local_shard: LocalShard, tensor: torch.Tensor, *, rank0_only: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a parameter's shard, or of one that lies like it. Collective: every process.
+    """Return the full tensors of a shard of a parameter, or of what is sharded like it. Collective: every process.
 
     Returns:
         Original name -> a host tensor of its own memory; an empty dict on processes that get none.
@@ -380,7 +380,7 @@ def _misfit(sharded: ShardedModel, missing: list[str], unexpected: list[str]) ->
 def are_local(states: Sequence[tuple[LocalShard, Mapping[str, Any]]]) -> bool:
     """Return whether a state's tensors are this process's own: all of them are, or none is.
 
-    A single tensor cannot tell: a whole one of half the rows, of another model, looks like one of two shards.
+    A single tensor cannot tell: a full one of half the rows, of another model, looks like one of two shards.
     """
     for local_shard, found in states:
         for name, value in found.items():
@@ -394,14 +394,14 @@ def are_local(states: Sequence[tuple[LocalShard, Mapping[str, Any]]]) -> bool:
 
 
 def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any], is_local: bool) -> torch.Tensor:
-    """Return what this process is to hold, from whole tensors, from shards, or from its own local tensor."""
+    """Return what this process is to hold, from full tensors, from shards, or from its own local tensor."""
     shapes = dict(local_shard.members)
     if (
         is_local
         and local_shard.key in found
         and (local := _as_local(sharded, local_shard, found[local_shard.key])) is not None
     ):
-        return local[: sum(piece.numel for piece in local_shard.slices)]
+        return local[: sum(part.numel for part in local_shard.slices)]
     for name, value in found.items():  # also of what this process has nothing of, so that all of them raise
         given = value.piece.shape if isinstance(value, TensorShard) else tuple(value.shape)
         if given != shapes.get(name):
@@ -409,16 +409,16 @@ def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any]
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
                 f"{sharded.num_shards} processes keeps {local_shard.shard_numel} elements"
             )
-    parts = [_run_of(found[piece.name], piece) for piece in local_shard.slices]
+    parts = [_elements_of(found[part.name], part) for part in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _run_of(value: Any, piece: TensorSlice) -> torch.Tensor:
+def _elements_of(value: Any, part: TensorSlice) -> torch.Tensor:
     if not isinstance(value, TensorShard):
-        return value.detach().cpu().reshape(-1)[piece.start : piece.stop]  # type: ignore[no-any-return]
-    if (value.piece.start, value.piece.stop) != (piece.start, piece.stop):
+        return value.detach().cpu().reshape(-1)[part.start : part.stop]  # type: ignore[no-any-return]
+    if (value.piece.start, value.piece.stop) != (part.start, part.stop):
         raise CheckpointError(
-            f"{piece.name!r}: this process keeps the elements {piece.start} to {piece.stop}, and the shard is of "
+            f"{part.name!r}: this process keeps the elements {part.start} to {part.stop}, and the shard is of "
             f"{value.piece.start} to {value.piece.stop}: it was taken at another number of devices"
         )
     return value.data
@@ -435,7 +435,7 @@ def _as_local(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> tor
 
 def _local_shapes(local_shard: LocalShard) -> set[tuple[int, ...]]:
     """Return the shapes that a shard may have: with its padding, or without."""
-    held = {local_shard.shard_numel, sum(piece.numel for piece in local_shard.slices)}
+    held = {local_shard.shard_numel, sum(part.numel for part in local_shard.slices)}
     if local_shard.names != (local_shard.key,):
         return {(numel,) for numel in held}
     row = local_shard.members[0][1][1:]

@@ -1,4 +1,4 @@
-"""The state of an optimizer of a sharded model in memory: whole, in shards, or as this process keeps it."""
+"""The state of an optimizer of a sharded model in memory: unsharded, in shards, or as this process keeps it."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +132,7 @@ def optim_state_dict_to_load(
             (sharded.local_shards[parameter], values)
             for parameter, entries in zip(parameters, states, strict=True)
             for key, values in entries.items()
-            if _lie_alike(sharded.local_shards[parameter], key, values)
+            if _are_for_each_element(sharded.local_shards[parameter], key, values)
         ]
     )
     found = {
@@ -261,7 +261,7 @@ def _saved_by_key(
 def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
     group = sharded.engine.group
-    pieces = {piece.name: piece for local_shard in sharded.local_shards.values() for piece in local_shard.slices}
+    slices = {part.name: part for local_shard in sharded.local_shards.values() for part in local_shard.slices}
     skeleton = None
     if sharded.engine.job.rank == 0:
         skeleton = {
@@ -285,16 +285,16 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
     for own, entry in received["state"].items():
         for key, value in entry.items():
             if isinstance(value, TensorShard):
-                whole = saved["state"][own][key] if skeleton is not None else None
-                if whole is None:
-                    whole = torch.empty(value.piece.shape, dtype=value.data.dtype)
-                flat = group.broadcast(whole.cpu().contiguous()).reshape(-1)
+                full = saved["state"][own][key] if skeleton is not None else None
+                if full is None:
+                    full = torch.empty(value.piece.shape, dtype=value.data.dtype)
+                flat = group.broadcast(full.cpu().contiguous()).reshape(-1)
                 if not sharded.shards_are_runs:
                     entry[key] = flat.view(value.piece.shape)
                     continue
                 name = names.get(own, "")
-                piece = pieces.get(name, TensorSlice(name, value.piece.shape, 0, 0))
-                entry[key] = TensorShard(piece, flat[piece.start : piece.stop].clone())
+                part = slices.get(name, TensorSlice(name, value.piece.shape, 0, 0))
+                entry[key] = TensorShard(part, flat[part.start : part.stop].clone())
     return received
 
 
@@ -329,7 +329,7 @@ def _states_of(local_shard: LocalShard, by_key: Mapping[str, Mapping[str, Any]])
     return by_state(local_shard, {name: by_key[name] for name in local_shard.names})
 
 
-def _lie_alike(local_shard: LocalShard, key: str, parts: Mapping[str, Any]) -> bool:
+def _are_for_each_element(local_shard: LocalShard, key: str, parts: Mapping[str, Any]) -> bool:
     """Return whether the values of a state are for each element, in place of a step or another number."""
     shapes = dict(local_shard.members)
     return all(
@@ -346,7 +346,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
     """Return one state of a parameter, sharded as the parameter is, or an ordinary value."""
     local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
-    if _lie_alike(local_shard, key, parts) and not _is_of_another_shape(sharded, local_shard, first):
+    if _are_for_each_element(local_shard, key, parts) and not _is_of_another_shape(sharded, local_shard, first):
         return sharded.place(parameter, model_state.cut(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))
@@ -354,7 +354,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
 
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
-    """Return whether a state is one that some optimizers keep of whole rows or columns, where there are whole ones."""
+    """Return whether a state is one that some optimizers keep of full rows or columns, where there are full ones."""
     if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
         return False
     shape = local_shard.members[0][1]

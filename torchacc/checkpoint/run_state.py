@@ -14,7 +14,7 @@ import torch
 
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.safetensors_files import Layout, plan_safetensors
+from torchacc.checkpoint.format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.save_plan import TensorWrite
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, in_one_line
@@ -35,7 +35,7 @@ class SmallStates:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that the states hold."""
 
-    def lay_out(self) -> dict[str, Layout]:
+    def lay_out(self) -> dict[str, SafetensorsLayout]:
         """Return the file of the tensors."""
         described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         return plan_safetensors(described, "state") if described else {}
@@ -43,8 +43,8 @@ class SmallStates:
     def writes(self) -> Iterator[TensorWrite]:
         """Yield the tensors and where they go."""
         for layout in self.lay_out().values():
-            for name, slot in layout.slots.items():
-                yield TensorWrite(slot, 0, self.tensors[name])
+            for name, region in layout.regions.items():
+                yield TensorWrite(region, 0, self.tensors[name])
 
 
 def small_states(

@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors, safetensors_index
+from torchacc.checkpoint.format.safetensors_files import (
+    FileRegion,
+    SafetensorsLayout,
+    plan_safetensors,
+    safetensors_index,
+)
 from torchacc.checkpoint.model_state import StateEntry
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
@@ -17,7 +22,7 @@ from torchacc.parallel.sharding import TensorSlice
 _BATCH_BYTES = 64 << 20
 """About how much is on the host at once while a checkpoint is written from devices."""
 MAX_SHARD_SIZE = 5_000_000_000
-"""Bytes of tensors in one file at most, unless told otherwise."""
+"""Bytes of tensors in one file at most, unless the caller asks for another size."""
 _MIN_SHARD_SIZE = 64_000_000
 """Bytes for which a file of its own is worth while, so that processes need not wait for each other to write."""
 _MAX_WRITERS = 16
@@ -30,7 +35,7 @@ Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class TensorWrite(NamedTuple):
     """Consecutive elements of a tensor that one process writes."""
 
-    slot: Slot
+    region: FileRegion
     """Where the full tensor lies."""
     start: int
     """The first of the elements, counted in the flattened full tensor."""
@@ -44,7 +49,7 @@ class ShardWrites(NamedTuple):
     source: torch.Tensor
     nbytes: int
     """Bytes that fetching it takes on the host."""
-    slices: list[tuple[Slot, TensorSlice]]
+    slices: list[tuple[FileRegion, TensorSlice]]
     """Where each slice's full tensor lies, and the slice."""
 
 
@@ -52,7 +57,7 @@ class ShardWrites(NamedTuple):
 class SavePlan:
     """What is to be written of a model and of its optimizer."""
 
-    files: dict[str, Layout]
+    files: dict[str, SafetensorsLayout]
     """The files of tensors by name, the same on every process."""
     shards: list[ShardWrites]
     """This process's, in the order in which it writes them."""
@@ -69,8 +74,8 @@ class SavePlan:
         for batch in self._batches():
             fetched = sharded.fetch([shard.source for shard in batch])
             for shard, local in zip(batch, fetched, strict=True):
-                for slot, part in shard.slices:
-                    yield TensorWrite(slot, part.start, local[part.offset : part.offset + part.numel])
+                for region, part in shard.slices:
+                    yield TensorWrite(region, part.start, local[part.offset : part.offset + part.numel])
         yield from self.unsharded
 
     def _batches(self) -> Iterator[list[ShardWrites]]:
@@ -112,24 +117,24 @@ def plan_save(
     if optimizer is not None:
         tensors["optimizer"] = _described(states)
     files = _lay_out(tensors, sharded.num_shards * sharded.replica[1], max_shard_size)
-    slots = {name: slot for layout in files.values() for name, slot in layout.slots.items()}
+    regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
         replica = sharded.replica_of(entry.local_shard)
         parts = [part.part(*replica) for part in entry.local_shard.slices]
-        own = [(slots[part.name + entry.suffix], part) for part in parts]
+        own = [(regions[part.name + entry.suffix], part) for part in parts]
         shards.append(ShardWrites(entry.value, entry.local_shard.shard_numel * entry.value.element_size(), own))
     unsharded = []
     if sharded.engine.job.rank == 0:
-        unsharded = [TensorWrite(slots[name], 0, buffer) for name, buffer in buffers.items()]
+        unsharded = [TensorWrite(regions[name], 0, buffer) for name, buffer in buffers.items()]
         for entry in (entry for entry in states if not entry.is_sharded):
             host = model_state.to_host(sharded, entry.value)
-            unsharded += [TensorWrite(slots[name + entry.suffix], 0, host) for name in entry.local_shard.names]
+            unsharded += [TensorWrite(regions[name + entry.suffix], 0, host) for name in entry.local_shard.names]
     job = sharded.engine.job
     return SavePlan(files, _in_turn(shards, list(files), job.rank / job.num_processes), unsharded)
 
 
-def indices(files: Mapping[str, Layout]) -> dict[str, bytes]:
+def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
     """Return the indices of what lies in several files."""
     found = {}
     for stem in ("model", "optimizer"):
@@ -158,8 +163,10 @@ def _described(entries: Sequence[StateEntry]) -> Tensors:
     }
 
 
-def _lay_out(tensors: Mapping[str, Tensors], num_writers: int, max_shard_size: int | None) -> dict[str, Layout]:
-    files: dict[str, Layout] = {}
+def _lay_out(
+    tensors: Mapping[str, Tensors], num_writers: int, max_shard_size: int | None
+) -> dict[str, SafetensorsLayout]:
+    files: dict[str, SafetensorsLayout] = {}
     for stem, described in tensors.items():
         nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in described.values())
         size = max(_MIN_SHARD_SIZE, -(-nbytes // min(num_writers, _MAX_WRITERS)))
@@ -173,3 +180,6 @@ def _in_turn(shards: Sequence[ShardWrites], files: Sequence[str], begin: float) 
     first = int(len(files) * begin)
     written = [shard for shard in shards if shard.slices]
     return sorted(written, key=lambda shard: (order[shard.slices[0][0].path.name] - first) % len(files))
+
+
+indices = index_files

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import nn
 
 from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.hf import pretrained_files
 from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
-from torchacc.checkpoint.save_plan import TensorWrite, indices, plan_save
+from torchacc.checkpoint.save_plan import TensorWrite, index_files, plan_save
 from torchacc.checkpoint.usage import path_first
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
@@ -96,7 +95,7 @@ def snapshot(
     tokenizer: Any = None,
     max_shard_size: int | None = None,
     copied: bool = True,
-) -> "Pending":
+) -> "PendingSave":
     """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
 
     Args:
@@ -122,15 +121,14 @@ def snapshot(
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = random_state(sharded)
     plan = plan_save(sharded, optimizer, max_shard_size)
-    met = group.all_gather_objects((secrets.token_hex(4), _as_arrays(drawn)))
+    met = group.all_gather_objects((secrets.token_hex(4), drawn))
     writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
 
     def prepare() -> SmallStates:
         if job.rank:
             return SmallStates()
-        random_states = [_as_tensors(drawn) for _, drawn in met]
-        small = small_states(sharded, random_states, optimizer, scheduler, loader, extra)
-        small.files |= {**indices(plan.files), **pretrained_files(sharded, tokenizer)}
+        small = small_states(sharded, [states for _, states in met], optimizer, scheduler, loader, extra)
+        small.files |= {**index_files(plan.files), **pretrained_files(sharded, tokenizer)}
         files = {**plan.files, **small.lay_out()}
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, small.files)
         return small
@@ -149,7 +147,7 @@ def snapshot(
         raise
     sharded.engine.set_random_state(drawn)
     done = (lambda: _spare.update({sharded: [write.data for write in writes_to_make]})) if copied else lambda: None
-    return Pending(writer, writes_to_make, small.files, plan.nbytes, done)
+    return PendingSave(writer, writes_to_make, small.files, plan.nbytes, done)
 
 
 def _copied(sharded: ShardedModel, writes: Iterator[TensorWrite]) -> list[TensorWrite]:
@@ -159,11 +157,11 @@ def _copied(sharded: ShardedModel, writes: Iterator[TensorWrite]) -> list[Tensor
     """
     spare = iter(_spare.pop(sharded, []))
     copies = []
-    for slot, start, data in writes:
+    for region, start, data in writes:
         room = next(spare, None)
         if room is None or room.dtype != data.dtype or room.shape != data.shape:
             room = torch.empty_like(data)
-        copies.append(TensorWrite(slot, start, room.copy_(data)))
+        copies.append(TensorWrite(region, start, room.copy_(data)))
     return copies
 
 
@@ -171,17 +169,8 @@ _spare: WeakKeyDictionary[ShardedModel, list[torch.Tensor]] = WeakKeyDictionary(
 """Memory of the last copied save, which the next one of the model uses."""
 
 
-def _as_arrays(drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states of generators without tensors, which take several times as long to send."""
-    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in drawn.items()}
-
-
-def _as_tensors(drawn: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in drawn.items()}
-
-
 @dataclass
-class Pending:
+class PendingSave:
     """A process's part of a checkpoint that is yet to be written."""
 
     _writer: FolderWriter
@@ -201,8 +190,8 @@ class Pending:
             CheckpointError: Any process has failed to write its part.
         """
         try:
-            for slot, start, data in self._writes:
-                self._writer.write(slot, start, data)
+            for region, start, data in self._writes:
+                self._writer.write(region, start, data)
             for name, content in self._files.items():
                 self._writer.write_file(name, content)
             self._writer.finish()
@@ -215,3 +204,6 @@ class Pending:
         finally:
             self._done()
             self._writes = ()
+
+
+Pending = PendingSave

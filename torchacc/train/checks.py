@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.config.sections import did_you_mean
 from torchacc.errors import CheckpointError, ConfigError, shown
 from torchacc.train.config import SchedulerConfig, StageConfig, TextConfig, TrainingConfig
@@ -128,7 +128,7 @@ def check_resumable(option: str, given: str) -> Path:
     if not given or not folder.is_dir():
         raise ConfigError(f"{option}: there is no such folder; write 'auto', 'never', or a checkpoint's folder")
     _check_weights(option, folder)
-    with Folder(folder) as checkpoint:
+    with CheckpointFolder(folder) as checkpoint:
         absent = [name for name in ("optimizer.json", "state.json") if not checkpoint.has(name)]
     if absent:
         raise ConfigError(
@@ -163,7 +163,7 @@ def checkpoint_name(option: str, given: str, stages: Iterable[str]) -> Path | st
 
 def _check_weights(option: str, folder: Path) -> None:
     try:
-        with Folder(folder):
+        with CheckpointFolder(folder):
             pass
     except CheckpointError as error:
         raise ConfigError(f"{option}: {error}") from None

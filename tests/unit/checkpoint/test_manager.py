@@ -105,7 +105,7 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path, at, async_s
 
 
 def test_a_run_that_saves_after_each_step_logs_one_of_many_saves(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(manager_module, "_TELL_SECS", 3600.0)
+    monkeypatch.setattr(manager_module, "_LOG_EVERY_SECS", 3600.0)
     caplog.set_level(logging.INFO, "torchacc")
 
     def said() -> list[str]:
@@ -117,7 +117,7 @@ def test_a_run_that_saves_after_each_step_logs_one_of_many_saves(tmp_path, caplo
         run.train(until=4)
         (line,) = said()
         assert re.search(r"step-00000001 in .* bytes\)$", line)
-        monkeypatch.setattr(manager_module, "_TELL_SECS", 0.0)
+        monkeypatch.setattr(manager_module, "_LOG_EVERY_SECS", 0.0)
         run.train(until=6)
         assert len(said()) == 2
 
@@ -163,14 +163,14 @@ def test_keeps_the_newest_and_touches_nothing_else(tmp_path, async_save):
 def test_the_old_one_is_there_until_the_new_one_is_complete(tmp_path, monkeypatch):
     with Run(tmp_path, keep=1).manager as manager:
         manager.save(1)
-        write = saver.Pending.write
+        write = saver.PendingSave.write
 
         def look_first(pending):
             assert manager.steps() == [1]
             write(pending)
             assert manager.steps() == [2, 1]
 
-        monkeypatch.setattr(saver.Pending, "write", look_first)
+        monkeypatch.setattr(saver.PendingSave, "write", look_first)
         manager.save(2)
         assert manager.steps() == [2]
 
@@ -290,14 +290,14 @@ def test_a_replacement_that_was_cut_short_is_completed(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    gate, write = threading.Event(), saver.Pending.write
+    gate, write = threading.Event(), saver.PendingSave.write
 
     def slow(pending):
         assert threading.current_thread() is not threading.main_thread()
         assert gate.wait(20)
         write(pending)
 
-    monkeypatch.setattr(saver.Pending, "write", slow)
+    monkeypatch.setattr(saver.PendingSave, "write", slow)
     with (run := Run(tmp_path, every_steps=4, async_save=True)).manager as manager:
         run.train(until=5)
         assert manager.steps() == []
@@ -311,7 +311,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 def test_one_save_waits_for_the_last(tmp_path, monkeypatch):
-    running, most, write = [], [], saver.Pending.write
+    running, most, write = [], [], saver.PendingSave.write
 
     def counted(pending):
         running.append(1)
@@ -320,7 +320,7 @@ def test_one_save_waits_for_the_last(tmp_path, monkeypatch):
         write(pending)
         running.pop()
 
-    monkeypatch.setattr(saver.Pending, "write", counted)
+    monkeypatch.setattr(saver.PendingSave, "write", counted)
     with Run(tmp_path, async_save=True).manager as manager:
         for step in range(4):
             manager.save(step)
@@ -338,7 +338,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.Pending, "write", fail)
+        patch.setattr(saver.PendingSave, "write", fail)
         manager.save(2)
         manager._writer.join()
     with pytest.raises(CheckpointError, match="the disk is full"):
@@ -382,7 +382,7 @@ def test_sigterm_saves_although_the_last_save_has_failed(tmp_path, monkeypatch, 
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.Pending, "write", fail)
+        patch.setattr(saver.PendingSave, "write", fail)
         run.train(until=2)
         run.manager._writer.join()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -262,20 +262,20 @@ def test_a_manifest_with_forged_segments_is_refused(entry, tmp_path, parts):
 
 def test_a_checkpoint_that_is_removed_while_it_is_verified_is_not_called_damaged(tmp_path, parts, monkeypatch):
     saver.save(tmp_path / "c", **parts)
-    verify = loader.Folder.verify
+    verify = loader.CheckpointFolder.verify
 
     def removed(folder):
         (tmp_path / "c").rename(tmp_path / ".c.pruned")
         verify(folder)
 
-    monkeypatch.setattr(loader.Folder, "verify", removed)
+    monkeypatch.setattr(loader.CheckpointFolder, "verify", removed)
     with pytest.raises(CheckpointError, match="/c was removed while it was read"):
         loader.verify(tmp_path / "c")
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_read_anew(tmp_path, parts, monkeypatch):
     saver.save(tmp_path / "c", **parts)
-    verify, tries = loader.Folder.verify, []
+    verify, tries = loader.CheckpointFolder.verify, []
 
     def replaced(folder):
         tries.append(folder)
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_read_anew(tmp_pat
             saver.save(tmp_path / "c", **parts)
         verify(folder)
 
-    monkeypatch.setattr(loader.Folder, "verify", replaced)
+    monkeypatch.setattr(loader.CheckpointFolder, "verify", replaced)
     loader.verify(tmp_path / "c")
     assert len(tries) == 2
 

@@ -25,7 +25,7 @@ from torchacc.checkpoint.format.manifest import (
     read_manifest,
 )
 from torchacc.checkpoint.format.regular_files import open_regular
-from torchacc.checkpoint.format.safetensors_files import Slot, read_exactly, read_header, read_slots
+from torchacc.checkpoint.format.safetensors_files import FileRegion, read_exactly, read_header, read_regions
 from torchacc.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ class StoredTensor:
         return full
 
 
-class Folder:
+class CheckpointFolder:
     """A checkpoint to read: of torchacc, or any Hugging Face one with safetensors, which has no checksums.
 
     A context manager; everything that is read of a torchacc checkpoint is verified.
@@ -73,11 +73,11 @@ class Folder:
             self._read_manifest()
         elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or is_incomplete(self.path):
             raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
-        self.model = self._slots("model")
+        self.model = self._regions("model")
         """Where parameters and buffers lie, by original name."""
-        self.optimizer = self._slots("optimizer")
+        self.optimizer = self._regions("optimizer")
         """Where optimizer state lies, by `<parameter name>/<state name>`."""
-        self.state = self._slots("state")
+        self.state = self._regions("state")
         """Where tensors that other states hold lie."""
         if not self.model:
             raise CheckpointError(self._nothing())
@@ -113,40 +113,40 @@ class Folder:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} makes no sense: {error}") from None
 
-    def stored(self, name: str, slot: Slot) -> StoredTensor:
+    def stored(self, name: str, region: FileRegion) -> StoredTensor:
         """Return a tensor of the checkpoint, to be read.
 
         Args:
             name: The tensor's, for an error's message.
-            slot: Where it lies.
+            region: Where it lies.
         """
 
         def fill(target: torch.Tensor, start: int) -> None:
-            elements = target if target.dtype == slot.dtype else torch.empty(len(target), dtype=slot.dtype)
-            offset = slot.offset + start * slot.dtype.itemsize
-            self._read_into(as_bytes(elements), slot.path.name, offset, name)
+            elements = target if target.dtype == region.dtype else torch.empty(len(target), dtype=region.dtype)
+            offset = region.offset + start * region.dtype.itemsize
+            self._read_into(as_bytes(elements), region.path.name, offset, name)
             if elements is not target:
                 target.copy_(elements)
 
-        return StoredTensor(slot.shape, slot.dtype, f"{slot.path}: {name}", fill)
+        return StoredTensor(region.shape, region.dtype, f"{region.path}: {name}", fill)
 
-    def read(self, name: str, slot: Slot, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, name: str, region: FileRegion, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return consecutive elements of a tensor.
 
         Args:
             name: The tensor's, for an error's message.
-            slot: Where it lies.
+            region: Where it lies.
             start: The first element.
             stop: The one after the last; None for all of the tensor.
 
         Returns:
-            A host tensor of one dimension and the slot's dtype.
+            A host tensor of one dimension and the region's dtype.
 
         Raises:
             CheckpointError: What is on the disk is not what was written.
         """
-        elements = torch.empty((slot.numel if stop is None else stop) - start, dtype=slot.dtype)
-        self.stored(name, slot).fill(elements, start)
+        elements = torch.empty((region.numel if stop is None else stop) - start, dtype=region.dtype)
+        self.stored(name, region).fill(elements, start)
         return elements
 
     def verify_headers(self) -> None:
@@ -185,14 +185,14 @@ class Folder:
             if size != entry["size"] or total != entry["size"]:
                 raise CheckpointError(f"{path} has {size:,} bytes, and was written with {entry['size']:,}")
 
-    def _slots(self, stem: str) -> dict[str, Slot]:
+    def _regions(self, stem: str) -> dict[str, FileRegion]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         name = next((name for name in (single, index) if self.has(name)), None)  # transformers' order
         if name is None:
             return {}
         if self.is_verified and name == index:
             self.read_file(name)
-        return read_slots(self.path / name, self._verified_header if self.is_verified else read_header)
+        return read_regions(self.path / name, self._verified_header if self.is_verified else read_header)
 
     def _verified_header(self, path: Path) -> tuple[bytearray, int]:
         """Return a file's header and size: what a wrong offset leads to would be another tensor's bytes, and right."""
@@ -274,9 +274,12 @@ class Folder:
             )
 
     def _tensor_at(self, name: str, offset: int) -> str:
-        slots = {**self.model, **self.optimizer, **self.state}
-        inside = (key for key, s in slots.items() if s.path.name == name and s.offset <= offset < s.offset + s.nbytes)
+        regions = {**self.model, **self.optimizer, **self.state}
+        inside = (key for key, s in regions.items() if s.path.name == name and s.offset <= offset < s.offset + s.nbytes)
         return next(inside, name)
+
+
+Folder = CheckpointFolder
 
 
 def _close(files: dict[str, BinaryIO]) -> None:

@@ -29,7 +29,7 @@ from torchacc.checkpoint.format.manifest import (
     write_synced,
 )
 from torchacc.checkpoint.format.removal import announce, foreign_names, forget_announcement, listed, remove, settle
-from torchacc.checkpoint.format.safetensors_files import Slot, preallocate, write_exactly
+from torchacc.checkpoint.format.safetensors_files import FileRegion, preallocate, write_exactly
 from torchacc.errors import CheckpointError
 
 _SEGMENT_BYTES = 8 << 20
@@ -121,18 +121,18 @@ class FolderWriter:
                 "file system that all machines share"
             ) from None
 
-    def write(self, slot: Slot, start: int, data: torch.Tensor) -> None:
-        """Write a run of a tensor's elements.
+    def write(self, region: FileRegion, start: int, data: torch.Tensor) -> None:
+        """Write consecutive elements of a tensor.
 
         Args:
-            slot: The tensor's place.
-            start: The first element of the run.
-            data: The run: a contiguous host tensor of the slot's dtype.
+            region: The tensor's place.
+            start: The first of the elements.
+            data: The elements: a contiguous host tensor of the region's dtype.
         """
-        assert data.dtype == slot.dtype, (data.dtype, slot)
-        assert start + data.numel() <= slot.numel, (start, data.shape, slot)
+        assert data.dtype == region.dtype, (data.dtype, region)
+        assert start + data.numel() <= region.numel, (start, data.shape, region)
         if data.numel():
-            self._write(slot.path.name, slot.offset + start * slot.dtype.itemsize, as_bytes(data))
+            self._write(region.path.name, region.offset + start * region.dtype.itemsize, as_bytes(data))
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a file that is this process's alone."""

@@ -45,8 +45,6 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
         return {_TAG: "counter", "value": _encode_mapping(dict(value), tensors, path)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
-    if type(value) in (list, tuple) and {type(item) for item in value} <= {int, float}:  # generators' states are long
-        return list(value) if isinstance(value, list) else {_TAG: "tuple", "value": list(value)}
     if isinstance(value, list | tuple | set | frozenset):
         items = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
         kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)).__name__
@@ -60,8 +58,6 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return what `encode` was given."""
     if isinstance(value, list):
-        if {type(item) for item in value}.isdisjoint((list, dict)):  # long ones are: generators' states
-            return value
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value

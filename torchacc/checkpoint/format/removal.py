@@ -97,7 +97,7 @@ def settle(path: Path) -> None:
         with suppress(CheckpointError):
             locate(path).rename(path)
     for other in leftovers(path, "incomplete", "replaced"):
-        # By another name first, lest a run that is still saving complete what is half removed.
+        # By another name first: a run that is still saving must not complete what is half removed.
         with suppress(OSError):
             other.rename(other.with_suffix(".removed"))
     for other in leftovers(path, "removed"):

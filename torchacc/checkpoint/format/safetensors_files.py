@@ -16,8 +16,6 @@ from torchacc.checkpoint.format.regular_files import open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
-_EAGER_BYTES = 1 << 20
-"""What the disk is to begin with at once; smaller ones are left together."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,7 +40,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Slot(NamedTuple):
+class FileRegion(NamedTuple):
     """A tensor's place in a file: its elements in row-major order, little-endian."""
 
     path: Path
@@ -61,28 +59,37 @@ class Slot(NamedTuple):
         """Bytes that the tensor takes."""
         return self.numel * self.dtype.itemsize
 
-    def within(self, folder: Path) -> "Slot":
-        """Return the same slot in the file of that name in a folder."""
+    def within(self, folder: Path) -> "FileRegion":
+        """Return the same region in the file of that name in a folder."""
         return self._replace(path=folder / self.path)
 
 
-class Layout(NamedTuple):
+class SafetensorsLayout(NamedTuple):
     """A safetensors file that is yet to be made."""
 
     header: bytes
     """What it begins with."""
-    slots: dict[str, Slot]
+    regions: dict[str, FileRegion]
     """The tensors by name; the paths are bare file names."""
 
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return len(self.header) + sum(slot.nbytes for slot in self.slots.values())
+        return len(self.header) + sum(region.nbytes for region in self.regions.values())
+
+    @property
+    def slots(self) -> dict[str, FileRegion]:
+        """The same, by its former name."""
+        return self.regions
+
+
+Slot = FileRegion
+Layout = SafetensorsLayout
 
 
 def plan_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, max_shard_size: int | None = None
-) -> dict[str, Layout]:
+) -> dict[str, SafetensorsLayout]:
     """Lay tensors out in safetensors files, without touching a disk: every process comes to the same.
 
     Args:
@@ -115,21 +122,18 @@ def plan_safetensors(
     }
 
 
-def safetensors_index(layouts: Mapping[str, Layout]) -> str:
+def safetensors_index(layouts: Mapping[str, SafetensorsLayout]) -> str:
     """Return what `<stem>.safetensors.index.json` says about files that belong together."""
-    slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
+    regions = {name: region for layout in layouts.values() for name, region in layout.regions.items()}
     index = {
-        "metadata": {"total_size": sum(slot.nbytes for slot in slots.values())},
-        "weight_map": {name: slot.path.name for name, slot in sorted(slots.items())},
+        "metadata": {"total_size": sum(region.nbytes for region in regions.values())},
+        "weight_map": {name: region.path.name for name, region in sorted(regions.items())},
     }
     return json.dumps(index, indent=2) + "\n"
 
 
 def preallocate(path: Path, header: bytes, nbytes: int) -> None:
-    """Make a file of a size that begins with a header; the rest is zeros until it is written, and takes no room.
-
-    Taking the room beforehand (`posix_fallocate`) was measured to make writing by several processes no faster.
-    """
+    """Make a file of a size that begins with a header; the rest is zeros until it is written, and takes no room."""
     with path.open("wb") as file:
         file.write(header)
         file.truncate(nbytes)
@@ -153,7 +157,9 @@ def read_header(path: Path) -> tuple[bytes | bytearray, int]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_slots(path: Path, header_of: Callable[[Path], tuple[bytes | bytearray, int]] = read_header) -> dict[str, Slot]:
+def read_regions(
+    path: Path, header_of: Callable[[Path], tuple[bytes | bytearray, int]] = read_header
+) -> dict[str, FileRegion]:
     """Read where the tensors of a safetensors file lie, or of those that a `.index.json` names beside it.
 
     Args:
@@ -165,19 +171,19 @@ def read_slots(path: Path, header_of: Callable[[Path], tuple[bytes | bytearray, 
             or a tensor that is not in its file.
     """
     if path.suffix != ".json":
-        return _slots_in(path, *header_of(path))
-    files: dict[str, dict[str, Slot]] = {}
-    slots = {}
+        return _regions_in(path, *header_of(path))
+    files: dict[str, dict[str, FileRegion]] = {}
+    regions = {}
     for name, file_name in _weight_map(path).items():
         if file_name not in files:
             file = path.parent / file_name
-            files[file_name] = _slots_in(file, *header_of(file))
+            files[file_name] = _regions_in(file, *header_of(file))
         if name not in files[file_name]:
             raise CheckpointError(
                 f"{path} says that {name} is in {file_name}, where it is not: copy both from one save"
             )
-        slots[name] = files[file_name][name]
-    return slots
+        regions[name] = files[file_name][name]
+    return regions
 
 
 def read_exactly(file: int, buffer: memoryview, offset: int, path: Path) -> None:
@@ -201,17 +207,13 @@ def read_exactly(file: int, buffer: memoryview, offset: int, path: Path) -> None
 
 
 def write_exactly(file: int, buffer: memoryview, offset: int) -> None:
-    """Write all of a buffer, as bytes, into a file from an offset on, and let the disk begin with it."""
+    """Write all of a buffer, as bytes, into a file from an offset on."""
     done = 0
     while done < len(buffer):
         done += os.pwrite(file, buffer[done:], offset + done)
-    if len(buffer) >= _EAGER_BYTES:
-        # Linux begins to write what it is told not to keep, and keeps what is not on the disk yet: mm/fadvise.c. The
-        # disk would else be idle until the file is synced.
-        os.posix_fadvise(file, offset, len(buffer), os.POSIX_FADV_DONTNEED)
 
 
-def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
+def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> SafetensorsLayout:
     # Large elements first: the format allows no gaps, and so every tensor is aligned to its own elements.
     ordered = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -227,31 +229,31 @@ def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int,
     packed += b" " * (-len(packed) % 8)
     start = 8 + len(packed)
     path = Path(file_name)  # one for all, as it keeps its hash
-    slots = {name: Slot(path, *tensors[name], start + begins[name]) for name in tensors}
-    return Layout(len(packed).to_bytes(8, "little") + packed, slots)
+    regions = {name: FileRegion(path, *tensors[name], start + begins[name]) for name in tensors}
+    return SafetensorsLayout(len(packed).to_bytes(8, "little") + packed, regions)
 
 
-def _slots_in(path: Path, header: bytes | bytearray, file_size: int) -> dict[str, Slot]:
+def _regions_in(path: Path, header: bytes | bytearray, file_size: int) -> dict[str, FileRegion]:
     start = len(header)
-    slots: dict[str, Slot] = {}
+    regions: dict[str, FileRegion] = {}
     spans: list[tuple[int, int, str]] = []
     try:
         for name, entry in _json(header[8:]).items():
             if name != "__metadata__":
-                slots[name] = slot = _slot(path, entry, start)
-                spans.append((slot.offset, start + entry["data_offsets"][1], name))
+                regions[name] = region = _region(path, entry, start)
+                spans.append((region.offset, start + entry["data_offsets"][1], name))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged, or not a safetensors file: its header makes no sense") from None
-    _check_spans(path, slots, spans, start, file_size)
-    return slots
+    _check_spans(path, regions, spans, start, file_size)
+    return regions
 
 
 def _check_spans(
-    path: Path, slots: Mapping[str, Slot], spans: list[tuple[int, int, str]], start: int, file_size: int
+    path: Path, regions: Mapping[str, FileRegion], spans: list[tuple[int, int, str]], start: int, file_size: int
 ) -> None:
     """Refuse tensors of another size than their shape has, and what the format does not allow: gaps and overlaps."""
     for begin, stop, name in sorted(spans):
-        if begin + slots[name].nbytes != stop:
+        if begin + regions[name].nbytes != stop:
             raise CheckpointError(f"{path} is damaged: the header gives {name} another size than its shape has")
         if stop > file_size:
             raise CheckpointError(f"{path} is truncated: {name} ends at byte {stop} of {file_size}")
@@ -275,12 +277,12 @@ def _json(text: str | bytes | bytearray) -> Any:
     return json.loads(text, object_pairs_hook=unique)
 
 
-def _slot(path: Path, entry: Mapping[str, Any], start: int) -> Slot:
+def _region(path: Path, entry: Mapping[str, Any], start: int) -> FileRegion:
     shape, offsets = entry["shape"], entry["data_offsets"]
     numbers = [*shape, *offsets]
     if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(entry)
-    return Slot(path, _DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
+    return FileRegion(path, _DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
 
 
 def _weight_map(path: Path) -> dict[str, str]:

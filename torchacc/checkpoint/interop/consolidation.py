@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from torchacc.checkpoint.format.regular_files import read_regular
-from torchacc.checkpoint.format.safetensors_files import Slot, plan_safetensors, safetensors_index
+from torchacc.checkpoint.format.safetensors_files import FileRegion, plan_safetensors, safetensors_index
 from torchacc.checkpoint.interop.pth import NewTensor
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded
 from torchacc.checkpoint.interop.rank_optimizer import OptimizerState, read_optimizer
@@ -103,7 +103,7 @@ def whole_tensors(
 
 def carry(value: Any, name: str, transfers: list[Transfer], *, dtype: torch.dtype | None = None) -> Any:
     """Return what a rank file holds with a new tensor for each one in it, each of its own, and add their transfers."""
-    if isinstance(value, Slot):
+    if isinstance(value, FileRegion):
         new = NewTensor(name, dtype or value.dtype, value.shape)
         transfers.append(Transfer((Source(value, value.numel),), (new,)))
         return new

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, check_tree, open_regular, size_of
-from torchacc.checkpoint.format.safetensors_files import Slot, read_exactly
+from torchacc.checkpoint.format.safetensors_files import FileRegion, read_exactly
 from torchacc.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20
@@ -77,7 +77,7 @@ def load_pth(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any
 
 
 def read_pth(path: Path) -> Any:
-    """Read what `torch.save` wrote, with a `Slot` in the place of each tensor; no tensor is read.
+    """Read what `torch.save` wrote, with a `FileRegion` in the place of each tensor; no tensor is read.
 
     Raises:
         CheckpointError: As `load_pth()`; or a tensor is not a plain, contiguous one of the CPU.
@@ -166,7 +166,7 @@ def tensor_records(path: Path) -> list[Record]:
 class RecordReader:
     """Reads tensors from `.pth` files in chunks, and compares each record with its checksum the first time."""
 
-    def __init__(self, names: Mapping[Slot, str]) -> None:
+    def __init__(self, names: Mapping[FileRegion, str]) -> None:
         """Prepare to read tensors.
 
         Args:
@@ -177,7 +177,7 @@ class RecordReader:
         self._records: dict[Path, list[Record]] = {}
         self._verified: set[tuple[Path, int]] = set()
 
-    def read(self, slot: Slot, nbytes: int) -> Iterator[memoryview]:
+    def read(self, slot: FileRegion, nbytes: int) -> Iterator[memoryview]:
         """Yield the first bytes of a tensor in chunks, which are valid until the next one is asked for.
 
         What is yielded must not be used for good before the last one has been: a record that is read for the first time
@@ -224,7 +224,7 @@ class RecordReader:
         holding = f", which holds {', '.join(sorted(names))}" if names else ""
         return CheckpointError(f"{path} is damaged: the checksum of its record {record.name}{holding}, is wrong")
 
-    def _record_of(self, slot: Slot) -> Record:
+    def _record_of(self, slot: FileRegion) -> Record:
         with self._lock:
             if slot.path not in self._records:
                 self._records[slot.path] = tensor_records(slot.path)
@@ -251,7 +251,7 @@ def damaged_record(path: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def create_pth(path: Path, contents: Any) -> dict[NewTensor, Slot]:
+def create_pth(path: Path, contents: Any) -> dict[NewTensor, FileRegion]:
     """Make a file as `torch.save` does, with room for tensors that are yet to be written; it is sparse.
 
     Args:
@@ -268,7 +268,9 @@ def create_pth(path: Path, contents: Any) -> dict[NewTensor, Slot]:
         torch.save(replace_leaves(contents, NewTensor, tensors.__getitem__), file)
     # torch.save numbers storages as it comes across them; the empty ones have no bytes to write.
     starts = {record.name.rpartition("/")[2]: record.start for record in tensor_records(path)}
-    return {new: Slot(path, new.dtype, new.shape, starts.get(str(number), 0)) for number, new in enumerate(tensors)}
+    return {
+        new: FileRegion(path, new.dtype, new.shape, starts.get(str(number), 0)) for number, new in enumerate(tensors)
+    }
 
 
 def seal_pth(path: Path, checksums: Mapping[int, int]) -> None:
@@ -313,7 +315,7 @@ def replace_leaves(tree: Any, kind: type, new: Any) -> Any:
     return tree
 
 
-def _slots(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, Slot]:
+def _slots(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, FileRegion]:
     """Return where tensors lie in the file that they are mapped from.
 
     Their storages are its records, and lie in memory as those do in the file.
@@ -333,7 +335,7 @@ def _slots(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, Slot]:
     if mapped != [(record.start + shift, record.size) for record in records]:
         raise CheckpointError(f"{path} is damaged: its tensors and its records do not fit each other")
     return {
-        key: Slot(path, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - shift if tensor.numel() else 0)
+        key: FileRegion(path, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - shift if tensor.numel() else 0)
         for key, tensor in tensors.items()
     }
 

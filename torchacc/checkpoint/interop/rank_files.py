@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from torchacc.checkpoint.format.regular_files import open_regular
-from torchacc.checkpoint.format.safetensors_files import Slot
+from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.interop.transfers import Source
 from torchacc.errors import CheckpointError
@@ -86,7 +86,7 @@ class Sharded:
     parameter: ShardedParameter
     name: str
     """Named in errors: the parameter's key, and that of the state."""
-    slots: tuple[Slot, ...]
+    slots: tuple[FileRegion, ...]
     """The shards by rank; the last ones may lack their padding."""
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class RankFiles:
         """Return the shards of one tensor from what each file has in its place."""
         slots = tuple(found)
         for file, slot in zip(self.files, slots, strict=True):
-            if not isinstance(slot, Slot):
+            if not isinstance(slot, FileRegion):
                 raise CheckpointError(f"{file.path} has no {name}: it is not of the same save as {self.files[0].path}")
         return Sharded(parameter, name, slots)
 
@@ -254,7 +254,7 @@ class RankFiles:
                 continue
             if name in sharded or name in found:
                 raise CheckpointError(f"{first.path} has {name} twice, one of them as {key}")
-            found[name] = value, dtypes.get(name, value.dtype) if isinstance(value, Slot) else None
+            found[name] = value, dtypes.get(name, value.dtype) if isinstance(value, FileRegion) else None
         return found
 
     def _check_keys(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -415,7 +415,7 @@ def _alike(file: RankFile) -> Any:
     with open_regular(file.path) as opened:
 
         def read(value: Any) -> Any:
-            if isinstance(value, Slot):
+            if isinstance(value, FileRegion):
                 opened.seek(value.offset)
                 return None if value.shape else opened.read(value.nbytes)
             if isinstance(value, Mapping):
@@ -487,5 +487,5 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _describe(slot: Slot) -> str:
+def _describe(slot: FileRegion) -> str:
     return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape}"

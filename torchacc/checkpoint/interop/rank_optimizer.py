@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchacc.checkpoint.format.safetensors_files import Slot
+from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded, ShardedParameter, ShardFormat
 from torchacc.errors import CheckpointError
 
@@ -106,12 +106,12 @@ def _entries(files: RankFiles, parameter: ShardedParameter, by_rank: Sequence[Ma
         entries[name] = value
         # What has no dimension is a number that each rank has.
         if (
-            isinstance(value, Slot)
+            isinstance(value, FileRegion)
             and value.shape
             and any(parameter.is_shard(value.shape, each, len(by_rank)) for each in ShardFormat)
         ):
             entries[name] = files.gather(parameter, f"{parameter.key}/{name}", (state[name] for state in by_rank))
-        elif isinstance(value, Slot) and value.shape:
+        elif isinstance(value, FileRegion) and value.shape:
             raise CheckpointError(
                 f"{files.paths[0]}: the optimizer's {name} of {parameter.key} has the shape {value.shape}, neither "
                 "that of its parameter nor a single number: it cannot be put together"

@@ -22,7 +22,13 @@ from typing_extensions import override
 
 from torchacc.checkpoint.format.locks import clear_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import sync_folder
-from torchacc.checkpoint.format.safetensors_files import Layout, Slot, preallocate, read_exactly, write_exactly
+from torchacc.checkpoint.format.safetensors_files import (
+    FileRegion,
+    SafetensorsLayout,
+    preallocate,
+    read_exactly,
+    write_exactly,
+)
 from torchacc.checkpoint.interop.pth import CHUNK_BYTES, NewTensor, RecordReader, create_pth, leaves, seal_pth
 from torchacc.errors import CheckpointError
 
@@ -35,7 +41,7 @@ Progress = Callable[[int], None]
 class Source(NamedTuple):
     """A tensor in a file, of which the first elements are taken: what follows is padding."""
 
-    slot: Slot
+    slot: FileRegion
     numel: int
 
 
@@ -91,7 +97,7 @@ class NewFile(ABC):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @abstractmethod
-    def create(self, path: Path) -> Mapping[NewTensor, Slot]:
+    def create(self, path: Path) -> Mapping[NewTensor, FileRegion]:
         """Make it under another name, and return where to write its tensors."""
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
@@ -105,7 +111,7 @@ class SmallFile(NewFile):
     data: bytes
 
     @override
-    def create(self, path: Path) -> Mapping[NewTensor, Slot]:
+    def create(self, path: Path) -> Mapping[NewTensor, FileRegion]:
         path.write_bytes(self.data)
         return {}
 
@@ -123,7 +129,7 @@ class PthFile(NewFile):
         return list(dict.fromkeys(leaves(self.contents, NewTensor)))
 
     @override
-    def create(self, path: Path) -> Mapping[NewTensor, Slot]:
+    def create(self, path: Path) -> Mapping[NewTensor, FileRegion]:
         return create_pth(path, self.contents)
 
     @override
@@ -135,19 +141,19 @@ class PthFile(NewFile):
 class SafetensorsFile(NewFile):
     """A safetensors file."""
 
-    layout: Layout
+    layout: SafetensorsLayout
     by_name: Mapping[str, NewTensor]
     """At least the tensors of the layout."""
 
     @property
     @override
     def tensors(self) -> Sequence[NewTensor]:
-        return [self.by_name[name] for name in self.layout.slots]
+        return [self.by_name[name] for name in self.layout.regions]
 
     @override
-    def create(self, path: Path) -> Mapping[NewTensor, Slot]:
+    def create(self, path: Path) -> Mapping[NewTensor, FileRegion]:
         preallocate(path, self.layout.header, self.layout.nbytes)
-        return {self.by_name[name]: slot._replace(path=path) for name, slot in self.layout.slots.items()}
+        return {self.by_name[name]: slot._replace(path=path) for name, slot in self.layout.regions.items()}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ def execute(
     if verify:
         _each(verify_source, plan.sources, workers)
     with _temporary_names(plan) as names:
-        slots: dict[NewTensor, Slot] = {}
+        slots: dict[NewTensor, FileRegion] = {}
         for file in plan.files:
             with _naming(file.path):
                 slots |= file.create(names[file.path])
@@ -292,7 +298,7 @@ def _crc_of_zeros(count: int, crc: int) -> int:
     return crc
 
 
-def _compare(new: NewTensor, slot: Slot, checksum: int, progress: Progress) -> None:
+def _compare(new: NewTensor, slot: FileRegion, checksum: int, progress: Progress) -> None:
     """Read a tensor that was written, and compare it with what was to be written."""
     buffer, crc = bytearray(min(new.nbytes, CHUNK_BYTES)), 0
     with slot.path.open("rb", buffering=0) as file:
@@ -308,7 +314,7 @@ def _compare(new: NewTensor, slot: Slot, checksum: int, progress: Progress) -> N
 
 
 def _reader(transfers: Iterable[Transfer]) -> RecordReader:
-    names: dict[Slot, str] = {}
+    names: dict[FileRegion, str] = {}
     for transfer in transfers:
         for slot, _ in transfer.sources:
             names.setdefault(slot, ", ".join(target.name for target in transfer.targets))

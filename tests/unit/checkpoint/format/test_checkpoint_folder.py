@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchacc.checkpoint.format import commit
-from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.manifest import locate, read_manifest, render_manifest
 from torchacc.checkpoint.format.removal import settle
@@ -32,7 +32,7 @@ def write(
     """Write `TENSORS` by several ranks, a thread each; one may fail. Return what each raised."""
     described = {name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}
     layouts = plan_safetensors(described, "model", max_shard_size)
-    slots = {name: slot for layout in layouts.values() for name, slot in layout.slots.items()}
+    slots = {name: slot for layout in layouts.values() for name, slot in layout.regions.items()}
     writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
     writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
     raised: list[BaseException | None] = [None] * num_ranks
@@ -67,7 +67,7 @@ def write(
 
 
 def check(path: Path) -> None:
-    with Folder(path) as folder:
+    with CheckpointFolder(path) as folder:
         folder.verify()
         for name, expected in TENSORS.items():
             slot = folder.model[name]
@@ -85,7 +85,7 @@ def test_what_several_ranks_write_is_one_checkpoint(tmp_path, num_ranks):
 
 def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
     write(tmp_path / "c", num_ranks=5)
-    with Folder(tmp_path / "c") as folder:
+    with CheckpointFolder(tmp_path / "c") as folder:
         for start, stop in ((0, 1), (3, 11), (5, 5), (11, 12)):
             run = folder.read("a", folder.model["a"], start, stop)
             assert torch.equal(run, TENSORS["a"].flatten()[start:stop])
@@ -94,7 +94,7 @@ def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
 def test_a_stored_tensor_fills_memory_of_any_dtype_and_is_verified(tmp_path):
     write(tmp_path / "c", num_ranks=2)
     run, cast = torch.zeros(7, dtype=torch.int64), torch.zeros(2, dtype=torch.float16)
-    with Folder(tmp_path / "c") as folder:
+    with CheckpointFolder(tmp_path / "c") as folder:
         stored = {name: folder.stored(name, slot) for name, slot in folder.model.items()}
         stored["b"].fill(run[2:4], 3)
         stored["a"].fill(cast, 10)
@@ -147,7 +147,7 @@ def test_every_byte_counts(tmp_path):
             altered = bytearray(intact)
             altered[offset] ^= 1 << draw.randrange(8)
             path.write_bytes(altered)
-            with pytest.raises(CheckpointError), Folder(tmp_path / "c") as folder:
+            with pytest.raises(CheckpointError), CheckpointFolder(tmp_path / "c") as folder:
                 folder.verify()
         path.write_bytes(intact)
     check(tmp_path / "c")
@@ -162,7 +162,7 @@ def test_a_file_that_is_not_whole_is_named(tmp_path, name, how):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-1] if how == "truncated" else path.read_bytes() + b" ")
-    with pytest.raises(CheckpointError, match=name), Folder(tmp_path / "c") as folder:
+    with pytest.raises(CheckpointError, match=name), CheckpointFolder(tmp_path / "c") as folder:
         folder.verify()
 
 
@@ -172,7 +172,7 @@ def test_files_of_two_saves_do_not_mix(tmp_path):
     manifest = read_manifest(tmp_path / "d")
     (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "x", "files": manifest["files"]}))
     save_file({name: t + 1 for name, t in TENSORS.items()}, tmp_path / "c" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="model.safetensors"), Folder(tmp_path / "c") as folder:
+    with pytest.raises(CheckpointError, match="model.safetensors"), CheckpointFolder(tmp_path / "c") as folder:
         folder.verify()
 
 
@@ -183,7 +183,7 @@ def test_only_files_of_the_folder_are_read(tmp_path, name):
     files = {**content["files"], name: {"size": 0, "segments": []}}
     (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "t", "files": files}))
     with pytest.raises(CheckpointError, match="only files in its own folder"):
-        Folder(tmp_path / "c")
+        CheckpointFolder(tmp_path / "c")
 
 
 def test_an_empty_file_is_read(tmp_path):
@@ -191,7 +191,7 @@ def test_an_empty_file_is_read(tmp_path):
     (tmp_path / "c" / "merges.txt").touch()
     files = {**read_manifest(tmp_path / "c")["files"], "merges.txt": {"size": 0, "segments": []}}
     (tmp_path / "c" / "manifest.json").write_text(render_manifest({"token": "t", "files": files}))
-    with Folder(tmp_path / "c") as folder:
+    with CheckpointFolder(tmp_path / "c") as folder:
         assert folder.read_file("merges.txt") == b""
         folder.verify_headers()
         folder.verify()
@@ -204,7 +204,7 @@ def test_an_index_does_not_lead_elsewhere(tmp_path):
     index = {"weight_map": {"a": "../secret.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="only files in its own folder are read"):
-        Folder(folder)
+        CheckpointFolder(folder)
 
 
 def test_a_refused_folder_leaves_no_file_open(tmp_path):
@@ -213,7 +213,7 @@ def test_a_refused_folder_leaves_no_file_open(tmp_path):
     second.write_bytes(second.read_bytes().replace(b"dtype", b"dtypo"))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(CheckpointError, match=f"header of {second.name}"):
-        Folder(tmp_path / "c")
+        CheckpointFolder(tmp_path / "c")
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -222,7 +222,7 @@ def test_a_later_format_is_refused(tmp_path):
     text = render_manifest({**read_manifest(tmp_path / "c"), "version": 2})
     (tmp_path / "c" / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="torchacc-checkpoint 2, and this version of torchacc reads"):
-        Folder(tmp_path / "c")
+        CheckpointFolder(tmp_path / "c")
 
 
 def test_too_little_room_is_found_before_anything_is_written(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, preallocate, read_slots, safetensors_index
+from torchacc.checkpoint.format.safetensors_files import plan_safetensors, preallocate, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {
@@ -25,7 +25,7 @@ def write(folder, tensors, max_shard_size=None):
     for name, layout in layouts.items():
         preallocate(folder / name, layout.header, layout.nbytes)
         with (folder / name).open("r+b") as file:
-            for key, slot in layout.slots.items():
+            for key, slot in layout.regions.items():
                 assert slot.offset % slot.dtype.itemsize == 0
                 file.seek(slot.offset)
                 file.write(bytes(tensors[key].reshape(-1).view(torch.uint8).numpy()))
@@ -45,7 +45,7 @@ def test_the_library_reads_what_we_lay_out(tmp_path):
 
 def test_we_read_what_the_library_writes(tmp_path):
     save_file(TENSORS, tmp_path / "file.safetensors")
-    slots = read_slots(tmp_path / "file.safetensors")
+    slots = read_regions(tmp_path / "file.safetensors")
     data = (tmp_path / "file.safetensors").read_bytes()
     for name, tensor in TENSORS.items():
         slot = slots[name]
@@ -57,7 +57,7 @@ def test_split_into_files_of_a_size(tmp_path):
     paths = write(tmp_path, {f"t{i}": torch.full((100,), float(i)) for i in range(5)}, max_shard_size=1000)
     assert [path.name for path in paths] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert all(path.stat().st_size < 1500 for path in paths)
-    slots = read_slots(tmp_path / "model.safetensors.index.json")
+    slots = read_regions(tmp_path / "model.safetensors.index.json")
     assert slots.keys() == {f"t{i}" for i in range(5)}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}
@@ -66,7 +66,7 @@ def test_split_into_files_of_a_size(tmp_path):
 def test_a_tensor_larger_than_a_file_has_one_of_its_own():
     tensors = {name: (torch.uint8, (size,)) for name, size in [("a", 10), ("b", 1000), ("c", 10)]}
     layouts = plan_safetensors(tensors, "model", 100)
-    assert [list(layout.slots) for layout in layouts.values()] == [["a"], ["b"], ["c"]]
+    assert [list(layout.regions) for layout in layouts.values()] == [["a"], ["b"], ["c"]]
 
 
 def test_a_dtype_without_a_name_is_refused():
@@ -80,7 +80,7 @@ def test_a_truncated_file_is_refused(tmp_path, size):
     save_file({"a": torch.zeros(100)}, path)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError, match="file.safetensors is truncated"):
-        read_slots(path)
+        read_regions(path)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_header_that_makes_no_sense_is_refused(tmp_path, entry):
     path = tmp_path / "file.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CheckpointError, match="file.safetensors is damaged"):
-        read_slots(path)
+        read_regions(path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_byte_is_of_one_tensor(tmp_path, offsets, size, reason):
     path = tmp_path / "file.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
     with pytest.raises(CheckpointError, match=f"file.safetensors is damaged: {reason}"):
-        read_slots(path)
+        read_regions(path)
 
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
@@ -130,11 +130,11 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
     path = tmp_path / "file.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(CheckpointError, match="file.safetensors is damaged, .*: its header makes no sense"):
-        read_slots(path)
+        read_regions(path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "file.safetensors", "a": "other.safetensors"}}')
     with pytest.raises(CheckpointError, match="is damaged, or not an index"):
-        read_slots(index)
+        read_regions(index)
 
 
 @pytest.mark.parametrize("elsewhere", ["../a.safetensors", "/a.safetensors", "b/a.safetensors", "..", "", 3])
@@ -142,17 +142,17 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path, elsewhere):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": elsewhere}}))
     with pytest.raises(CheckpointError, match="a is in .*: only files in its own folder"):
-        read_slots(path)
+        read_regions(path)
 
 
 def test_an_index_of_what_is_not_there_is_refused(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match="a.safetensors cannot be read: No such file"):
-        read_slots(path)
+        read_regions(path)
     save_file({"b": torch.zeros(1)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="says that a is in a.safetensors, where it is not"):
-        read_slots(path)
+        read_regions(path)
     path.write_text("[]")
     with pytest.raises(CheckpointError, match="is damaged, or not an index"):
-        read_slots(path)
+        read_regions(path)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import Slot
+from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.pth import NewTensor, create_pth, damaged_record, read_pth, seal_pth
 from torchacc.errors import CheckpointError
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 DTYPES += [torch.complex64, torch.uint16, torch.float8_e4m3fn]
 
 
-def load_bytes(slot: Slot) -> bytes:
+def load_bytes(slot: FileRegion) -> bytes:
     return slot.path.read_bytes()[slot.offset : slot.offset + slot.nbytes]
 
 
