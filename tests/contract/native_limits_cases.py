@@ -8,6 +8,7 @@ import transformers
 from casekit import (
     ALL,
     MLP,
+    MULTIPROCESS,
     NATIVE,
     X,
     accelerate,
@@ -273,3 +274,62 @@ if __name__ == "__main__":
     from casekit import main
 
     main()
+
+
+class Broken(MLP):
+    """Raises in backward, between two units, where it is told to."""
+
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.breaks and x.requires_grad:
+            x.register_hook(self.fail)
+        return self.head(self.layers[1](x))
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+
+def by_backward(model: nn.Module, x: torch.Tensor) -> None:
+    loss_of(model(x)).backward()
+
+
+def by_grad(model: nn.Module, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(loss_of(model(x)), x)
+
+
+@case((NATIVE,), each={f"{name}-{way.__name__}": (name, way) for name in STRATEGIES for way in (by_backward, by_grad)})
+def optimizer_made_after_a_backward_that_raised(how: tuple[str, Callable[[nn.Module, torch.Tensor], None]]) -> None:
+    strategy, way = how
+    model, plain = sharded_and_plain(Broken, sharding_strategy=strategy)
+    before = [id(parameter) for parameter in model.parameters()]
+    model.breaks = True
+    with pytest.raises(ValueError, match="in backward"):
+        way(model, part(X))
+    assert [id(parameter) for parameter in model.parameters()] == before
+    model.breaks = False
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model(part(X))).backward()
+        loss_of(plain(X)).backward()
+        optimizer.step()
+        plain_optimizer.step()
+    check_parameters(model, plain)
+
+
+@case((NATIVE, MULTIPROCESS))
+def clipping_values_in_a_window_is_refused() -> None:
+    model, plain = sharded_and_plain()
+    with torchacc.accumulate(model):
+        loss_of(model(part(X))).backward()
+        with pytest.raises(torchacc.EngineError, match=r"clipping gradients after a backward inside"):
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    loss_of(model(part(X))).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    (2 * loss_of(plain(X))).backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    check_gradients(model, plain)

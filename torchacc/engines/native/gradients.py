@@ -1,7 +1,8 @@
 """`torch.autograd.grad()` and `backward(inputs=…)` for sharded parameters: autograd knows the whole weights only."""
 
 import functools
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,10 +13,31 @@ from torchacc.errors import EngineError
 from torchacc.parallel.axes import Role
 
 
+class Backward(Protocol):
+    """What takes part in the backward of a model."""
+
+    def end_failed_backward(self) -> None:
+        """Do what is left to do once a backward has raised, of this model or of another."""
+
+
+_taking_part: WeakSet[Backward] = WeakSet()
+
+
+def take_part_in_backward(model: Backward) -> None:
+    """Let backward find the parameters that a script names by `inputs`, and a model know of one that raises."""
+    _taking_part.add(model)
+    _patch()
+
+
 @functools.cache
-def know_inputs_of_backward() -> None:
-    """Let backward find the parameters that a script names by `inputs`, for as long as the process lives."""
-    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_whole_weights))
+def _patch() -> None:
+    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_whole_weights, _end_failed_backward))
+
+
+def _end_failed_backward() -> None:
+    if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
+        for model in _taking_part:
+            model.end_failed_backward()
 
 
 def _with_whole_weights(inputs: Any) -> list[Any]:

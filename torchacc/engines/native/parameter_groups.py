@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
-from torchacc.engines.native.gradients import know_inputs_of_backward
+from torchacc.engines.native.gradients import take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
@@ -194,7 +194,7 @@ class Groups:
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
         install()
-        know_inputs_of_backward()
+        take_part_in_backward(self)
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
@@ -268,10 +268,13 @@ class Groups:
         self._prepare()
         if _is_in_backward():  # the model is recomputed
             return
-        if self._root._state_ctx.post_backward_final_callback_queued:
-            # The last backward has raised, and was never finished.
-            self.drop_gradients()
+        self.end_failed_backward()
         self._rest()
+
+    def end_failed_backward(self) -> None:
+        """Forget a backward that has raised, and so was never finished: modules show their shards again."""
+        if self._root._is_root is not None and self._root._state_ctx.post_backward_final_callback_queued:
+            self.abandon_backward()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         has_begun = self._root._is_root is not None

@@ -179,7 +179,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_buffers": "moves buffers",
         "_non_persistent_buffers_set": "which buffers no checkpoint holds",
     }, of_instances=True),
-    *_of("torch.nn.utils.clip_grad", "patches/torch_patches.py", {"_get_total_norm": "patched: the norm of shards"}),
+    *_of("torch.nn.utils.clip_grad", "patches/torch_patches.py", {
+        "_get_total_norm": "patched: the norm of shards",
+        "_group_tensors_by_device_and_dtype": "patched: tells that gradients are clipped",
+    }),
     *_of("torch.cuda.amp.common", "patches/torch_patches.py", {"amp_definitely_not_available": "patched"}),
     *_of("torch.autograd:Node", "losses.py", {
         "_saved_reduction": "tells a loss that is a sum",

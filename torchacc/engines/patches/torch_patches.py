@@ -94,6 +94,33 @@ def total_norm_over_shards(
 
 
 @contextmanager
+def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """Let PyTorch's functions that clip gradients, `clip_grad_value_()` among them, be noticed before they do.
+
+    All of them sort the gradients that there are by device and dtype.
+
+    Args:
+        notice: Called with the gradients; there may be none.
+    """
+    if not knows_clipping():
+        yield
+        return
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._group_tensors_by_device_and_dtype
+
+    def noticed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        notice([tensor for listed in tensors for tensor in listed])
+        return original(tensors, *args, **kwargs)
+
+    clip_grad._group_tensors_by_device_and_dtype = noticed
+    try:
+        yield
+    finally:
+        clip_grad._group_tensors_by_device_and_dtype = original
+
+
+@contextmanager
 def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
     """Let `torch.utils.checkpoint.checkpoint()` be another function, however a script has imported it.
 
@@ -114,25 +141,38 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def inputs_of_backward(replaced: Callable[[Any], Any]) -> Iterator[None]:
+def inputs_of_backward(replaced: Callable[[Any], Any], failed: Callable[[], None]) -> Iterator[None]:
     """Let `backward(inputs=…)` of a tensor, and `torch.autograd.backward()`, be given other inputs.
 
     Args:
         replaced: Turns the inputs that a script gives into those that autograd gets.
+        failed: Called when they, or `torch.autograd.grad()`, have raised.
     """
-    original = torch.autograd.backward
+    original, original_grad = torch.autograd.backward, torch.autograd.grad
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = replaced(kwargs["inputs"])
-        original(*args, **kwargs)
+        try:
+            original(*args, **kwargs)
+        except BaseException:
+            failed()
+            raise
 
-    torch.autograd.backward = backward
+    @functools.wraps(original_grad)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_grad(*args, **kwargs)
+        except BaseException:
+            failed()
+            raise
+
+    torch.autograd.backward, torch.autograd.grad = backward, grad
     try:
         yield
     finally:
-        torch.autograd.backward = original
+        torch.autograd.backward, torch.autograd.grad = original, original_grad
 
 
 @contextmanager
