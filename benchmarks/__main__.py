@@ -2,6 +2,7 @@
 
     python -m benchmarks                     # all that run on a CPU, then the report
     python -m benchmarks step_time compile   # some, then the report
+    python -m benchmarks --again             # the same, and keep the ratios of the earlier runs beside the new ones
     python -m benchmarks report              # the report alone, from what is in benchmarks/results
     python -m benchmarks --quick             # the smallest sizes, to see that all works; changes nothing here
     python -m benchmarks structure           # what the source is built of; measures nothing
@@ -26,6 +27,7 @@ from _machine import ROOT, checkout_environment
 from _plots import draw
 from _programs import FOLDER, PROFILES, RESULTS, ResultsError, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
+from _results import keep_earlier, read, write
 from structure import main as print_structure
 
 REFUSED = 2
@@ -42,8 +44,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)
         try:
-            check_results(results, args.cases)
-            failed = run_programs(args.cases, results, quick=args.quick)
+            check_results(results, args.cases, again=args.again)
+            failed = run_programs(args.cases, results, quick=args.quick, again=args.again)
             page = write_report(results)
         except ResultsError as error:
             say(f"python -m benchmarks: error: {error}")
@@ -63,6 +65,7 @@ def parse_args() -> argparse.Namespace:
         "cases", nargs="*", metavar="CASE", help="what to run (default: all of the profile), or only `report`"
     )
     parser.add_argument("--profile", choices=PROFILES, default="cpu", help="for which machine (default: cpu)")
+    parser.add_argument("--again", action="store_true", help="show the ratios of earlier runs beside the new ones")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, to see that all works")
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help="for the JSON and a report of its own (default: those committed)"
@@ -83,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def check_results(results: Path, names: list[str]) -> None:
+def check_results(results: Path, names: list[str], *, again: bool) -> None:
     """Make a folder for results, and see that the report can be written of what is in it, before anything runs.
 
     Raises:
@@ -96,10 +99,10 @@ def check_results(results: Path, names: list[str]) -> None:
             pass
     except OSError as error:
         raise ResultsError(f"--results {results}: cannot write there: {error.strerror}") from None
-    read_reports(results, leave_out=names)
+    read_reports(results, leave_out=[] if again else names)
 
 
-def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
+def run_programs(names: list[str], results: Path, *, quick: bool, again: bool = False) -> list[str]:
     """Run programs in processes of their own, and return those that failed."""
     started, failed = time.perf_counter(), []
     for index, name in enumerate(names):
@@ -111,6 +114,10 @@ def run_programs(names: list[str], results: Path, *, quick: bool) -> list[str]:
         if code:
             failed.append(name)
         if new.exists():
+            if again and path.exists():
+                report = read(new)
+                keep_earlier(report, read(path))
+                write(report, new)
             new.replace(path)
         elif code != REFUSED:
             path.unlink(missing_ok=True)  # what an earlier run found is not to stand for one that failed

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from _results import Limit
+
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
 GLOBAL_BATCH, LENGTH = 8, 128
 LEARNING_RATE = 1e-3
@@ -77,7 +79,18 @@ class Rivalry:
     reason: str | None = None
     """Why torchacc may be slower, as far as known."""
 
+    @property
+    def same_runtime(self) -> bool:
+        """Whether XLA carries out both, or neither; `torch.compile` is a runtime of its own."""
+        return RUNTIMES[self.case.rpartition("-")[0]] == RUNTIMES.get(self.rival.rpartition("-")[0], self.rival)
 
+
+_XLA = ("xla-spmd", "xla-multiprocess", "fsdpv2", "xla-fsdp")
+RUNTIMES = {
+    **dict.fromkeys(_XLA, "torch_xla"),
+    **dict.fromkeys(("native", "native-no-shard", "fsdp2", "fabric", "accelerate", "accelerate-ddp", "ddp"), "eager"),
+}
+"""What runs the operations of a case, by its name without the number of devices."""
 ALONE = "it shards and gathers with nobody to share with"
 ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
 REPLICATED = (
@@ -103,21 +116,11 @@ RIVALRIES = (
 )
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """How much slower than a reference a case may be."""
-
-    case: str
-    reference: str
-    limit: float | None
-    """The largest ratio expected; None where the ratio is only reported."""
-
-
 EXPECTATIONS = (
-    Expectation("xla-spmd-1", "torch_xla", 1.02),
-    Expectation("xla-spmd-1", "eager", 1.00),
-    Expectation("xla-spmd-4", "eager", 1.10),
-    Expectation("native-2", "fsdp2-2", 1.03),
-    Expectation("xla-multiprocess-2", "fsdp2-2", 1.25),
-    Expectation("xla-multiprocess-4", "fsdp2-2", None),
+    Limit("xla-spmd-1", "torch_xla", 1.02),
+    Limit("xla-spmd-1", "eager", 1.00),
+    Limit("xla-spmd-4", "eager", 1.10),
+    Limit("native-2", "fsdp2-2", 1.03),
+    Limit("xla-multiprocess-2", "fsdp2-2", 1.25),
+    Limit("xla-multiprocess-4", "fsdp2-2", None),
 )

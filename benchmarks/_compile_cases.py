@@ -1,8 +1,7 @@
 """What `compile.py` compares, and what is expected of it. Plain data."""
 
-from dataclasses import dataclass
-
 from _cases import LAYERS, Case
+from _results import Limit
 
 STEPS = 4
 DEPTHS = (LAYERS, 8, 16, 32)
@@ -18,25 +17,10 @@ QUICK = [f"{kind}, {LAYERS} layers" for kind in KINDS[:2]]
 """What shows that the program works."""
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """How many programs a case is expected to compile in all of its steps."""
-
-    case: str
-    graphs: int
-
-
-@dataclass(frozen=True)
-class Sooner:
-    """What part of another case's time a case is expected to need until its second step is done."""
-
-    case: str
-    reference: str
-    part: float
-
-
+ONE_PROGRAM = [case.name for case in CASES if case.kind == "xla-spmd"]
+"""The cases that are expected to compile one program in all of their steps."""
 EXPECTATIONS = (
-    *(Graphs(case.name, 1) for case in CASES if case.kind == "xla-spmd"),
-    *(Sooner(f"xla-spmd, {layers} layers", f"torch_xla, {layers} layers", 0.65) for layers in DEPTHS),
-    Sooner("scan_layers, 32 layers", "xla-spmd, 32 layers", 0.5),
+    *(Limit(f"xla-spmd, {layers} layers", f"torch_xla, {layers} layers", 0.65) for layers in DEPTHS),
+    Limit("scan_layers, 32 layers", "xla-spmd, 32 layers", 0.5),
 )
+"""Of the time until the second step is done."""

@@ -1,11 +1,13 @@
 """What a benchmark says about the machine that it ran on."""
 
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -32,6 +34,25 @@ def checkout_environment() -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return environment
+
+
+def in_turns(cases: Sequence[Any], rounds: int) -> list[Any]:
+    """Return the cases once for each round, every second one backwards."""
+    return [case for index in range(rounds) for case in (cases if index % 2 == 0 else list(reversed(cases)))]
+
+
+def run_alone(command: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run Python in a process of its own, and return what it prints as JSON in its last line, and `other_cores`.
+
+    Args:
+        command: The file, or other options of Python, and its arguments.
+        environment: Variables that are set where the caller's environment has none.
+    """
+    other_work = OtherWork()
+    variables = {**(environment or {}), **checkout_environment()}
+    done = subprocess.run([sys.executable, *command], env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.strip().rpartition("\n")[2] or "{}")
+    return {**found, "other_cores": other_work.cores()}
 
 
 class OtherWork:

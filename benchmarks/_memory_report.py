@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from _machine import median_cores
+from _markdown import TRAFFIC_HEADER, megabytes, traffic_cells
 from _memory_cases import (
     AGAINST_FSDP_V2,
     EXPECTATIONS,
@@ -18,10 +19,10 @@ from _memory_cases import (
     Share,
     Workload,
 )
-from _report import LOSS_TOLERANCE
-from _results import Check, Comparison, Report, Series, Spread, Table, compare, spread
+from _report import LOSS_TOLERANCE, ratio_cells
+from _results import Check, Comparison, Limit, Report, Series, Table, compare, spread
 
-HEADER = ["case", "parameters and state MB", "temporary MB", "total MB", "part", "gathers", "reductions", "other"]
+HEADER = ["case", "parameters and state MB", "temporary MB", "total MB", "part", *TRAFFIC_HEADER]
 SEARCH_HEADER = ["case", "layers", "parameters", "total MB", "times data parallel's"]
 PLANNER_HEADER = ["model", "case", "planned MB", "XLA's MB", "off by"]
 TIME_HEADER = ["case", "s", "recomputed s", "ratio", "quartiles"]
@@ -66,7 +67,12 @@ def make_report(found: Measured) -> Report:
         checks.append(planner_check(found.compared))
     if found.timings:
         tables.append(time_table(found.timings))
-        checks += [judge_time(timing) for timing in found.timings]
+        checks += [
+            Limit(f"{timing['case']}, recomputed", "that without", RECOMPUTE_TIME).judge(
+                "step time", recompute_ratios(timing)
+            )
+            for timing in found.timings
+        ]
     return Report(
         name="memory",
         title="Memory",
@@ -112,7 +118,7 @@ def judge(expectation: Share, plans: Plans) -> Check:
     sign = "=" if expectation.exactly else "<="
     where = "" if case.workload == PLANS[0].workload else f" ({case.workload})"
     line = f"{WHAT[expectation.what]} of {case.name} {sign} {expectation.limit:g} of {reference.name}{where}"
-    return Check(f"{line}, is {part:.4g}", "held" if held else "missed")
+    return Check.of(f"{line}, is {part:.4g}", held)
 
 
 def plan_tables(plans: Plans) -> list[Table]:
@@ -129,23 +135,13 @@ def plan_tables(plans: Plans) -> list[Table]:
 
 def plan_row(case: Case, plans: Plans) -> list[str]:
     """Return one case's cells under `HEADER`; the part is that of the first case on as many devices."""
-    plan = plans[case]
+    buffers = plans[case]["buffers"]
     alike = [other for other in plans if (other.workload, other.devices) == (case.workload, case.devices)]
-    traffic = plan["traffic"]
-
-    def collectives(*kinds: str) -> str:
-        found = [traffic[kind] for kind in kinds if kind in traffic]
-        return " + ".join(f"{each['count']} / {_mb(each['size'])}" for each in found)
-
     return [
         case.name,
-        _mb(plan["buffers"]["updated"]),
-        _mb(plan["buffers"]["temp"]),
-        _mb(plan["buffers"]["total"]),
-        f"{plan['buffers']['total'] / plans[alike[0]]['buffers']['total']:.3f}",
-        collectives("all-gather"),
-        collectives("all-reduce", "reduce-scatter"),
-        collectives("all-to-all", "collective-permute"),
+        *(megabytes(buffers[what]) for what in ("updated", "temp", "total")),
+        f"{buffers['total'] / plans[alike[0]]['buffers']['total']:.3f}",
+        *traffic_cells(plans[case]["traffic"]),
     ]
 
 
@@ -165,7 +161,7 @@ def search_table(found: Plans) -> Table:
             case.name,
             str(case.workload.layers),
             f"{plan['num_parameters']:,}",
-            _mb(plan["buffers"]["total"]),
+            megabytes(plan["buffers"]["total"]),
             f"{times_more(case, found):.2f}",
         ]
         for case, plan in found.items()
@@ -182,7 +178,7 @@ def search_checks(found: Plans) -> list[Check]:
             times = times_more(case, found)
             line = f"parameters of {case.name} >= {TIMES_MORE_PARAMETERS} x NO_SHARD's, are {times:.2f} x"
             reason = "activations are not sharded, and weights are whole while they are used"
-            checks.append(Check(line, "held" if times >= TIMES_MORE_PARAMETERS else "missed", reason))
+            checks.append(Check.of(line, times >= TIMES_MORE_PARAMETERS, reason))
     return checks
 
 
@@ -195,7 +191,13 @@ def times_more(case: Case, found: Plans) -> float:
 def planner_table(compared: Mapping[Case, Compared]) -> Table:
     """Return the table of what is planned and what XLA plans."""
     rows = [
-        [case.workload.family, case.name, _mb(found.planned), _mb(found.measured), f"{100 * found.off_by:+.1f} %"]
+        [
+            case.workload.family,
+            case.name,
+            megabytes(found.planned),
+            megabytes(found.measured),
+            f"{100 * found.off_by:+.1f} %",
+        ]
         for case, found in compared.items()
     ]
     title = "What `torchacc plan` says of a GPT-2 of 124 and a Llama of 162 million parameters, beside XLA's plan"
@@ -206,33 +208,24 @@ def planner_check(compared: Mapping[Case, Compared]) -> Check:
     """Return whether the memory plan agrees with XLA's."""
     most = max(abs(found.off_by) for found in compared.values())
     line = f"the memory plan is off by <= {PLAN_TOLERANCE:.0%} of XLA's, is by {most:.1%} at most"
-    return Check(line, "missed" if plans_off(compared) else "held")
+    return Check.of(line, not plans_off(compared))
 
 
 def time_table(timings: Sequence[dict[str, Any]]) -> Table:
     """Return the table of step times."""
     rows = []
     for timing in timings:
-        ratio = recompute_ratio(timing)
         times = [f"{spread(secs).middle:.3f}" for secs in timing["secs"]]
-        rows.append([timing["case"], *times, f"{ratio.middle:.3f}", f"{ratio.low:.3f} .. {ratio.high:.3f}"])
+        rows.append([timing["case"], *times, *ratio_cells(recompute_ratios(timing))])
     rounds = len(timings[0]["secs"][0])
     title = f"Step time with and without recompute; GPT-2, {LONG_PLANS[0].workload}; {rounds} rounds"
     return Table(title=title, header=TIME_HEADER, rows=rows)
 
 
-def recompute_ratio(timing: dict[str, Any]) -> Spread:
+def recompute_ratios(timing: dict[str, Any]) -> list[float]:
     """Return the step time with recompute over that without, within the same round."""
     plain, recomputed = timing["secs"]
-    return spread([own / other for own, other in zip(recomputed, plain, strict=True)])
-
-
-def judge_time(timing: dict[str, Any]) -> Check:
-    """Return whether recompute costs no more time than was expected."""
-    ratio = recompute_ratio(timing)
-    unsure = ", within the noise" if ratio.low <= RECOMPUTE_TIME < ratio.high else ""
-    line = f"time of {timing['case']} with recompute <= {RECOMPUTE_TIME} of that without, is {ratio}{unsure}"
-    return Check(line, "held" if ratio.middle <= RECOMPUTE_TIME else "missed")
+    return [own / other for own, other in zip(recomputed, plain, strict=True)]
 
 
 def comparisons(plans: Plans) -> Iterator[Comparison]:
@@ -283,7 +276,7 @@ def readings(found: Measured) -> Iterator[str]:
             for plain, recomputed in zip(LONG_PLANS[::2], LONG_PLANS[1::2], strict=True)
         ]
         line = f"Where activations are most of it, recompute leaves {min(parts):.2f} to {max(parts):.2f} of the total"
-        times = [recompute_ratio(timing).middle for timing in found.timings]
+        times = [spread(recompute_ratios(timing)).middle for timing in found.timings]
         yield line + (f", for {min(times):.2f} to {max(times):.2f} of the time." if times else ".")
     if found.searched:
         times = [times_more(case, found.searched) for case in found.searched if case.strategy == "FULL_SHARD"]
@@ -294,7 +287,3 @@ def readings(found: Measured) -> Iterator[str]:
     if found.compared:
         most = max(abs(each.off_by) for each in found.compared.values())
         yield f"`torchacc plan`, which needs no device, is within {most:.1%} of what XLA plans."
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:.1f}"

@@ -2,10 +2,8 @@
 
 import gc
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,15 +15,14 @@ from _machine import OtherWork
 from _memory_cases import Case, Workload
 from _models import MAKERS
 from _rivals import wrap_fsdp_v2
+from _training import Steps, endless, make_optimizer, make_samples, train, train_by_hand
+from _worker import answer, keep_stdout_for_answers
 from torch.utils.data import DataLoader
 
 import torchacc
 from torchacc.memory_plan import study
 
 STEPS = 2  # where the optimizer makes its state in the first, the second compiles anew
-
-Step = Callable[[], torch.Tensor]
-"""Takes one training step, and returns its loss."""
 
 
 def run(dump: Path) -> None:
@@ -39,29 +36,29 @@ def run(dump: Path) -> None:
     Args:
         dump: The folder that XLA writes its programs to.
     """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    answers = keep_stdout_for_answers()
+    answer(answers, setup_secs=0.0)
     for line in sys.stdin:
         question = json.loads(line)
         if "case" in question:
-            answer = measure(_case(question["case"]), dump, question.get("steps", STEPS))
+            found = measure(_case(question["case"]), dump, question.get("steps", STEPS))
         elif "compile" in question:
             compile_alone(_case(question["compile"]))
         elif "plan" in question:
-            answer = plan(_case(question["plan"]))
+            found = plan(_case(question["plan"]))
         else:
-            answer = take_turns([_case(given) for given in question["time"]], question["rounds"], question["steps"])
-        answers.write(json.dumps(answer) + "\n")
+            found = take_turns([_case(given) for given in question["time"]], question["rounds"], question["steps"])
+        answer(answers, **found)
 
 
 def measure(case: Case, dump: Path, steps: int) -> dict[str, Any]:
     """Train for some steps, and return what XLA planned for the last of them."""
     take_programs(dump)
-    step, num_parameters = make(case)
+    trained, num_parameters = make(case)
     for _ in range(steps):
-        loss = step()
+        loss = next(trained)
     value = loss.item()
-    del step
+    del trained
     gc.collect()
     buffers, traffic = training_program(take_programs(dump))
     return {
@@ -89,8 +86,8 @@ def compile_alone(case: Case) -> NoReturn:
         return [xb.create_placeholder_tensor(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
     runtime.to_device = hold_no_weights
-    step, _ = make(case)
-    step().item()
+    trained, _ = make(case)
+    next(trained).item()
     raise AssertionError("a step has run without weights")
 
 
@@ -119,22 +116,22 @@ def take_turns(cases: list[Case], rounds: int, steps: int) -> dict[str, Any]:
         `secs` of a step, by case and round; and `other_cores`, those that were busy meanwhile with anything else.
     """
     ready = [make(case)[0] for case in cases]
-    for step in ready:
+    for trained in ready:
         for _ in range(STEPS + 1):
-            step().item()
+            next(trained).item()
     other_work, cpu = OtherWork(), time.process_time()
     secs: list[list[float]] = [[0.0] * rounds for _ in cases]
     for index in range(rounds):
         for which in range(len(ready)) if index % 2 == 0 else reversed(range(len(ready))):
             started = time.perf_counter()
             for _ in range(steps):
-                loss = ready[which]()
+                loss = next(ready[which])
             loss.item()
             secs[which][index] = (time.perf_counter() - started) / steps
     return {"secs": secs, "other_cores": other_work.cores(time.process_time() - cpu)}
 
 
-def make(case: Case) -> tuple[Step, int]:
+def make(case: Case) -> tuple[Steps, int]:
     """Return what trains a case, and how many parameters it has."""
     size = case.workload
     model = make_model(size)
@@ -145,41 +142,24 @@ def make(case: Case) -> tuple[Step, int]:
     return build(case, model, tokens), num_parameters
 
 
-def _torchacc(case: Case, model: Any, tokens: torch.Tensor) -> Step:
+def _torchacc(case: Case, model: Any, tokens: torch.Tensor) -> Steps:
     config = torchacc.Config(backend="xla")
     config.memory.gc, config.compute.bf16 = case.recompute, case.bf16
     config.dist.dp.size = case.dp
     config.dist.fsdp.size = case.devices // case.dp
     config.dist.fsdp.sharding_strategy = case.strategy
     config.dist.fsdp.use_spmd = True
-    samples: Any = [{"input_ids": row, "labels": row} for row in tokens]
-    model, loader = torchacc.accelerate(model, DataLoader(samples, len(tokens) // case.devices), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def epochs() -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            yield from loader
-
-    batches = epochs()
-
-    def step() -> torch.Tensor:
-        batch = next(batches)
-        optimizer.zero_grad()
-        loss: torch.Tensor = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    loader: DataLoader[Any] = DataLoader(make_samples(tokens), len(tokens) // case.devices)
+    model, sharded = torchacc.accelerate(model, loader, config)
+    return train(model, make_optimizer(model), endless(sharded))
 
 
-def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
+def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Steps:
     """torch_xla's own class around each block and the model, as it is or with what torchacc does to a model for XLA.
 
     Gradients are freed before the step's program ends in both.
     """
     import numpy as np
-    import torch_xla
     import torch_xla.distributed.spmd as xs
 
     from torchacc.engines.patches import model_patches
@@ -195,20 +175,15 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Step:
         model_patches.prepare(model, partitioned=True)
 
     wrapped = wrap_fsdp_v2(model, mesh)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     batch = tokens.to("xla")
     xs.mark_sharding(batch, mesh, ("fsdp", None))
 
-    def step() -> torch.Tensor:
+    def forward(**inputs: torch.Tensor) -> Any:
         with model_patches.patches() if prepared else nullcontext():
-            loss: torch.Tensor = wrapped(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
-        return loss.detach()
+            return wrapped(**inputs)
 
-    return step
+    batches = endless([{"input_ids": batch, "labels": batch}])
+    return train_by_hand(forward, make_optimizer(wrapped), batches, lambda tensor: tensor)
 
 
 def _case(given: dict[str, Any]) -> Case:

@@ -9,6 +9,12 @@ from _results import Comparison, Report, Series, report_body, trust
 IMAGES = "images"
 """Where the plots lie, beside the page."""
 BEGIN, END = "<!-- figures, written by python -m benchmarks report -->", "<!-- end of the figures -->"
+FIGURES = {
+    True: "On the rival's runtime, PyTorch's own or XLA, which is what torchacc adds or saves:",
+    False: "On another runtime than the rival's (PyTorch's own, XLA, torch.compile), which depends far more on the "
+    "machine:",
+}
+"""What stands above the README's tables: ratios on the same runtime first."""
 COMPARED = ["what", "against", "torchacc", "rival", "ratio", "quartiles"]
 
 
@@ -122,11 +128,19 @@ def compared_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
             each.rival,
             f"{_number(each.ours)} {each.unit}",
             f"{_number(each.theirs)} {each.unit}",
-            f"{each.ratio:.3f}",
+            ratio_in_words(each, 3),
             f"{each.spread[0]:.3f} .. {each.spread[1]:.3f}" if each.spread else "",
         ]
         for each in comparisons
     ]
+
+
+def ratio_in_words(found: Comparison, digits: int) -> str:
+    """Return a ratio, or from where to where it lay where there were several runs."""
+    every = [*found.earlier, found.ratio]
+    if len(every) == 1:
+        return f"{found.ratio:.{digits}f}"
+    return f"{min(every):.{digits}f} .. {max(every):.{digits}f} in {len(every)} runs"
 
 
 def render_figures(reports: Sequence[Report]) -> str:
@@ -134,13 +148,15 @@ def render_figures(reports: Sequence[Report]) -> str:
     step = next((report for report in reports if report.name == "step_time"), None)
     blocks = []
     if step is not None:
-        worst_first = sorted(step.comparisons, key=lambda each: -each.ratio)
-        rows = [
-            [each.what.removeprefix("step time of "), each.rival, f"{each.ratio:.2f}", cells[-1]]
-            for each, cells in zip(worst_first, compared_rows(worst_first), strict=True)
-        ]
-        blocks += [f"{step.setting} {trust(step).capitalize()}. Step time over the rival's, the worst first:"]
-        blocks += [render_table(["torchacc", "rival", "ratio", "quartiles"], rows)]
+        blocks.append(f"{step.setting} {trust(step).capitalize()}. Step time over the rival's, the worst first.")
+        for is_same, title in FIGURES.items():
+            found = sorted(step.comparisons, key=lambda each: -each.ratio)
+            found = [each for each in found if each.same_runtime is is_same]
+            rows = [
+                [each.what.removeprefix("step time of "), each.rival, ratio_in_words(each, 2), cells[-1]]
+                for each, cells in zip(found, compared_rows(found), strict=True)
+            ]
+            blocks += [title, render_table(["torchacc", "rival", "ratio", "quartiles"], rows)] if rows else []
     lines = [f"- **{report.title}**: {report.reading[0]}" for report in reports if report.reading]
     return "\n\n".join(filter(None, [*blocks, "\n".join(lines)]))
 

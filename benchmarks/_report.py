@@ -1,11 +1,12 @@
-"""Turn the timings of `step_time.py` into a table and a list of checks. Pure functions."""
+"""What is measured of cases that take turns, and how it becomes rows, checks and comparisons. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
-from _cases import Case, Expectation, Rivalry
-from _results import Check, Comparison, Series, compare, spread
+from _machine import median_cores
+from _results import Check, Comparison, Limit, Series, compare, spread
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the losses of two cases after the same number of steps."""
@@ -45,6 +46,8 @@ class Result:
     """The global batch's loss at each step."""
     blocks: dict[int, Block] = field(default_factory=dict)
     """Turns, by round."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """What its processes have answered to other questions."""
     error: str | None = None
     """Why the case ended early."""
     cannot_run: str | None = None
@@ -55,59 +58,86 @@ class Result:
         """Whether it is still asked for steps."""
         return self.error is None and self.cannot_run is None
 
+    @property
+    def step_secs(self) -> float:
+        """The median of its step times."""
+        return median(block.step_secs for block in self.blocks.values())
 
-def paired_ratios(case: Result, reference: Result) -> list[float]:
-    """Return a case's step time over its reference's, for each round that has both.
+    @property
+    def cpu_secs(self) -> float:
+        """The median of the CPU time of a step."""
+        return median(block.cpu_secs for block in self.blocks.values())
 
-    What slows the machine down for a while slows both, so that the ratios spread less than the times.
+    @property
+    def programs(self) -> str:
+        """How many programs were compiled, in words."""
+        return f"{self.compiles}{f' + {self.late_compiles} late' if self.late_compiles else ''}"
+
+
+Results = Mapping[str, Result]
+"""By the case's name."""
+
+
+def done(cases: Sequence[Any], results: Results) -> list[Any]:
+    """Return the cases that did not fail."""
+    return [case for case in cases if results[case.name].error is None]
+
+
+def other_cores(results: Results) -> float | None:
+    """Return how many cores were busy with other work, the median over all turns."""
+    return median_cores(block.other_cores for result in results.values() for block in result.blocks.values())
+
+
+def paired_steps(case: Result | None, reference: Result | None) -> tuple[list[float], list[float]]:
+    """Return the step times of two cases in the rounds that both took; nothing of one that failed or did not run.
+
+    What slows the machine down for a while slows both, so that ratios within a round spread less than the times.
     """
+    if case is None or reference is None or not (case.takes_part and reference.takes_part):
+        return [], []
     rounds = sorted(case.blocks.keys() & reference.blocks.keys())
-    return [case.blocks[index].step_secs / reference.blocks[index].step_secs for index in rounds]
+    own, theirs = ([result.blocks[index].step_secs for index in rounds] for result in (case, reference))
+    return own, theirs
 
 
-HEADER = [
-    *("case", "processes x devices", "first step s", "compiles", "step s", "CPU s per step"),
-    *("ratio", "quartiles", "to", "loss"),
-]
+def paired_ratios(case: Result | None, reference: Result | None) -> list[float]:
+    """Return a case's step time over its reference's, for each round that has both."""
+    return [own / theirs for own, theirs in zip(*paired_steps(case, reference), strict=True)]
 
 
-def table_row(case: Case, results: Mapping[str, Result]) -> list[str]:
-    """Return one case's cells under `HEADER`."""
-    result = results[case.name]
-    cells = [case.name, f"{case.processes} x {case.devices}"]
-    if result.error is not None or not result.blocks:
-        why = "cannot run" if result.cannot_run else "failed"
-        return [*cells, why, *[""] * (len(HEADER) - len(cells) - 1)]
-    late = f" + {result.late_compiles} late" if result.late_compiles else ""
-    step = median(block.step_secs for block in result.blocks.values())
-    cpu = median(block.cpu_secs for block in result.blocks.values())
-    cells += [f"{result.first_step_secs:.2f}", f"{result.compiles}{late}", f"{step:.4f}", f"{cpu:.3f}"]
-    reference = results.get(case.reference or "")
-    ratios = paired_ratios(result, reference) if reference is not None else []
-    if ratios:
-        low, middle, high = spread(ratios)
-        cells += [f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", str(case.reference)]
-    else:
-        cells += ["", "", ""]
-    return [*cells, f"{result.losses[-1]:.6f}"]
+def ratio_cells(ratios: Sequence[float], to: str | None = None) -> list[str]:
+    """Return the cells `ratio`, `quartiles` and, for a named reference, `to`; empty where nothing is known."""
+    if not ratios:
+        return [""] * (2 if to is None else 3)
+    low, middle, high = spread(ratios)
+    return [f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", *([] if to is None else [to])]
 
 
-def judge(expectation: Expectation, results: Mapping[str, Result]) -> Check:
-    """Return what is expected of a ratio, what was measured, and whether that holds."""
-    limit = f"<= {expectation.limit:.2f}" if expectation.limit is not None else "no limit"
-    line = f"step time of {expectation.case} / {expectation.reference} {limit}"
-    pair = [results.get(name, Result()) for name in (expectation.case, expectation.reference)]
-    ratios = paired_ratios(*pair)
-    if not ratios or not all(each.takes_part for each in pair):
-        return Check(f"{line}, not measured", "missed" if any(each.error for each in pair) else "reported")
-    found = spread(ratios)
-    if expectation.limit is None:
-        return Check(f"{line}, is {found}", "reported")
-    unsure = ", within the noise" if found.low <= expectation.limit < found.high else ""
-    return Check(f"{line}, is {found}{unsure}", "held" if found.middle <= expectation.limit else "missed")
+def compare_steps(
+    what: str,
+    rival: str,
+    ours: Result | None,
+    theirs: Result | None,
+    *,
+    reason: str | None = None,
+    same_runtime: bool = True,
+    unit: str = "s",
+) -> Iterator[Comparison]:
+    """Yield how the step times of two cases compare, in `s` or `ms`; nothing where one was not measured."""
+    times = paired_steps(ours, theirs)
+    if times[0]:
+        scaled = [[secs * {"s": 1, "ms": 1000}[unit] for secs in of_case] for of_case in times]
+        yield compare(what, rival, *scaled, unit, reason=reason, same_runtime=same_runtime)
 
 
-def differing_losses(results: Mapping[str, Result], tolerance: float = LOSS_TOLERANCE) -> list[str]:
+def judge(limit: Limit, results: Results) -> Check:
+    """Return whether a step takes no larger part of the reference's than is expected."""
+    pair = [results.get(name) for name in (limit.case, limit.reference)]
+    failed = any(result is not None and result.error for result in pair)
+    return limit.judge("step time", paired_ratios(*pair), failed=failed)
+
+
+def differing_losses(results: Results, tolerance: float = LOSS_TOLERANCE) -> list[str]:
     """Return a line for each case with a step whose loss is not that of the others, measured against their median."""
     losses = {name: result.losses for name, result in results.items() if result.takes_part and result.losses}
     wrong: dict[str, str] = {}
@@ -120,23 +150,13 @@ def differing_losses(results: Mapping[str, Result], tolerance: float = LOSS_TOLE
     return list(wrong.values())
 
 
-def loss_checks(results: Mapping[str, Result], wrong: Sequence[str], agreed: str) -> list[Check]:
+def loss_checks(results: Results, wrong: Sequence[str], agreed: str) -> list[Check]:
     """Return what failed, and which losses are wrong or else that they are as agreed."""
     failed = [Check(f"{name} failed: {result.error}", "missed") for name, result in results.items() if result.error]
     return failed + ([Check(line, "missed") for line in wrong] or [Check(agreed, "held")])
 
 
-def compared(pairs: Sequence[Rivalry], results: Mapping[str, Result]) -> Iterator[Comparison]:
-    """Yield how the step times of the pairs compare that were measured in the same rounds."""
-    for pair in pairs:
-        ours, theirs = (results.get(name, Result()) for name in (pair.case, pair.rival))
-        rounds = sorted(ours.blocks.keys() & theirs.blocks.keys())
-        if rounds and ours.takes_part and theirs.takes_part:
-            secs = [[result.blocks[index].step_secs for index in rounds] for result in (ours, theirs)]
-            yield compare(f"step time of {pair.case}", pair.title, *secs, "s", reason=pair.reason)
-
-
-def parity(results: Mapping[str, Result], reference: str) -> Iterator[Series]:
+def parity(results: Results, reference: str) -> Iterator[Series]:
     """Yield how far each case's losses are from those of a reference, step by step."""
     expected = results.get(reference, Result()).losses
     for name, result in results.items():

@@ -56,8 +56,43 @@ class Check:
     reason: str | None = None
     """Why it does not hold, as far as known; shown only where it does not."""
 
+    @classmethod
+    def of(cls, text: str, holds: bool, reason: str | None = None) -> "Check":
+        """Make one that either holds or does not."""
+        return cls(text, "held" if holds else "missed", reason)
+
     def __str__(self) -> str:
         return f"{self.text}: {self.verdict.upper() if self.verdict != 'reported' else 'reported only'}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What part of a reference's number a case's may be at most."""
+
+    case: str
+    reference: str
+    part: float | None
+    """None where the ratio is only reported."""
+    reason: str | None = None
+    """Why it may be more, as far as known."""
+
+    def judge(self, what: str, ratios: Sequence[float], *, failed: bool = False) -> Check:
+        """Return what is expected of a number, what was measured, and whether that holds.
+
+        Args:
+            what: The number's name.
+            ratios: The case's over the reference's, by round; none where they were not measured.
+            failed: Whether that is because one of them failed.
+        """
+        expected = "no limit" if self.part is None else f"<= {self.part:.2f}"
+        text = f"{what} of {self.case} / {self.reference} {expected}"
+        if not ratios:
+            return Check(f"{text}, not measured", "missed" if failed else "reported")
+        found = spread(ratios)
+        if self.part is None:
+            return Check(f"{text}, is {found}", "reported")
+        unsure = ", within the noise" if found.low <= self.part < found.high else ""
+        return Check.of(f"{text}, is {found}{unsure}", found.middle <= self.part, self.reason)
 
 
 @dataclass(kw_only=True)
@@ -78,6 +113,10 @@ class Comparison:
     """Why ours is the larger one, as far as known; None where it is not."""
     compiles: bool = False
     """Whether ours is a time in which programs are compiled, and theirs is not."""
+    same_runtime: bool = True
+    """Whether both run on the same runtime, XLA's or PyTorch's own; other ratios depend on the machine far more."""
+    earlier: list[float] = field(default_factory=list)
+    """The ratios of earlier runs, which may have been on other machines."""
 
     @property
     def loses(self) -> bool:
@@ -143,6 +182,7 @@ def compare(
     *,
     reason: str | None = None,
     compiles: bool = False,
+    same_runtime: bool = True,
 ) -> Comparison:
     """Compare what was measured in the same rounds; a single exact number each has no spread.
 
@@ -154,6 +194,7 @@ def compare(
         unit: Of both.
         reason: Why ours is larger, as far as known; it is kept only where ours is.
         compiles: Whether ours is a time in which programs are compiled, and theirs is not.
+        same_runtime: Whether both run on the same runtime.
     """
     ratios = spread([own / other for own, other in zip(ours, theirs, strict=True)])
     found = Comparison(
@@ -165,6 +206,7 @@ def compare(
         ratio=ratios.middle,
         spread=(ratios.low, ratios.high) if len(ours) > 1 else None,
         compiles=compiles,
+        same_runtime=same_runtime,
     )
     found.reason = reason if found.loses else None
     return found
@@ -176,8 +218,20 @@ def emit(report: Report, path: Path | None) -> None:
     report.secs = round(time.perf_counter() - STARTED, 1)
     sys.stdout.write(to_markdown(report))
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_REPORT.dump_json(report, indent=1) + b"\n")
+        write(report, path)
+
+
+def keep_earlier(report: Report, earlier: Report) -> None:
+    """Put the ratios of earlier runs beside those of a new one."""
+    before = {(each.what, each.rival): [*each.earlier, each.ratio] for each in earlier.comparisons}
+    for each in report.comparisons:
+        each.earlier = before.get((each.what, each.rival), [])
+
+
+def write(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_REPORT.dump_json(report, indent=1) + b"\n")
 
 
 def read(path: Path) -> Report:

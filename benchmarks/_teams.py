@@ -7,42 +7,139 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from _machine import OtherWork, checkout_environment
-from _report import Block, Result
+from _report import Block, Result, Results
 from tqdm import tqdm
 
 SETTLING_STEPS = 2  # after the first one: where the optimizer makes its state late, the second compiles again
 ANSWER_TIMEOUT_SECS = 600.0
 
 
-def parse_turns(doc: str | None, names: Sequence[str], quick: Sequence[str]) -> argparse.Namespace:
+def read_command_line(
+    doc: str | None,
+    cases: Sequence[Any],
+    quick: Sequence[str],
+    *,
+    rounds: int,
+    steps: int | None = None,
+    add: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
     """Read the command line of a program whose cases take turns.
 
     Args:
         doc: The program's docstring.
-        names: Of its cases.
-        quick: Those that `--quick` runs.
+        cases: What it can run, each with a `name`.
+        quick: Names of those that `--quick` runs, with one round of one step.
+        rounds: Turns of each case, unless it says otherwise.
+        steps: Steps in a turn; None where the program knows.
+        add: Adds options of the program's own.
+
+    Returns:
+        The options; `cases` to run, `worker`, the case that this process is to be (None for the program itself), and
+        `total_steps` of a case, with one for its memory.
     """
+    names = [case.name for case in cases]
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, help="turns of each case (default: 6)")
-    parser.add_argument("--steps-per-round", type=int, help="steps in one turn (default: 3)")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"turns of each case (default: {rounds})")
+    if steps is not None:
+        parser.add_argument("--steps-per-round", type=int, metavar="N", help=f"steps in one turn (default: {steps})")
     parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--quick", action="store_true", help="two cases and one step, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="few cases and the smallest sizes, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=[*names, "prepare"], help=argparse.SUPPRESS)
+    if add is not None:
+        add(parser)
     args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 6)
-    args.steps_per_round = args.steps_per_round or (1 if args.quick else 3)
-    args.cases = args.cases or (quick if args.quick else names)
-    if args.rounds < 1 or args.steps_per_round < 1:
-        parser.error("--rounds and --steps-per-round are at least 1")
+    for name, default in (("rounds", rounds), ("steps_per_round", steps)):
+        if getattr(args, name, None) is None:
+            setattr(args, name, 1 if args.quick or default is None else default)
+        elif getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is at least 1")
+    args.has_steps = steps is not None
+    chosen = args.cases or (quick if args.quick else names)
+    args.cases = [case for case in cases if case.name in chosen]
+    args.worker = next((case for case in cases if case.name == args.worker), args.worker)
+    args.total_steps = 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
     return args
+
+
+def measure(
+    program: str,
+    cases: Sequence[Any],
+    args: argparse.Namespace,
+    *,
+    arguments: Sequence[str] = (),
+    folder: Path | None = None,
+    processes: Callable[[Any], int] = lambda case: getattr(case, "processes", 1),
+    environment: Callable[[Any], Mapping[str, str]] = lambda case: {},
+    cannot_run: Callable[[Any], str | None] = lambda case: None,
+    questions: Callable[[Any], Sequence[str]] = lambda case: (),
+    asks_before: bool = False,
+) -> dict[str, Result]:
+    """Let cases take turns, each in processes of its own, and return what is measured of them by name.
+
+    Args:
+        program: Its file, which `--worker NAME` makes a process of a case.
+        cases: What to run.
+        args: What `read_command_line()` returned.
+        arguments: More of them for the processes.
+        folder: For what the processes write to stderr; None for one that is removed.
+        processes: How many a case has.
+        environment: Variables for a case that are set where the caller's environment has none.
+        cannot_run: Says why a case is left out.
+        questions: What its processes are asked in the end, such as `memory`; the answers are the result's.
+        asks_before: Whether the first of them is asked before the rounds as well, from where its answer then counts.
+    """
+    results = {case.name: Result(cannot_run=cannot_run(case)) for case in cases}
+    own = ["--rounds", str(args.rounds), *arguments]
+    if args.has_steps:
+        own += ["--steps-per-round", str(args.steps_per_round)]
+    with tempfile.TemporaryDirectory(prefix=f"{Path(program).stem}_") as logs:
+        teams = {
+            case.name: Team(
+                case.name,
+                [sys.executable, program, "--worker", case.name, *own],
+                folder or Path(logs),
+                processes=processes(case),
+                environment=environment(case),
+            )
+            for case in cases
+            if results[case.name].takes_part
+        }
+        with running(list(teams.values())):
+            warm_up(list(teams.values()), results)
+            if asks_before:
+                _ask(cases, teams, results, lambda case: questions(case)[:1])
+                for result in results.values():
+                    result.answers.clear()
+            take_turns(list(teams.values()), results, args.rounds, args.steps_per_round)
+            _ask(cases, teams, results, questions)
+    return results
+
+
+def exit_status(results: Results, wrong: Sequence[str]) -> int:
+    """Return how a program ends: with 1 where a case failed, or something is wrong with the losses."""
+    return 1 if wrong or any(result.error for result in results.values()) else 0
+
+
+def _ask(
+    cases: Sequence[Any],
+    teams: Mapping[str, "Team"],
+    results: Results,
+    questions: Callable[[Any], Sequence[str]],
+) -> None:
+    for case in cases:
+        for question in questions(case):
+            if results[case.name].takes_part:
+                with noting_failure(teams[case.name], results[case.name]):
+                    results[case.name].answers += teams[case.name].ask(**{question: True})
 
 
 class CaseError(Exception):
@@ -72,6 +169,8 @@ class Team:
         self.name = name
         self._command = command
         self._environment = dict(environment or {})
+        self._variables: dict[str, str] = {}
+        """Those that are set whatever the caller's environment has."""
         self._log_paths = [logs / f"{name}.{rank}.log" for rank in range(processes)]
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -83,7 +182,7 @@ class Team:
                 self._processes.append(
                     subprocess.Popen(
                         self._command,
-                        env=launch_environment(rank, len(self._log_paths), port, self._environment),
+                        env=launch_environment(rank, len(self._log_paths), port, self._environment) | self._variables,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
@@ -155,7 +254,7 @@ def running(teams: Sequence[Team]) -> Iterator[None]:
             team.stop(patience_secs=20.0 if sys.exc_info()[0] is None else 0.0)
 
 
-def warm_up(teams: Sequence[Team], results: Mapping[str, Result]) -> None:
+def warm_up(teams: Sequence[Team], results: Results) -> None:
     """Start each case, alone, and take its first steps, in which it compiles."""
     for team in progress(teams, "first steps"):
         result = results[team.name]
@@ -172,7 +271,7 @@ def warm_up(teams: Sequence[Team], results: Mapping[str, Result]) -> None:
                 result.losses += mean_losses(answers)
 
 
-def take_turns(teams: Sequence[Team], results: Mapping[str, Result], rounds: int, steps: int) -> None:
+def take_turns(teams: Sequence[Team], results: Results, rounds: int, steps: int) -> None:
     """Let the cases take blocks of steps in turn, every second round backwards."""
     ended = {team.name: time.perf_counter() for team in teams}
     turns = [(index, team) for index in range(rounds) for team in (teams if index % 2 == 0 else reversed(teams))]

@@ -4,13 +4,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from _trainer_cases import GLOBAL_BATCH, LEARNING_RATE, LENGTH, LOG_EVERY_STEPS, MODEL, TEXT, Case
+from _training import endless
 from _worker import answer, keep_stdout_for_answers, num_compiles, wait_for
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -122,7 +123,7 @@ def _bare(case: Case, folder: Path, total_steps: int) -> None:
     batches: DataLoader[Any] = DataLoader(blocks, GLOBAL_BATCH // case.devices)
     model, loader = torchacc.accelerate(model, batches, _config(case))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    for step, batch in enumerate(_endless(loader)):
+    for step, batch in enumerate(endless(loader)):
         optimizer.zero_grad()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -173,8 +174,3 @@ def _model_and_blocks(folder: Path) -> tuple[Any, Any]:
 def _config(case: Case) -> torchacc.Config:
     fsdp = {"size": case.devices, "use_spmd": case.engine == "xla"}
     return torchacc.Config.from_dict({"backend": case.engine, "dist": {"fsdp": fsdp}})
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader

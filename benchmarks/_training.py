@@ -51,6 +51,12 @@ def batches(tokens: torch.Tensor, rank: int = 0, processes: int = 1) -> Iterator
         yield {"input_ids": part, "labels": part}
 
 
+def endless(batches: Any) -> Iterator[Any]:
+    """Yield batches again and again."""
+    while True:
+        yield from batches
+
+
 def share_cores(processes: int) -> None:
     """Give this process its share of the machine's cores."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))

@@ -20,10 +20,8 @@ Exits with 1 if a case fails or the results differ; what is slow or large is rep
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,115 +31,84 @@ from typing import Any
 from _checkpoint_cases import (
     AGAINST_DCP,
     CASES,
-    EXPECTATIONS,
+    EXPECTATION,
+    EXTRA_MB,
     LIVE_EXPECTATIONS,
     LIVE_RANKS,
     LIVE_REFERENCES,
     RANKS,
     UNITS,
     Case,
-    Faster,
-    Lean,
-    Share,
 )
-from _machine import OtherWork, checkout_environment, median_cores
+from _machine import in_turns, median_cores, run_alone
 from _markdown import count
-from _results import Check, Comparison, Report, Series, Spread, Table, compare, emit, spread
-from tqdm import tqdm
+from _report import ratio_cells
+from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
+from _teams import progress, read_command_line
 
-LIVE_HEADER = ["case", "s", "GB/s", "part", "quartiles", "of"]
-HEADER = ["case", "s", "CPU s", "extra memory MB", "times faster", "quartiles", "than"]
+LIVE_HEADER = ["case", "s", "GB/s", "ratio", "quartiles", "to"]
+HEADER = ["case", "s", "CPU s", "extra memory MB", "ratio", "quartiles", "to"]
 QUICK_UNITS = 2
 
 Runs = dict[str, list[dict[str, Any]]]
 """What was measured of each case, by round."""
+Secs = dict[str, list[float]]
+"""Of each case, by round."""
 Live = dict[str, Any]
 """What was measured of the second part: its `bytes`, and the `secs` of each case by round."""
 
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
+    args = read_command_line(__doc__, CASES, [case.name for case in CASES], rounds=6, add=add_options)
     if args.worker:
         import _checkpoint_worker  # here, as the parent needs no torch
 
-        _checkpoint_worker.run(args.worker, args.folder, args.target)
+        if args.worker == "prepare":
+            _checkpoint_worker.make_files(args.folder, args.units)
+        else:
+            _checkpoint_worker.run(args.worker.name, args.folder, args.target)
         return 0
-    if args.make_files:
-        import _checkpoint_worker
-
-        _checkpoint_worker.make_files(args.folder, args.units)
-        return 0
+    units = QUICK_UNITS if args.quick else args.units
     with tempfile.TemporaryDirectory(prefix="checkpoint_", dir=args.folder) as name:
-        folder = Path(name)
-        call("--make-files", "--folder", name, "--units", str(args.units))
-        runs = take_turns(folder, args.rounds)
-        live = run_live(folder, args.rounds, args.units)
+        run_alone([__file__, "--worker", "prepare", "--folder", name, "--units", str(units)])
+        runs = consolidate(Path(name), args.rounds)
+        live = save_and_load(Path(name), args.rounds, units)
     agree = len({run["digest"] for of_case in runs.values() for run in of_case}) == 1
     emit(make_report(runs, live, agree), args.json)
     return 0 if agree else 1
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=6, help="runs of each case (default: 6)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add where files go, and what the processes are told."""
     parser.add_argument("--folder", type=Path, help="where to write 5 GB for a while (default: for temporary files)")
-    parser.add_argument("--quick", action="store_true", help="one round of a small model, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--units", type=int, default=UNITS, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", choices=[case.name for case in CASES], help=argparse.SUPPRESS)
     parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--make-files", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds is at least 1")
-    if args.quick:
-        args.rounds, args.units = 1, QUICK_UNITS
-    return args
 
 
-def take_turns(folder: Path, rounds: int) -> Runs:
-    """Run each case once in each round, every second one backwards."""
+def consolidate(folder: Path, rounds: int) -> Runs:
+    """Run each case once in each round."""
     runs: Runs = {case.name: [] for case in CASES}
-    turns = [case for index in range(rounds) for case in (CASES if index % 2 == 0 else reversed(CASES))]
-    for case in tqdm(turns, desc="runs", file=sys.stderr, dynamic_ncols=True):
+    for case in progress(in_turns(CASES, rounds), "runs"):
         target = folder / "out.pth"
         os.sync()
-        other_work = OtherWork()
-        measured = json.loads(call("--worker", case.name, "--folder", str(folder), "--target", str(target)))
-        measured["other_cores"] = other_work.cores()
-        runs[case.name].append(measured)
+        arguments = ["--worker", case.name, "--folder", str(folder), "--target", str(target)]
+        runs[case.name].append(run_alone([__file__, *arguments]))
         target.unlink()
     return runs
 
 
-def run_live(folder: Path, rounds: int, units: int) -> Live:
+def save_and_load(folder: Path, rounds: int, units: int) -> Live:
     """Run the second part."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={LIVE_RANKS}"]
     worker = str(Path(__file__).with_name("_checkpoint_live.py"))
-    sizes = ["--rounds", str(rounds), "--units", str(units)]
-    other_work = OtherWork()
-    found: Live = json.loads(launch(*launcher, worker, "--folder", str(folder), *sizes))
-    return {**found, "other_cores": other_work.cores()}
-
-
-def call(*arguments: str) -> str:
-    """Run this file in a process of its own and return the last line that it prints."""
-    return launch(__file__, *arguments)
-
-
-def launch(*command: str) -> str:
-    """Run Python in a process of its own and return the last line that it prints."""
-    done = subprocess.run(
-        [sys.executable, *command], env=checkout_environment(), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout.strip().rpartition("\n")[2]
+    return run_alone([*launcher, worker, "--folder", str(folder), "--rounds", str(rounds), "--units", str(units)])
 
 
 def make_report(runs: Runs, live: Live, agree: bool) -> Report:
     """Return all that was measured, and whether it is what was expected."""
     secs, gigabytes = live["secs"], live["bytes"] / 1e9
+    extra = max(run["extra_bytes"] for run in runs["torchacc"]) / 1e6
     measured = [run.get("other_cores") for of_case in runs.values() for run in of_case]
     return Report(
         name="checkpoint",
@@ -169,8 +136,9 @@ def make_report(runs: Runs, live: Live, agree: bool) -> Report:
         ],
         checks=[
             Check("the results of consolidation agree, bit for bit", "held" if agree else "missed"),
-            *(judge(expectation, runs) for expectation in EXPECTATIONS),
-            *(judge_share(expectation, secs) for expectation in LIVE_EXPECTATIONS),
+            EXPECTATION.judge("time of consolidation", ratios(seconds(runs), EXPECTATION.case, EXPECTATION.reference)),
+            Check.of(f"torchacc takes <= {EXTRA_MB:.0f} MB beside, took {extra:.0f} at most", extra <= EXTRA_MB),
+            *(limit.judge("time", ratios(secs, limit.case, limit.reference)) for limit in LIVE_EXPECTATIONS),
         ],
         comparisons=list(comparisons(runs, secs)),
         series=list(bars(runs, secs)),
@@ -182,28 +150,22 @@ def live_row(case: str, reference: str, live: Live) -> list[str]:
     """Return one live case's cells under `LIVE_HEADER`."""
     middle = statistics.median(live["secs"][case])
     cells = [case, f"{middle:.3f}", f"{live['bytes'] / 1e9 / middle:.2f}"]
-    if case == reference:
-        return [*cells, "", "", ""]
-    part = share(live["secs"], case, reference)
-    return [*cells, f"{part.middle:.3f}", f"{part.low:.3f} .. {part.high:.3f}", reference]
+    return [*cells, *ratio_cells([] if case == reference else ratios(live["secs"], case, reference), reference)]
 
 
-def share(secs: dict[str, list[float]], case: str, reference: str) -> Spread:
+def ratios(secs: Secs, case: str, reference: str) -> list[float]:
     """Return what part of another case's time a case took, within the same round."""
-    return spread([own / other for own, other in zip(secs[case], secs[reference], strict=True)])
+    return [own / other for own, other in zip(secs[case], secs[reference], strict=True)]
 
 
-def judge_share(expectation: Share, secs: dict[str, list[float]]) -> Check:
-    """Return what is expected, what was measured, and whether that holds."""
-    found = share(secs, expectation.case, expectation.reference)
-    unsure = ", within the noise" if found.low <= expectation.part < found.high else ""
-    text = f"{expectation.case} takes <= {expectation.part:.2f} of {expectation.reference}, took {found}{unsure}"
-    return Check(text, "held" if found.middle <= expectation.part else "missed", expectation.reason)
+def share(secs: Secs, case: str, reference: str) -> float:
+    """Return the median of what part of another case's time a case took."""
+    return spread(ratios(secs, case, reference)).middle
 
 
-def times_faster(runs: Runs, case: str, reference: str) -> Spread:
-    """Return how many times faster than another a case was, within the same round."""
-    return spread([other["secs"] / own["secs"] for own, other in zip(runs[case], runs[reference], strict=True)])
+def seconds(runs: Runs) -> Secs:
+    """Return the seconds of each case of consolidation, by round."""
+    return {name: [run["secs"] for run in of_case] for name, of_case in runs.items()}
 
 
 def table_row(case: Case, runs: Runs) -> list[str]:
@@ -214,10 +176,8 @@ def table_row(case: Case, runs: Runs) -> list[str]:
         f"{middle(runs, case.name, 'cpu_secs'):.3f}",
         f"{middle(runs, case.name, 'extra_bytes') / 1e6:.0f}",
     ]
-    if case.reference is None:
-        return [*cells, "", "", ""]
-    found = times_faster(runs, case.name, case.reference)
-    return [*cells, f"{found.middle:.2f}", f"{found.low:.2f} .. {found.high:.2f}", case.reference]
+    found = ratios(seconds(runs), case.name, case.reference) if case.reference else []
+    return [*cells, *ratio_cells(found, case.reference or "")]
 
 
 def middle(runs: Runs, case: str, what: str) -> float:
@@ -225,19 +185,7 @@ def middle(runs: Runs, case: str, what: str) -> float:
     return float(statistics.median(run[what] for run in runs[case]))
 
 
-def judge(expectation: Faster | Lean, runs: Runs) -> Check:
-    """Return what is expected, what was measured, and whether that holds."""
-    if isinstance(expectation, Lean):
-        extra = max(run["extra_bytes"] for run in runs[expectation.case]) / 1e6
-        text = f"{expectation.case} takes <= {expectation.megabytes:.0f} MB beside, took {extra:.0f} at most"
-        return Check(text, "held" if extra <= expectation.megabytes else "missed")
-    found = times_faster(runs, expectation.case, expectation.reference)
-    unsure = ", within the noise" if found.low < expectation.times <= found.high else ""
-    text = f"{expectation.case} >= {expectation.times:.1f} times faster than {expectation.reference}, was {found}"
-    return Check(text + unsure, "held" if found.middle >= expectation.times else "missed")
-
-
-def comparisons(runs: Runs, secs: dict[str, list[float]]) -> Iterator[Comparison]:
+def comparisons(runs: Runs, secs: Secs) -> Iterator[Comparison]:
     """Yield how consolidation compares with torch_xla's, and live checkpoints with dcp's."""
     own, rival = runs["torchacc"], runs["torch_xla"]
     for what, key, scale, unit in (("seconds", "secs", 1.0, "s"), ("extra memory", "extra_bytes", 1e-6, "MB")):
@@ -249,7 +197,7 @@ def comparisons(runs: Runs, secs: dict[str, list[float]]) -> Iterator[Comparison
         yield compare(f"{case} of a live model", "torch.distributed.checkpoint", *numbers, "s", reason=reason)
 
 
-def bars(runs: Runs, secs: dict[str, list[float]]) -> Iterator[Series]:
+def bars(runs: Runs, secs: Secs) -> Iterator[Series]:
     """Yield the bars of both parts."""
     names = [case.name for case in CASES]
     for what, key, scale in (("s", "secs", 1.0), ("extra memory, MB", "extra_bytes", 1e-6)):
@@ -274,19 +222,17 @@ def bars(runs: Runs, secs: dict[str, list[float]]) -> Iterator[Series]:
         )
 
 
-def readings(runs: Runs, secs: dict[str, list[float]]) -> Iterator[str]:
+def readings(runs: Runs, secs: Secs) -> Iterator[str]:
     """Yield what the numbers say."""
     own, rival = (middle(runs, name, "extra_bytes") / 1e6 for name in ("torchacc", "torch_xla"))
-    faster = times_faster(runs, "torchacc", "torch_xla").middle
-    checked = times_faster(runs, "torchacc, verified", "torch_xla").middle
+    part, checked = (share(seconds(runs), name, "torch_xla") for name in ("torchacc", "torchacc, verified"))
     yield (
-        f"Consolidation is {faster:.1f} times faster than torch_xla's, in {own:.0f} MB beside what its process has "
-        f"anyway, where torch_xla takes {rival:.0f}; with every checksum of the sources compared it is {checked:.1f} "
-        "times faster."
+        f"Consolidation takes {part:.2f} of torch_xla's time, in {own:.0f} MB beside what its process has anyway, "
+        f"where torch_xla takes {rival:.0f}; with every checksum of the sources compared it takes {checked:.2f}."
     )
-    parts = [share(secs, *pair).middle for pair in (("save", "plain write"), ("load", "plain read"))]
-    cold = share(secs, "cold load", "cold plain read").middle
-    again = share(secs, "reload", "plain reread").middle
+    parts = [share(secs, *pair) for pair in (("save", "plain write"), ("load", "plain read"))]
+    cold = share(secs, "cold load", "cold plain read")
+    again = share(secs, "reload", "plain reread")
     yield (
         f"Saving takes {parts[0]:.2f} times as long as plain files of the same bytes, checksums and the commit "
         f"included. Going on with a run takes {parts[1]:.2f} times as long as reading them, from the page cache, and "
@@ -294,9 +240,9 @@ def readings(runs: Runs, secs: dict[str, list[float]]) -> Iterator[str]:
         "checked."
     )
     yield (
-        f"An asynchronous save holds training up for {share(secs, 'async save', 'save').middle:.2f} of a save. The "
+        f"An asynchronous save holds training up for {share(secs, 'async save', 'save'):.2f} of a save. The "
         "step beside which it copies its tensors takes, what it waits for included, "
-        f"{share(secs, 'step beside', 'step').middle:.2f} times as long as others."
+        f"{share(secs, 'step beside', 'step'):.2f} times as long as others."
     )
 
 

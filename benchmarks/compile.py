@@ -9,22 +9,19 @@ as what has been compiled stays; the cases take turns. A step's time includes al
 Exits with 1 if a case fails; what compiles too often or too long is reported, not an error.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _cases import WORKLOAD, Case
-from _compile_cases import CASES, DEPTHS, EXPECTATIONS, KINDS, QUICK, STEPS, Graphs, Sooner
-from _machine import OtherWork, checkout_environment, median_cores
+from _compile_cases import CASES, DEPTHS, EXPECTATIONS, KINDS, ONE_PROGRAM, QUICK, STEPS
+from _machine import in_turns, median_cores, run_alone
 from _markdown import count
-from _results import Check, Comparison, Report, Series, Table, compare, emit, spread
-from tqdm import tqdm
+from _results import Check, Comparison, Report, Series, Table, compare, emit
+from _teams import progress, read_command_line
 
 HEADER = ["case", *(f"programs in step {1 + index}" for index in range(STEPS)), "step 1 s", "step 2 s", "last step s"]
 
@@ -34,44 +31,15 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
+    args = read_command_line(__doc__, CASES, QUICK, rounds=1)
     if args.worker:
-        work(next(case for case in CASES if case.name == args.worker))
+        work(args.worker)
         return 0
-    cases = [case for case in CASES if case.name in args.cases]
-    runs: Runs = {case.name: [] for case in cases}
-    turns = [case for index in range(args.rounds) for case in (cases if index % 2 == 0 else reversed(cases))]
-    for case in tqdm(turns, desc="runs", file=sys.stderr, dynamic_ncols=True):
-        runs[case.name].append(launch(case))
+    runs: Runs = {case.name: [] for case in args.cases}
+    for case in progress(in_turns(args.cases, args.rounds), "runs"):
+        runs[case.name].append(run_alone([__file__, "--worker", case.name], {"PJRT_DEVICE": "CPU"}))
     emit(make_report(runs, args.rounds), args.json)
     return 0
-
-
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each case (default: 1)")
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--quick", action="store_true", help="only two cases, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds is at least 1")
-    args.cases = args.cases or (QUICK if args.quick else names)
-    return args
-
-
-def launch(case: Case) -> dict[str, Any]:
-    """Run a case in a process of its own, and return what it measured."""
-    environment = {"PJRT_DEVICE": "CPU"} | checkout_environment()
-    other_work = OtherWork()
-    command = [sys.executable, __file__, "--worker", case.name]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    measured: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    measured["other_cores"] = other_work.cores()
-    return measured
 
 
 def work(case: Case) -> None:
@@ -121,17 +89,14 @@ def table_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
 
 def judgements(runs: Runs) -> Iterator[Check]:
     """Yield a check for each expectation of the cases that ran."""
-    for expectation in EXPECTATIONS:
-        if isinstance(expectation, Graphs) and expectation.case in runs:
-            most = max(sum(run["graphs"]) for run in runs[expectation.case])
-            verdict = "held" if most <= expectation.graphs else "missed"
-            yield Check(f"{expectation.case}, {expectation.graphs} program, compiled {most}", verdict)
-        if isinstance(expectation, Sooner) and {expectation.case, expectation.reference} <= runs.keys():
-            pairs = zip(two_steps(runs, expectation.case), two_steps(runs, expectation.reference), strict=True)
-            found = spread([own / other for own, other in pairs])
-            verdict = "held" if found.middle <= expectation.part else "missed"
-            what = f"{expectation.case}, two steps in {expectation.part:.2f} of the time of {expectation.reference}"
-            yield Check(f"{what}, took {found}", verdict)
+    for name in ONE_PROGRAM:
+        if name in runs:
+            most = max(sum(run["graphs"]) for run in runs[name])
+            yield Check.of(f"{name}, 1 program, compiled {most}", most <= 1)
+    for limit in EXPECTATIONS:
+        if {limit.case, limit.reference} <= runs.keys():
+            pairs = zip(two_steps(runs, limit.case), two_steps(runs, limit.reference), strict=True)
+            yield limit.judge("time of two steps", [own / other for own, other in pairs])
 
 
 def comparisons(runs: Runs) -> Iterator[Comparison]:

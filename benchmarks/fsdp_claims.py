@@ -11,20 +11,16 @@ Exits with 1 if a case fails or ends with another loss than the others of its mo
 """
 
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from _claims_cases import CASES, CLAIMS, GPU_COMMAND, PAIRS, QUICK, Case, Pair
-from _machine import median_cores
-from _markdown import count
+from _markdown import count, megabytes
 from _memory_cases import Workload
-from _report import Result, differing_losses, loss_checks, paired_ratios
+from _report import Result, Results, differing_losses, loss_checks, other_cores, paired_ratios, ratio_cells
 from _results import Report, Series, Table, emit, spread
-from _teams import SETTLING_STEPS, Team, noting_failure, parse_turns, running, take_turns, warm_up
+from _teams import exit_status, measure, read_command_line
 
 if TYPE_CHECKING:
     from _training import Steps
@@ -34,7 +30,7 @@ CLAIMS_HEADER = ["claim", "what is said", "found here"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Cost:
     """What a case costs, beside the case that it is compared with."""
 
     secs: float
@@ -45,37 +41,21 @@ class Measured:
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_turns(__doc__, [case.name for case in CASES], QUICK)
-    total_steps = 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
+    args = read_command_line(__doc__, CASES, QUICK, rounds=6, steps=3)
     if args.worker:
         import _worker  # here, as the parent needs no torch
 
-        _worker.serve(lambda: build(next(case for case in CASES if case.name == args.worker), total_steps))
+        _worker.serve(lambda: build(args.worker, args.total_steps))
         return 0
-    cases = [case for case in CASES if case.name in args.cases]
-    results = {case.name: Result() for case in cases}
-    peaks: dict[str, dict[str, int]] = {}
-    sizes = ["--rounds", str(args.rounds), "--steps-per-round", str(args.steps_per_round)]
-    with tempfile.TemporaryDirectory(prefix="fsdp_claims_") as logs:
-        teams = [
-            Team(
-                case.name,
-                [sys.executable, __file__, "--worker", case.name, *sizes],
-                Path(logs),
-                processes=case.processes,
-            )
-            for case in cases
-        ]
-        with running(teams):
-            warm_up(teams, results)
-            take_turns(teams, results, args.rounds, args.steps_per_round)
-            for team in teams:
-                if results[team.name].error is None:
-                    with noting_failure(team, results[team.name]):
-                        peaks[team.name] = max(team.ask(memory=True), key=lambda found: found["peak"])
-    wrong = [line for size in {case.size for case in cases} for line in differing_losses(_of(size, results))]
-    emit(make_report(cases, results, peaks, wrong, args.rounds, args.steps_per_round), args.json)
-    return 1 if wrong or any(result.error for result in results.values()) else 0
+    results = measure(__file__, args.cases, args, questions=lambda case: ("memory",))
+    peaks = {
+        name: max(result.answers, key=lambda found: int(found["peak"]))
+        for name, result in results.items()
+        if result.answers
+    }
+    wrong = [line for size in {case.size for case in args.cases} for line in differing_losses(_of(size, results))]
+    emit(make_report(args.cases, results, peaks, wrong, args.rounds, args.steps_per_round), args.json)
+    return exit_status(results, wrong)
 
 
 def build(case: Case, total_steps: int) -> "Steps":
@@ -95,7 +75,7 @@ def build(case: Case, total_steps: int) -> "Steps":
 
 def make_report(
     cases: Sequence[Case],
-    results: Mapping[str, Result],
+    results: Results,
     peaks: Mapping[str, Mapping[str, int]],
     wrong: Sequence[str],
     rounds: int,
@@ -103,14 +83,14 @@ def make_report(
 ) -> Report:
     """Return all that was measured, and what it says of the claims."""
     done = [case for case in cases if case.name in peaks]
-    pairs = {pair: found for pair in PAIRS if (found := measured(pair, results, peaks)) is not None}
+    pairs = {pair: found for pair in PAIRS if (found := cost_of(pair, results, peaks)) is not None}
     sizes = dict.fromkeys(case.size for case in cases)
     return Report(
         name="fsdp_claims",
         title="What is said of FSDP",
         setting=f"GPT-2 of {' and of '.join(str(size) for size in sizes)}, float32, AdamW, native engine on this "
         f"machine's cores; {count(rounds, 'round')} of {count(steps, 'step')}.",
-        other_cores=median_cores(block.other_cores for result in results.values() for block in result.blocks.values()),
+        other_cores=other_cores(results),
         tables=[
             Table(
                 title="Claims", header=CLAIMS_HEADER, rows=[[*claim[:2], found_of(claim[2], pairs)] for claim in CLAIMS]
@@ -139,17 +119,17 @@ def make_report(
     )
 
 
-def measured(pair: Pair, results: Mapping[str, Result], peaks: Mapping[str, Mapping[str, int]]) -> Measured | None:
+def cost_of(pair: Pair, results: Results, peaks: Mapping[str, Mapping[str, int]]) -> Cost | None:
     """Return how a case compares with another; None where one of the two was not run or failed."""
     if not {pair.case, pair.reference} <= peaks.keys():
         return None
     secs = spread(paired_ratios(results[pair.case], results[pair.reference])).middle
-    return Measured(secs, peaks[pair.case]["peak"] / peaks[pair.reference]["peak"])
+    return Cost(secs, peaks[pair.case]["peak"] / peaks[pair.reference]["peak"])
 
 
-def found_of(name: str | None, pairs: Mapping[Pair, Measured]) -> str:
+def found_of(name: str | None, pairs: Mapping[Pair, Cost]) -> str:
     """Return what was found of a claim: the pair of that name, or else what stands there."""
-    found = {pair.name: measured for pair, measured in pairs.items()}.get(name or "")
+    found = {pair.name: cost for pair, cost in pairs.items()}.get(name or "")
     if found is not None:
         return f"{100 * (found.secs - 1):+.0f} % step time, {100 * (found.most - 1):+.1f} % memory"
     if name in {pair.name for pair in PAIRS}:
@@ -157,27 +137,24 @@ def found_of(name: str | None, pairs: Mapping[Pair, Measured]) -> str:
     return name or f"not measurable on a CPU: `{GPU_COMMAND}`"
 
 
-def table_row(case: Case, results: Mapping[str, Result], peaks: Mapping[str, Mapping[str, int]]) -> list[str]:
+def table_row(case: Case, results: Results, peaks: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return one case's cells under `HEADER`."""
-    result, bytes_ = results[case.name], peaks[case.name]
-    cells = [case.name, f"{median(block.step_secs for block in result.blocks.values()):.4f}"]
-    sizes = [f"{bytes_['peak'] / 1e6:.1f}", f"{(bytes_['peak'] - bytes_['rest']) / 1e6:.1f}"]
+    result, found = results[case.name], peaks[case.name]
     pair = next((pair for pair in PAIRS if pair.case == case.name and pair.reference in peaks), None)
-    if pair is None:
-        return [*cells, "", "", *sizes, "", ""]
-    low, middle, high = spread(paired_ratios(result, results[pair.reference]))
-    part = f"{bytes_['peak'] / peaks[pair.reference]['peak']:.3f}"
-    return [*cells, f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", *sizes, part, pair.reference]
+    ratios = paired_ratios(result, results[pair.reference]) if pair else []
+    part = [f"{found['peak'] / peaks[pair.reference]['peak']:.3f}", pair.reference] if pair else ["", ""]
+    sizes = [megabytes(found["peak"]), megabytes(found["peak"] - found["rest"])]
+    return [case.name, f"{result.step_secs:.4f}", *ratio_cells(ratios), *sizes, *part]
 
 
-def read_out(pair: Pair, found: Measured) -> str:
+def read_out(pair: Pair, found: Cost) -> str:
     """Return a sentence on what an option does here."""
     time = f"{abs(100 * (found.secs - 1)):.0f} % {'less' if found.secs < 1 else 'more'} time for a step"
     memory = f"{abs(100 * (found.most - 1)):.1f} % {'less' if found.most < 1 else 'more'} memory"
     return f"{pair.name} takes {time} and {memory}, natively on this CPU."
 
 
-def _of(size: Workload, results: Mapping[str, Result]) -> dict[str, Result]:
+def _of(size: Workload, results: Results) -> dict[str, Result]:
     return {case.name: results[case.name] for case in CASES if case.size == size and case.name in results}
 
 

@@ -15,22 +15,19 @@ Exits with 1 if a case fails or ends with another loss than the others of its mo
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _gpu_cases import BASE, CASES, LOSS_TOLERANCE, MODELS, QUICK, REASONS, RIVALS, Case, tiny
-from _machine import checkout_environment, median_cores
+from _machine import median_cores, run_alone
 from _markdown import count
 from _memory_cases import Workload
 from _report import Result
 from _results import Check, Comparison, Report, Series, Table, compare, emit
-from _teams import SETTLING_STEPS, Team, noting_failure, running, take_turns, warm_up
+from _teams import exit_status, measure, read_command_line
 
 NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": ""}
 MATRIX_SIZES, TINY_MATRIX_SIZES = (4096, 8192, 16384), (256,)
@@ -53,53 +50,42 @@ class Run:
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
+    args = read_command_line(__doc__, CASES, QUICK, rounds=5, steps=10, add=add_options)
     if args.worker:
         return work(args)
     import _gpu_worker
 
-    device = args.device or _gpu_worker.find_device()
-    if device is None:
+    args.device = args.device or _gpu_worker.find_device()
+    if args.device is None:
         sys.stderr.write(NO_GPU + "\n")
         return 2
-    args.device = device
-    args.devices = args.devices or (1 if device == "cpu" else _gpu_worker.count_devices())
-    found = describe(args)
+    args.devices = args.devices or (1 if args.device == "cpu" else _gpu_worker.count_devices())
+    found = run_alone(
+        [__file__, "--worker", "prepare", *own_options(args, args.models)],
+        NO_ACCELERATOR if args.device == "cpu" else None,
+    )
     runs = {}
     for label in args.models:
         runs[label] = Run(size_of(label, args))
-        for case in [case for case in CASES if case.name in args.cases]:
+        for case in args.cases:
             sys.stderr.write(f"{label}: {case.name}\n")
-            measure(case, label, runs[label], args)
+            measure_case(case, label, runs[label], args)
     wrong = [line for label, each in runs.items() for line in differing_losses(label, each)]
     emit(make_report(runs, found, wrong, args), args.json)
-    return 1 if wrong or any(result.error for each in runs.values() for result in each.results.values()) else 0
+    return max(exit_status(each.results, wrong) for each in runs.values())
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, help="blocks of steps of each case (default: 5)")
-    parser.add_argument("--steps-per-round", type=int, help="steps in one of them (default: 10)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add which models and which devices."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="; ".join(names))
-    parser.add_argument("--devices", type=int, help="how many GPUs (default: all of this machine)")
-    parser.add_argument("--device", help="a kind of device, such as cpu (default: this machine's accelerator)")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models, two cases and one step, to see that it works"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=[*names, "describe"], help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 5)
-    args.steps_per_round = args.steps_per_round or (1 if args.quick else 10)
-    args.cases = args.cases or (QUICK if args.quick else names)
-    if args.device == "cpu" and not args.quick:
-        parser.error("--device cpu goes with --quick: the models are too large for it")
-    if args.rounds < 1 or args.steps_per_round < 1:
-        parser.error("--rounds and --steps-per-round are at least 1")
-    return args
+    parser.add_argument("--devices", type=int, metavar="N", help="how many GPUs (default: all of this machine)")
+    parser.add_argument("--device", help="a kind of device, such as cpu with --quick (default: the accelerator)")
+
+
+def own_options(args: argparse.Namespace, models: Sequence[str]) -> list[str]:
+    """Return the options that this program's own processes get."""
+    options = ["--device", args.device, "--devices", str(args.devices), "--models", *models]
+    return [*options, *(["--quick"] if args.quick else [])]
 
 
 def size_of(label: str, args: argparse.Namespace) -> Workload:
@@ -107,66 +93,35 @@ def size_of(label: str, args: argparse.Namespace) -> Workload:
     return tiny(MODELS[label]) if args.quick else MODELS[label]
 
 
-def num_steps(args: argparse.Namespace) -> int:
-    """Return the steps of a case; on a CPU its memory is read from one more."""
-    return 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
-
-
 def work(args: argparse.Namespace) -> int:
     """Be one of the processes that this program starts."""
     import _gpu_worker
 
-    if args.worker == "describe":
+    if args.worker == "prepare":
         sizes = {label: size_of(label, args) for label in args.models}
         matrix_sizes = TINY_MATRIX_SIZES if args.quick else MATRIX_SIZES
         sys.stdout.write(json.dumps(_gpu_worker.describe(args.device, sizes, matrix_sizes)) + "\n")
         return 0
-    case = next(case for case in CASES if case.name == args.worker)
-    _gpu_worker.run(case, size_of(args.models[0], args), args.device, args.devices, num_steps(args))
+    _gpu_worker.run(args.worker, size_of(args.models[0], args), args.device, args.devices, args.total_steps)
     return 0
 
 
-def command(worker: str, models: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return what starts one of this program's own processes."""
-    numbers = {"--devices": args.devices, "--rounds": args.rounds, "--steps-per-round": args.steps_per_round}
-    arguments = ["--worker", worker, "--device", args.device, "--models", *models, *(["--quick"] if args.quick else [])]
-    for name, number in numbers.items():
-        arguments += [name, str(number)]
-    return [sys.executable, __file__, *arguments]
-
-
-def describe(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a process of its own finds out about the device, so that this one holds none of its memory."""
-    environment = (NO_ACCELERATOR if args.device == "cpu" else {}) | checkout_environment()
-    asked = command("describe", args.models, args)
-    done = subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
-
-
-def measure(case: Case, label: str, run: Run, args: argparse.Namespace) -> None:
-    """Run a case of a model, and note what it measures."""
-    result = run.results[case.name] = Result(cannot_run=missing_package(case, args.device))
-    if not result.takes_part:
-        return
-    processes = 1 if case.kind == "xla" else args.devices
-    environment = environment_of(case, args)
-    with tempfile.TemporaryDirectory(prefix="gpu_") as logs:
-        team = Team(
-            case.name, command(case.name, [label], args), Path(logs), processes=processes, environment=environment
-        )
-        with running([team]):
-            warm_up([team], {case.name: result})
-            if result.error is None:
-                with noting_failure(team, result):
-                    team.ask(facts=True)
-            take_turns([team], {case.name: result}, args.rounds, args.steps_per_round)
-            if result.error is None:
-                with noting_failure(team, result):
-                    run.peaks[case.name] = _largest(answer["peak_bytes"] for answer in team.ask(facts=True))
-            if result.error is None and args.device == "cpu" and case.kind != "xla":
-                with noting_failure(team, result):
-                    run.peaks[case.name] = _largest(answer["peak"] for answer in team.ask(memory=True))
+def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace) -> None:
+    """Run a case of a model, and note what it measures. On a CPU its memory is read from one more step."""
+    questions = ["facts", *(["memory"] if args.device == "cpu" and case.kind != "xla" else [])]
+    run.results |= measure(
+        __file__,
+        [case],
+        args,
+        arguments=own_options(args, [label]),
+        processes=lambda case: 1 if case.kind == "xla" else int(args.devices),
+        environment=lambda case: environment_of(case, args),
+        cannot_run=lambda case: missing_package(case, args.device),
+        questions=lambda case: questions,
+        asks_before=True,
+    )
+    answers = run.results[case.name].answers
+    run.peaks[case.name] = _largest(answer.get("peak", answer.get("peak_bytes")) for answer in answers)
 
 
 def missing_package(case: Case, device: str) -> str | None:
@@ -189,7 +144,7 @@ def environment_of(case: Case, args: argparse.Namespace) -> dict[str, str]:
     return {"PJRT_DEVICE": "CUDA"} if case.kind == "xla" else {}
 
 
-def _largest(values: Iterator[int | None]) -> int | None:
+def _largest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
@@ -250,18 +205,13 @@ def table_row(name: str, label: str, run: Run, found: Mapping[str, Any], devices
     result, peak = run.results[name], run.peaks.get(name)
     if not result.takes_part:
         return [name, "failed" if result.error else "cannot run", *[""] * (len(HEADER) - 2)]
-    secs = step_secs(result)
+    secs = result.step_secs
     tokens = devices * run.size.batch * run.size.length / secs
     mfu = tokens * found["flops_per_token"][label] / (devices * found["matrix_flops"])
     cells = [name, f"{result.first_step_secs:.1f}", f"{1000 * secs:.1f}", f"{tokens:,.0f}", f"{mfu:.1%}"]
     cells.append("" if peak is None else f"{peak / 1e9:.3g}")
     ratios = ratios_to_base(name, run)
     return [*cells, *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)]
-
-
-def step_secs(result: Result) -> float:
-    """Return the median of a case's step times."""
-    return median(block.step_secs for block in result.blocks.values())
 
 
 def ratios_to_base(name: str, run: Run) -> tuple[float | None, float | None]:
@@ -271,7 +221,7 @@ def ratios_to_base(name: str, run: Run) -> tuple[float | None, float | None]:
         return None, None
     peak, base_peak = run.peaks.get(name), run.peaks.get(BASE)
     memory = peak / base_peak if peak is not None and base_peak else None
-    return step_secs(run.results[name]) / step_secs(base), memory
+    return run.results[name].step_secs / base.step_secs, memory
 
 
 def comparisons(label: str, run: Run) -> Iterator[Comparison]:
@@ -282,7 +232,8 @@ def comparisons(label: str, run: Run) -> Iterator[Comparison]:
             continue
         who, reason = f"{rival}, {label}", REASONS.get((name, rival))
         times = [[1000 * block.step_secs for block in done[each].blocks.values()] for each in (name, rival)]
-        yield compare(f"step time of {name}", who, *times, "ms", reason=reason)
+        is_same = name != "XLA" and not rival.endswith("torch.compile")
+        yield compare(f"step time of {name}", who, *times, "ms", reason=reason, same_runtime=is_same)
         peaks = [run.peaks.get(each) for each in (name, rival)]
         if None not in peaks:
             yield compare(f"memory of {name}", who, *([peak / 1e9] for peak in peaks if peak is not None), "GB")
@@ -296,7 +247,7 @@ def bars(label: str, run: Run) -> Iterator[Series]:
             plot=f"{label} on GPUs",
             label="tokens in a second on each device",
             x=list(names),
-            y=[run.size.batch * run.size.length / step_secs(run.results[name]) for name in names],
+            y=[run.size.batch * run.size.length / run.results[name].step_secs for name in names],
             x_label="case",
             y_label="tokens/s of a device",
         )

@@ -17,12 +17,10 @@ is large or slow is reported.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from _machine import checkout_environment
 from _memory_cases import AGAINST_FSDP_V2, LONG_PLANS, PLANNED, PLANS, QUICK, SEARCH, SEARCHES, Case
 from _memory_report import Compared, Measured, Plan, Plans, differing_losses, make_report, plans_off
 from _results import emit
-from tqdm import tqdm
+from _teams import CaseError, Team, progress, running
 
 PARTS = ("plans", "search", "time", "planner")
 STEPS_IN_A_TURN = 3
@@ -77,80 +75,63 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-class Worker(AbstractContextManager["Worker"]):
+class Worker(Team):
     """A process that drives a number of devices, which is fixed for its life."""
 
-    def __enter__(self) -> "Worker":
-        self._folder = tempfile.TemporaryDirectory(prefix="memory_")
-        self._dump = dump = Path(self._folder.name, "dump")
-        dump.mkdir()
-        environment = checkout_environment()
-        flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
-        environment["XLA_FLAGS"] = " ".join(filter(None, [environment.get("XLA_FLAGS"), flags]))
-        self._log = Path(self._folder.name, "log")
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "--worker", str(dump)],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        return self
+    def __init__(self, folder: Path) -> None:
+        self._dump = folder / "dump"
+        self._dump.mkdir()
+        super().__init__("memory", [sys.executable, __file__, "--worker", str(self._dump)], folder)
+        flags = (checkout_environment().get("XLA_FLAGS"), f"--xla_dump_to={self._dump}", "--xla_dump_hlo_as_text")
+        self._variables = {"XLA_FLAGS": " ".join(filter(None, flags))}
 
-    def ask(self, **question: Any) -> Any:
-        """Return the process's answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise self._ended()
-        return json.loads(answer)
+    def answer(self, **question: Any) -> Any:
+        """Ask the process, and return its answer."""
+        return self.ask(**question)[0]
 
     def compile(self, case: Case) -> Buffers:
         """Return the buffers of a step that is compiled and not run; the process ends of it."""
-        self._process.communicate(json.dumps({"compile": asdict(case)}) + "\n")
-        programs = take_programs(self._dump)
-        if not programs:
-            raise self._ended()
-        return training_program(programs)[0]
+        try:
+            self.ask(compile=asdict(case))
+        except CaseError:
+            programs = take_programs(self._dump)
+            if not programs:
+                raise
+            return training_program(programs)[0]
+        raise AssertionError("a step has run without weights")
 
-    def _ended(self) -> RuntimeError:
-        return RuntimeError(f"a worker ended, after it wrote:\n{self._log.read_text(errors='replace')[-3000:]}")
 
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+@contextmanager
+def started() -> Iterator[Worker]:
+    """Hold a context with a worker."""
+    with tempfile.TemporaryDirectory(prefix="memory_") as folder:
+        worker = Worker(Path(folder))
+        with running([worker]):
+            worker.start()
+            yield worker
 
 
 def measure(cases: Sequence[Case]) -> Plans:
     """Return the plan of each case; cases on as many devices share a process."""
     plans: Plans = {}
-    with tqdm(total=len(cases), desc="plans", file=sys.stderr, dynamic_ncols=True) as progress:
-        for devices in sorted({case.devices for case in cases}):
-            with Worker() as worker:
-                for case in cases:
-                    if case.devices == devices:
-                        plans[case] = plans.get(case) or worker.ask(case=asdict(case))
-                        progress.update()
+    for devices in progress(sorted({case.devices for case in cases}), "plans, by devices"):
+        with started() as worker:
+            for case in dict.fromkeys(case for case in cases if case.devices == devices):
+                plans[case] = worker.answer(case=asdict(case))
     return {case: plans[case] for case in cases}
 
 
 def compare_plans(cases: Sequence[Case]) -> dict[Case, Compared]:
     """Return for each case, in processes of its own, what the memory plan says, and what XLA plans for a step."""
     found = {}
-    for case in tqdm(cases, desc="planner", file=sys.stderr, dynamic_ncols=True):
-        with Worker() as worker:
+    for case in progress(cases, "planner"):
+        with started() as worker:
             if case.devices > 1 and case.strategy == "NO_SHARD":
                 measured = worker.compile(case).total
             else:
-                measured = worker.ask(case=asdict(case), steps=1)["buffers"]["total"]
-        with Worker() as worker:
-            found[case] = Compared(worker.ask(plan=asdict(case))["total"], measured)
+                measured = worker.answer(case=asdict(case), steps=1)["buffers"]["total"]
+        with started() as worker:
+            found[case] = Compared(worker.answer(plan=asdict(case))["total"], measured)
     return found
 
 
@@ -158,15 +139,15 @@ def search() -> Plans:
     """Return the plan of the deepest model of each search, under the case that has its layers."""
     found: Plans = {}
     for devices in sorted({case.devices for case in SEARCHES}):
-        with Worker() as worker:
+        with started() as worker:
             budget = replace(SEARCH, devices=devices)
-            found[budget] = worker.ask(case=asdict(budget))
-            for case in tqdm([case for case in SEARCHES if case.devices == devices], file=sys.stderr):
+            found[budget] = worker.answer(case=asdict(budget))
+            for case in progress([case for case in SEARCHES if case.devices == devices], "search"):
                 plans: dict[int, Plan] = {}
 
                 def total(layers: int, case: Case = case, plans: dict[int, Plan] = plans) -> int:
                     deep = replace(case, workload=replace(case.workload, layers=layers))
-                    plans[layers] = worker.ask(case=asdict(deep))
+                    plans[layers] = worker.answer(case=asdict(deep))
                     return int(plans[layers]["buffers"]["total"])
 
                 layers = deepest(total, case.workload.layers, found[budget]["buffers"]["total"])
@@ -199,8 +180,8 @@ def take_turns(rounds: int) -> list[dict[str, Any]]:
     """Return the seconds of each pair of `LONG_PLANS`, without and with recompute, by round."""
     timings = []
     for pair in zip(LONG_PLANS[::2], LONG_PLANS[1::2], strict=True):
-        with Worker() as worker:
-            given = worker.ask(time=[asdict(case) for case in pair], rounds=rounds, steps=STEPS_IN_A_TURN)
+        with started() as worker:
+            given = worker.answer(time=[asdict(case) for case in pair], rounds=rounds, steps=STEPS_IN_A_TURN)
         timings.append({"case": pair[0].name, **given})
     return timings
 

@@ -11,23 +11,27 @@ tensors of a process in one step; neither depends on what else the machine does.
 Exits with 1 if a case fails or ends with another loss than the others.
 """
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 from _cases import ALL_ROUND, GLOBAL_BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, WORKLOAD, Case
-from _machine import median_cores
-from _markdown import count
+from _markdown import TRAFFIC_HEADER, count, megabytes, traffic_cells
 from _memory_cases import Case as Plan
 from _memory_cases import Workload
-from _report import Result, differing_losses, loss_checks, paired_ratios
+from _report import (
+    Results,
+    compare_steps,
+    differing_losses,
+    done,
+    loss_checks,
+    other_cores,
+    paired_ratios,
+    ratio_cells,
+)
 from _results import Comparison, Report, Series, Table, compare, emit, spread
-from _teams import SETTLING_STEPS, Team, noting_failure, parse_turns, running, take_turns, warm_up
+from _teams import exit_status, measure, read_command_line
 
 LABELS = {"xla-spmd": "xla-spmd", "native": "native", "fsdp2": "raw FSDP2"}
 CASES = (
@@ -38,7 +42,7 @@ CASES = (
 QUICK = ("native-1", "native-2")
 SIZE = Workload(LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GLOBAL_BATCH)
 TIME_HEADER = ["case", "processes x devices", "step s", "CPU s per step", "ratio", "quartiles", "to"]
-BYTES_HEADER = ["case", "parameters and state MB", "most MB", "gathers", "reductions", "other"]
+BYTES_HEADER = ["case", "parameters and state MB", "most MB", *TRAFFIC_HEADER]
 
 
 @dataclass
@@ -55,34 +59,20 @@ class Bytes:
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_turns(__doc__, [case.name for case in CASES], QUICK)
-    total_steps = 2 + SETTLING_STEPS + args.rounds * args.steps_per_round
+    args = read_command_line(__doc__, CASES, QUICK, rounds=6, steps=3)
     if args.worker:
         import _worker  # here, as the parent needs no torch
 
-        _worker.run(next(case for case in CASES if case.name == args.worker), total_steps)
+        _worker.run(args.worker, args.total_steps)
         return 0
-    cases = [case for case in CASES if case.name in args.cases]
-    results = {case.name: Result() for case in cases}
-    found = planned([case for case in cases if case.kind == "xla-spmd"])
-    with tempfile.TemporaryDirectory(prefix="scaling_") as logs:
-        teams = [make_team(case, args, Path(logs)) for case in cases]
-        with running(teams):
-            warm_up(teams, results)
-            take_turns(teams, results, args.rounds, args.steps_per_round)
-            for case, team in zip(cases, teams, strict=True):
-                if case.kind != "xla-spmd" and results[case.name].error is None:
-                    with noting_failure(team, results[case.name]):
-                        found[case.name] = max((Bytes(**each) for each in team.ask(memory=True)), key=lambda b: b.peak)
+    found = planned([case for case in args.cases if case.kind == "xla-spmd"])
+    results = measure(__file__, args.cases, args, questions=lambda case: () if case.kind == "xla-spmd" else ("memory",))
+    for name, result in results.items():
+        if result.answers:
+            found[name] = max((Bytes(**answer) for answer in result.answers), key=lambda each: each.peak)
     wrong = differing_losses(results)
-    emit(make_report(cases, results, found, wrong, args.rounds, args.steps_per_round), args.json)
-    return 1 if wrong or any(result.error for result in results.values()) else 0
-
-
-def make_team(case: Case, args: argparse.Namespace, logs: Path) -> Team:
-    """Return the processes of a case, not yet started."""
-    sizes = ["--rounds", str(args.rounds), "--steps-per-round", str(args.steps_per_round)]
-    return Team(case.name, [sys.executable, __file__, "--worker", case.name, *sizes], logs, processes=case.processes)
+    emit(make_report(args.cases, results, found, wrong, args.rounds, args.steps_per_round), args.json)
+    return exit_status(results, wrong)
 
 
 def planned(cases: Sequence[Case]) -> dict[str, Bytes]:
@@ -100,25 +90,25 @@ def _from_plan(plan: Mapping[str, Any]) -> Bytes:
 
 def make_report(
     cases: Sequence[Case],
-    results: Mapping[str, Result],
+    results: Results,
     found: Mapping[str, Bytes],
     wrong: Sequence[str],
     rounds: int,
     steps: int,
 ) -> Report:
     """Return all that was measured, and what it says."""
-    done = [case for case in cases if results[case.name].error is None]
+    ran = done(cases, results)
     return Report(
         name="scaling",
         title="Scaling",
         setting=f"{WORKLOAD}, FULL_SHARD, on virtual devices and processes that share this machine's cores; "
         f"{count(rounds, 'round')} of {count(steps, 'step')}.",
-        other_cores=median_cores(block.other_cores for result in results.values() for block in result.blocks.values()),
+        other_cores=other_cores(results),
         tables=[
             Table(
                 title="Step time at the same global batch",
                 header=TIME_HEADER,
-                rows=[time_row(case, results) for case in done],
+                rows=[time_row(case, results) for case in ran],
                 note="The devices share the cores: a ratio is overhead, and says nothing about speed on real devices.",
             ),
             Table(
@@ -129,61 +119,47 @@ def make_report(
             ),
         ],
         checks=loss_checks(results, wrong, "the losses of all cases agree"),
-        comparisons=list(comparisons(done, results, found)),
-        series=[*curves(done, results), *memory_curves(done, found)],
-        reading=list(readings(done, results, found)),
+        comparisons=list(comparisons(ran, results, found)),
+        series=[*curves(ran, results), *memory_curves(ran, found)],
+        reading=list(readings(ran, results, found)),
     )
 
 
-def time_row(case: Case, results: Mapping[str, Result]) -> list[str]:
+def time_row(case: Case, results: Results) -> list[str]:
     """Return one case's cells under `TIME_HEADER`."""
-    blocks = results[case.name].blocks.values()
-    step, cpu = median(block.step_secs for block in blocks), median(block.cpu_secs for block in blocks)
-    cells = [case.name, f"{case.processes} x {case.devices}", f"{step:.4f}", f"{cpu:.3f}"]
-    ratios = _ratios(case, results)
-    if not ratios:
-        return [*cells, "", "", ""]
-    low, middle, high = spread(ratios)
-    return [*cells, f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", str(case.reference)]
+    result = results[case.name]
+    cells = [case.name, f"{case.processes} x {case.devices}", f"{result.step_secs:.4f}", f"{result.cpu_secs:.3f}"]
+    return [*cells, *ratio_cells(_ratios(case, results), case.reference or "")]
 
 
 def bytes_row(name: str, found: Bytes) -> list[str]:
     """Return one case's cells under `BYTES_HEADER`."""
-
-    def collectives(*kinds: str) -> str:
-        passed = [found.traffic[kind] for kind in kinds if kind in found.traffic]
-        return " + ".join(f"{each['count']} / {_mb(each['size'])}" for each in passed)
-
-    return [
-        name,
-        _mb(found.rest),
-        _mb(found.peak),
-        collectives("all-gather"),
-        collectives("all-reduce", "reduce-scatter"),
-        collectives("all-to-all", "collective-permute"),
-    ]
+    return [name, megabytes(found.rest), megabytes(found.peak), *traffic_cells(found.traffic)]
 
 
-def comparisons(
-    cases: Sequence[Case], results: Mapping[str, Result], found: Mapping[str, Bytes]
-) -> Iterator[Comparison]:
+def comparisons(cases: Sequence[Case], results: Results, found: Mapping[str, Bytes]) -> Iterator[Comparison]:
     """Yield how torchacc compares with raw FSDP2 on as many devices: in time, and natively in bytes."""
     rivals = {case.total_devices: case.name for case in cases if case.kind == "fsdp2"}
     for case in cases:
         rival = rivals.get(case.total_devices)
         if rival is None or case.kind == "fsdp2":
             continue
-        rounds = sorted(results[case.name].blocks.keys() & results[rival].blocks.keys())
-        times = [[results[name].blocks[index].step_secs for index in rounds] for name in (case.name, rival)]
         who = f"raw FSDP2 on {case.total_devices} processes"
-        reason = ALL_ROUND if case.kind == "native" else None
-        yield compare(f"step time of {case.name}", who, *times, "s", reason=reason)
-        if case.kind == "native":
+        is_native = case.kind == "native"
+        yield from compare_steps(
+            f"step time of {case.name}",
+            who,
+            results[case.name],
+            results[rival],
+            reason=ALL_ROUND if is_native else None,
+            same_runtime=is_native,
+        )
+        if is_native:
             peaks = [[found[name].peak / 1e6] for name in (case.name, rival)]
             yield compare(f"most bytes of a process of {case.name}", who, *peaks, "MB")
 
 
-def curves(cases: Sequence[Case], results: Mapping[str, Result]) -> Iterator[Series]:
+def curves(cases: Sequence[Case], results: Results) -> Iterator[Series]:
     """Yield the step time against the number of devices, as a ratio to that of one."""
     for kind, label in LABELS.items():
         points = [(case.total_devices, _ratios(case, results)) for case in cases if case.kind == kind]
@@ -215,7 +191,7 @@ def memory_curves(cases: Sequence[Case], found: Mapping[str, Bytes]) -> Iterator
             )
 
 
-def readings(cases: Sequence[Case], results: Mapping[str, Result], found: Mapping[str, Bytes]) -> Iterator[str]:
+def readings(cases: Sequence[Case], results: Results, found: Mapping[str, Bytes]) -> Iterator[str]:
     """Yield what the numbers say."""
     for kind in ("xla-spmd", "native"):
         of_kind = [case for case in cases if case.kind == kind]
@@ -229,16 +205,10 @@ def readings(cases: Sequence[Case], results: Mapping[str, Result], found: Mappin
         )
 
 
-def _ratios(case: Case, results: Mapping[str, Result]) -> list[float]:
+def _ratios(case: Case, results: Results) -> list[float]:
     """Return a case's step time over its reference's, by round; none for the reference itself."""
-    reference = results.get(case.reference or "")
-    if reference is None or case.name == case.reference or reference.error is not None:
-        return []
+    reference = None if case.name == case.reference else results.get(case.reference or "")
     return paired_ratios(results[case.name], reference)
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:.1f}"
 
 
 if __name__ == "__main__":

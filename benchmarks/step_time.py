@@ -12,74 +12,50 @@ slows the machine down for a while does not end up in it. Compiling happens befo
 Exits with 1 if a case fails or has another loss than the others at any step; a slow case is reported, not an error.
 """
 
-import argparse
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from _cases import CASES, EXPECTATIONS, NEEDS, QUICK, RIVALRIES, WORKLOAD, Case
-from _machine import median_cores
 from _markdown import count
-from _report import HEADER, Result, compared, differing_losses, judge, loss_checks, parity, table_row
+from _report import (
+    Results,
+    compare_steps,
+    differing_losses,
+    judge,
+    loss_checks,
+    other_cores,
+    paired_ratios,
+    parity,
+    ratio_cells,
+)
 from _results import Comparison, Report, Series, Table, emit
-from _teams import SETTLING_STEPS, Team, running, take_turns, warm_up
+from _teams import exit_status, measure, read_command_line
 
-Results = Mapping[str, Result]
-"""By the case's name."""
+HEADER = [
+    *("case", "processes x devices", "first step s", "compiles", "step s", "CPU s per step"),
+    *("ratio", "quartiles", "to", "loss"),
+]
 
 
 def main() -> int:
     """Run the cases and print the report."""
-    args = parse_args()
-    total_steps = 1 + SETTLING_STEPS + args.rounds * args.steps_per_round
-    cases = [case for case in CASES if case.name in args.cases]
+    args = read_command_line(__doc__, CASES, QUICK, rounds=10, steps=5)
     if args.worker:
         import _worker  # here, as the parent needs no torch
 
-        _worker.run(next(case for case in CASES if case.name == args.worker), args.total_steps)
+        _worker.run(args.worker, args.total_steps)
         return 0
-    results = {case.name: Result(cannot_run=missing_package(case)) for case in cases}
-    with tempfile.TemporaryDirectory(prefix="step_time_") as logs:
-        teams = [make_team(case, total_steps, Path(logs)) for case in cases if results[case.name].takes_part]
-        with running(teams):
-            warm_up(teams, results)
-            take_turns(teams, results, args.rounds, args.steps_per_round)
-    emit(make_report(cases, results, args.rounds, args.steps_per_round), args.json)
-    return 1 if differing_losses(results) or any(result.error for result in results.values()) else 0
-
-
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [case.name for case in CASES]
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each case (default: 10)")
-    parser.add_argument("--steps-per-round", type=int, default=5, help="steps in one turn (default: 5)")
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
-    parser.add_argument("--quick", action="store_true", help="three cases and two rounds, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
-    parser.add_argument("--total-steps", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rounds < 1 or args.steps_per_round < 1:
-        parser.error("--rounds and --steps-per-round are at least 1")
-    if args.quick:
-        args.rounds, args.steps_per_round = 2, 1
-    args.cases = args.cases or (QUICK if args.quick else names)
-    return args
+    results = measure(__file__, args.cases, args, environment=environment, cannot_run=missing_package)
+    wrong = differing_losses(results)
+    emit(make_report(args.cases, results, wrong, args.rounds, args.steps_per_round), args.json)
+    return exit_status(results, wrong)
 
 
 def missing_package(case: Case) -> str | None:
     """Return why a case cannot run where the package that it needs is not installed."""
     package = NEEDS.get(case.kind)
     return None if package is None or find_spec(package) else f"{package} is not installed"
-
-
-def make_team(case: Case, total_steps: int, logs: Path) -> Team:
-    """Return the processes of a case, not yet started."""
-    command = [sys.executable, __file__, "--worker", case.name, "--total-steps", str(total_steps)]
-    return Team(case.name, command, logs, processes=case.processes, environment=environment(case))
 
 
 def environment(case: Case) -> dict[str, str]:
@@ -91,36 +67,53 @@ def environment(case: Case) -> dict[str, str]:
     return {}
 
 
-def make_report(cases: Sequence[Case], results: Results, rounds: int, steps: int) -> Report:
+def make_report(cases: Sequence[Case], results: Results, wrong: Sequence[str], rounds: int, steps: int) -> Report:
     """Return all that was measured, and whether it is what was expected."""
-    blocks = [block for result in results.values() for block in result.blocks.values()]
-    against = list(compared(RIVALRIES, results))
+    against = list(comparisons(results))
+    absent = [
+        f"`{name}` cannot run here: {result.cannot_run}." for name, result in results.items() if result.cannot_run
+    ]
     return Report(
         name="step_time",
         title="Step time",
         setting=f"{WORKLOAD}; {count(rounds, 'round')} of {count(steps, 'step')}.",
-        other_cores=median_cores(block.other_cores for block in blocks),
+        other_cores=other_cores(results),
         tables=[
             Table(
                 title="Medians over rounds; a ratio is taken within a round, compiling happens before the first",
                 header=HEADER,
                 rows=[table_row(case, results) for case in cases],
-                note=" ".join(
-                    f"`{name}` cannot run here: {result.cannot_run}."
-                    for name, result in results.items()
-                    if result.cannot_run is not None
-                )
-                or None,
+                note=" ".join(absent) or None,
             )
         ],
         checks=[
-            *loss_checks(results, differing_losses(results), "the losses of all cases agree at every step"),
+            *loss_checks(results, wrong, "the losses of all cases agree at every step"),
             *(judge(each, results) for each in EXPECTATIONS if each.case in results),
         ],
         comparisons=against,
         series=[*bars(against), *parity(results, "eager")],
         reading=list(readings(results, against)),
     )
+
+
+def table_row(case: Case, results: Results) -> list[str]:
+    """Return one case's cells under `HEADER`."""
+    result = results[case.name]
+    cells = [case.name, f"{case.processes} x {case.devices}"]
+    if result.error is not None or not result.blocks:
+        why = "cannot run" if result.cannot_run else "failed"
+        return [*cells, why, *[""] * (len(HEADER) - len(cells) - 1)]
+    cells += [f"{result.first_step_secs:.2f}", result.programs, f"{result.step_secs:.4f}", f"{result.cpu_secs:.3f}"]
+    ratios = paired_ratios(result, results.get(case.reference or ""))
+    return [*cells, *ratio_cells(ratios, case.reference or ""), f"{result.losses[-1]:.6f}"]
+
+
+def comparisons(results: Results) -> Iterator[Comparison]:
+    """Yield how the step times of torchacc's cases compare with their rivals'."""
+    for pair in RIVALRIES:
+        ours, theirs = results.get(pair.case), results.get(pair.rival)
+        what = f"step time of {pair.case}"
+        yield from compare_steps(what, pair.title, ours, theirs, reason=pair.reason, same_runtime=pair.same_runtime)
 
 
 def bars(against: Sequence[Comparison]) -> Iterator[Series]:

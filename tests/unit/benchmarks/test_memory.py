@@ -130,14 +130,14 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import Case, Workload
-    from memory import Worker, measure
+    from memory import measure, started
 
     tiny = Workload(layers=2, width=64, heads=2, vocabulary=128, length=64, batch=4)
     replicas = Case("NO_SHARD", 2, workload=tiny)
     cases = [replicas, *(replace(replicas, strategy=name) for name in ("SHARD_GRAD_OP", "FULL_SHARD"))]
     plans = measure([*cases, *(replace(case, recompute=True) for case in cases)])
     bytes_of = {case: plan["buffers"] for case, plan in plans.items()}
-    with Worker() as worker:
+    with started() as worker:
         assert asdict(worker.compile(replicas)) == bytes_of[replicas]
     for case in cases:
         recomputed = bytes_of[replace(case, recompute=True)]
@@ -158,7 +158,7 @@ def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import PLAN_TOLERANCE, Case, Workload
-    from memory import Worker
+    from memory import started
 
     gpt2 = Case("NO_SHARD", 1, workload=Workload(layers=2, width=64, heads=2, vocabulary=512, length=128, batch=1))
     llama = replace(gpt2, workload=replace(gpt2.workload, family="llama"))
@@ -178,11 +178,11 @@ def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
     )
     off_by = {}
     for devices in (1, 2, 4):
-        with Worker() as worker:
+        with started() as worker:
             for alone in (case for case in cases if case.devices == devices):
                 case = replace(alone, workload=replace(alone.workload, batch=alone.workload.batch * devices))
-                buffers = worker.ask(case=asdict(case), steps=1)["buffers"]
-                planned = worker.ask(plan=asdict(case))
+                buffers = worker.answer(case=asdict(case), steps=1)["buffers"]
+                planned = worker.answer(plan=asdict(case))
                 assert planned["parameters"] + planned["optimizer"] == pytest.approx(buffers["updated"], rel=1e-3)
                 off_by[case.workload.family, case.name] = planned["total"] / buffers["total"] - 1
     assert len(off_by) == len(cases)

@@ -127,6 +127,26 @@ def test_the_figures_have_the_worst_first_and_replace_the_former_ones():
         put_figures("# Title\n", "new")
 
 
+def test_ratios_on_the_same_runtime_come_first_and_several_runs_give_a_range(tmp_path):
+    from _render import FIGURES, render_figures
+    from _results import keep_earlier, read, write
+
+    def report(ratio):
+        found = [make_comparison(ratio, rival="eager"), make_comparison(1.5, rival="torch_xla")]
+        found[0].same_runtime = False
+        return make_report(comparisons=found)
+
+    write(report(1.12), tmp_path / "step_time.json")
+    new, last = report(1.34), report(0.88)
+    keep_earlier(new, read(tmp_path / "step_time.json"))
+    keep_earlier(last, new)
+    figures = render_figures([last])
+    same, _, other = figures.partition(FIGURES[False])
+    assert FIGURES[True] in same
+    assert "1.50 .. 1.50 in 3 runs" in same
+    assert "0.88 .. 1.34 in 3 runs" in other
+
+
 def test_a_plot_is_drawn_for_each_title_and_says_what_it_was_drawn_from(tmp_path):
     from _plots import DATA, digest, draw
     from _render import plots_of

@@ -10,17 +10,20 @@ def make_result(times, **values):
     return Result(first_step_secs=3.0, compiles=2, blocks=blocks, **values)
 
 
-def test_a_ratio_is_taken_within_a_round():
-    from _report import paired_ratios
+def test_a_ratio_is_taken_within_a_round_and_nothing_where_one_failed():
+    from _report import paired_ratios, ratio_cells
 
-    slowed_in_round_1 = {0: 0.2, 1: 2.0, 2: 0.2}
-    reference = {0: 0.1, 1: 1.0, 3: 0.1}
-    assert paired_ratios(make_result(slowed_in_round_1), make_result(reference)) == [2.0, 2.0]
+    slowed_in_round_1 = make_result({0: 0.2, 1: 2.0, 2: 0.2})
+    reference = make_result({0: 0.1, 1: 1.0, 3: 0.1})
+    assert paired_ratios(slowed_in_round_1, reference) == [2.0, 2.0]
+    assert ratio_cells([2.0, 2.0], "them") == ["2.000", "2.000 .. 2.000", "them"]
+    assert paired_ratios(slowed_in_round_1, make_result({0: 1.0}, error="died")) == []
+    assert paired_ratios(slowed_in_round_1, None) == []
 
 
 def test_a_row_has_a_cell_for_each_column_also_where_the_case_failed():
     from _cases import Case
-    from _report import HEADER, table_row
+    from step_time import HEADER, table_row
 
     results = {
         "fast": make_result({0: 0.1}, losses=[8.5]),
@@ -39,42 +42,34 @@ def test_a_row_has_a_cell_for_each_column_also_where_the_case_failed():
 
 
 @pytest.mark.parametrize(
-    ("secs", "limit", "verdict"),
+    ("secs", "limit", "verdict", "ending"),
     [
-        pytest.param({0: 1.0, 1: 1.0, 2: 1.0}, 1.0, "held", id="held"),
-        pytest.param({0: 1.2, 1: 1.3, 2: 1.4}, 1.0, "missed", id="missed"),
-        pytest.param({0: 2.0}, None, "reported", id="no-limit"),
+        pytest.param({0: 1.0, 1: 1.0, 2: 1.0}, 1.0, "held", "is 1.000", id="held"),
+        pytest.param({0: 1.2, 1: 1.3, 2: 1.4}, 1.0, "missed", ")", id="missed"),
+        pytest.param({0: 0.8, 1: 1.1, 2: 1.4}, 1.0, "missed", ", within the noise", id="noise"),
+        pytest.param({0: 2.0}, None, "reported", "no limit, is 2.000", id="no-limit"),
     ],
 )
-def test_a_check_names_the_ratio_and_whether_it_holds(secs, limit, verdict):
-    from _cases import Expectation
+def test_a_check_names_the_ratio_and_whether_it_holds(secs, limit, verdict, ending):
     from _report import judge
+    from _results import Limit
 
     results = {"case": make_result(secs), "reference": make_result(dict.fromkeys(secs, 1.0))}
-    check = judge(Expectation("case", "reference", limit), results)
+    check = judge(Limit("case", "reference", limit, "a reason"), results)
     assert check.text.startswith("step time of case / reference")
+    assert check.text.endswith(ending)
     assert check.verdict == verdict
-
-
-def test_a_check_says_where_the_noise_could_decide():
-    from _cases import Expectation
-    from _report import judge
-
-    secs = {0: 0.8, 1: 1.1, 2: 1.4}
-    results = {"case": make_result(secs), "reference": make_result(dict.fromkeys(secs, 1.0))}
-    assert judge(Expectation("case", "reference", 1.0), results).text.endswith(", within the noise")
 
 
 @pytest.mark.parametrize(
     ("ended", "verdict"), [({"error": "rank 1: died"}, "missed"), ({"cannot_run": "not installed"}, "reported")]
 )
 def test_a_check_of_a_case_that_did_not_run_holds_nothing(ended, verdict):
-    from _cases import Expectation
     from _report import judge
+    from _results import Limit
 
-    expectation = Expectation("case", "reference", 1.0)
     results = {"case": make_result({0: 0.5}, **ended), "reference": make_result({0: 1.0})}
-    check = judge(expectation, results)
+    check = judge(Limit("case", "reference", 1.0), results)
     assert (check.text.rpartition(", ")[2], check.verdict) == ("not measured", verdict)
 
 
@@ -103,17 +98,22 @@ def test_losses_are_drawn_against_the_reference_step_by_step():
 
 
 def test_rivals_are_compared_in_the_rounds_that_both_took():
-    from _cases import Rivalry
-    from _report import compared
+    from _report import compare_steps
 
-    results = {
-        "ours": make_result({0: 1.0, 1: 9.0, 2: 3.0}),
-        "theirs": make_result({0: 2.0, 2: 3.0}),
-        "absent": make_result({}, cannot_run="not installed"),
-    }
-    pairs = [Rivalry("ours", "theirs", "Them"), Rivalry("ours", "absent", "The absent"), Rivalry("ours", "x", "X")]
-    (found,) = compared(pairs, results)
-    assert (found.rival, found.ours, found.theirs, found.ratio) == ("Them", 2.0, 2.5, 0.75)
+    ours, theirs = make_result({0: 1.0, 1: 9.0, 2: 3.0}), make_result({0: 2.0, 2: 3.0})
+    (found,) = compare_steps("ours", "Them", ours, theirs, unit="ms")
+    assert (found.rival, found.ours, found.theirs, found.ratio) == ("Them", 2000.0, 2500.0, 0.75)
+    assert list(compare_steps("ours", "The absent", ours, make_result({}, cannot_run="not installed"))) == []
+
+
+def test_a_rival_is_on_the_same_runtime_or_not():
+    from _cases import RIVALRIES
+
+    other = {(pair.case, pair.rival) for pair in RIVALRIES if not pair.same_runtime}
+    assert ("xla-spmd-1", "eager") in other
+    assert ("native-1", "compile") in other
+    assert not other & {("xla-spmd-4", "fsdpv2-4"), ("xla-spmd-1", "torch_xla"), ("native-2", "fabric-2")}
+    assert ("native-1", "eager") not in other
 
 
 def test_every_reference_is_a_case_and_every_check_is_about_neighbours():
