@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,11 @@ if told == "save":
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 while rank == 1 and not (folder / "pid-0").exists():  # what rank 0 prints is looked for, too
+    time.sleep(0.05)
+if rank == 0 and told == "raise":
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+    (folder / "child").write_text(str(child.pid))
+while told == "raise" and not (folder / "child").exists():
     time.sleep(0.05)
 if rank == 1 and told == "raise":
     raise ValueError("rank one has had enough")

@@ -126,7 +126,8 @@ def test_one_rank_ends_all_and_is_named(tmp_path, told, status, words, options):
     prefixed = "".join(f"[rank {rank}] rank {rank} of 2\n" for rank in range(2))
     shown = "".join(sorted(done.stdout.splitlines(keepends=True)))
     assert shown == (prefixed if "--all-ranks" in options else "rank 0 of 2\n")
-    wait_until_gone(pids_in(tmp_path, 2))
+    children = [int(path.read_text()) for path in tmp_path.glob("child")]  # of a rank
+    wait_until_gone([*pids_in(tmp_path, 2), *children])
 
 
 def test_a_signal_lets_every_rank_save(tmp_path):

@@ -135,9 +135,11 @@ class Attempt:
                 process.popen.terminate()
 
     def end(self) -> None:
-        """Kill whatever still runs, and let go of the agent."""
+        """Kill whatever still runs, what the processes have started included, and let go of the agent."""
         self._agent.is_abandoned = True
-        for process in self.running:
+        if self.ended_well:  # the agent may wait for those of other machines
+            return
+        for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
             process.popen.wait()
@@ -201,7 +203,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.is_abandoned:
             raise InterruptedError("asked to end before all machines were there")
-        return super()._start_workers(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Hand the processes to the launcher, and wait until it has seen the end of all."""
