@@ -24,7 +24,8 @@ def render_page(reports: Sequence[Report]) -> str:
     total = sum(len(report.comparisons) for report in reports)
     blocks = [
         "# Benchmarks",
-        "Written by `python -m benchmarks`; each figure is from one run of it, ratios from neighbours in time.",
+        "Written by `python -m benchmarks`; each figure is from one run of it, or a range over several where it says "
+        "so; ratios are from neighbours in time.",
         "## Where torchacc is slower or larger than a rival",
         f"In {len(losses)} of {count(total, 'comparison')}, beyond the noise; in each benchmark the largest first:",
         "\n".join(line for report in reports for line in losses_of(report)),

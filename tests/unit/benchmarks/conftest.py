@@ -16,3 +16,22 @@ def importable(monkeypatch):
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(BENCHMARKS)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def results_of(importable):
+    """Make the results of cases from the seconds of their steps, by case and round."""
+    from _report import Block, Result
+
+    def make(secs, **values):
+        return {
+            name: Result(
+                losses=[1.0],
+                first_step_secs=1.0,
+                blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(of_case)},
+                **values,
+            )
+            for name, of_case in secs.items()
+        }
+
+    return make

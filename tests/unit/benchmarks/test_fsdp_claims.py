@@ -4,23 +4,12 @@ import torch
 from torch import nn
 
 
-def report_of(secs, peaks):
-    from _report import Block, Result
+def test_a_claim_stands_beside_what_was_found(results_of):
     from fsdp_claims import CASES, make_report
 
-    cases = [case for case in CASES if case.name in secs]
-    results = {
-        name: Result(losses=[1.0], blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(of_case)})
-        for name, of_case in secs.items()
-    }
-    return make_report(cases, results, {name: {"peak": peak, "rest": 1} for name, peak in peaks.items()}, [], 2, 1)
-
-
-def test_a_claim_stands_beside_what_was_found():
-    report = report_of(
-        {"activations kept": [1.0, 2.0], "activations recomputed": [1.25, 2.5]},
-        {"activations kept": 1000, "activations recomputed": 600},
-    )
+    results = results_of({"activations kept": [1.0, 2.0], "activations recomputed": [1.25, 2.5]})
+    peaks = {"activations kept": {"peak": 1000, "rest": 1}, "activations recomputed": {"peak": 600, "rest": 1}}
+    report = make_report([case for case in CASES if case.name in results], results, peaks, [], 2, 1)
     found = {row[0]: row[2] for row in report.tables[0].rows}
     assert found["activations are recomputed"] == "+25 % step time, -40.0 % memory"
     assert found["BACKWARD_PRE gathers the next unit early"] == "not run"

@@ -5,20 +5,15 @@ import argparse
 import pytest
 
 
-def run_of(secs, peaks):
-    from _gpu_cases import GPT2_124M
-    from _report import Block, Result
-    from gpu import Run
+@pytest.fixture
+def run_of(results_of):
+    def make(secs, peaks):
+        from _gpu_cases import GPT2_124M
+        from gpu import Run
 
-    results = {
-        name: Result(
-            losses=[1.0],
-            first_step_secs=1.0,
-            blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(steps)},
-        )
-        for name, steps in secs.items()
-    }
-    return Run(GPT2_124M, results, peaks)
+        return Run(GPT2_124M, results_of(secs), peaks)
+
+    return make
 
 
 def report_of(run, wrong=()):
@@ -29,7 +24,7 @@ def report_of(run, wrong=()):
     return make_report({"GPT-2 124M": run}, found, wrong, args)
 
 
-def test_utilisation_is_against_the_measured_product():
+def test_utilisation_is_against_the_measured_product(run_of):
     run = run_of(
         {"FULL_SHARD": [0.4, 0.4], "FULL_SHARD, recompute": [0.5, 0.5]},
         {"FULL_SHARD": 8 * 10**9, "FULL_SHARD, recompute": 4 * 10**9},
@@ -42,14 +37,14 @@ def test_utilisation_is_against_the_measured_product():
     ]
 
 
-def test_what_loses_to_a_rival_has_its_reason():
+def test_what_loses_to_a_rival_has_its_reason(run_of):
     run = run_of({"FULL_SHARD": [0.4, 0.4], "FSDP2 by hand, torch.compile": [0.3, 0.3]}, {"FULL_SHARD": None})
     (time,) = report_of(run).comparisons
     assert time.loses
     assert "compiles nothing" in time.reason
 
 
-def test_a_case_without_numbers_is_a_row_of_the_table():
+def test_a_case_without_numbers_is_a_row_of_the_table(run_of):
     from _report import Result
 
     run = run_of({"FULL_SHARD": [0.4]}, {})
@@ -70,7 +65,7 @@ def test_xla_is_left_out_where_its_plugin_is_not_installed(monkeypatch):
     assert [name for name, why in missing.items() if why] == ["XLA"]
 
 
-def test_a_loss_that_is_far_from_the_others_is_told():
+def test_a_loss_that_is_far_from_the_others_is_told(run_of):
     from gpu import differing_losses
 
     run = run_of({"FULL_SHARD": [0.4], "NO_SHARD": [0.4], "XLA": [0.4]}, {})

@@ -3,24 +3,19 @@
 import pytest
 
 
-def make_results(secs):
-    from _report import Block, Result
+@pytest.fixture
+def report_of(results_of):
+    def make(secs, peaks):
+        from scaling import CASES, Bytes, make_report
 
-    return {
-        name: Result(losses=[1.0], blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(of_case)})
-        for name, of_case in secs.items()
-    }
+        cases = [case for case in CASES if case.name in secs]
+        found = {name: Bytes(peak // 2, peak) for name, peak in peaks.items()}
+        return make_report(cases, results_of(secs), found, [], rounds=2, steps=1)
 
-
-def report_of(secs, peaks):
-    from scaling import CASES, Bytes, make_report
-
-    cases = [case for case in CASES if case.name in secs]
-    found = {name: Bytes(peak // 2, peak) for name, peak in peaks.items()}
-    return make_report(cases, make_results(secs), found, [], rounds=2, steps=1)
+    return make
 
 
-def test_a_ratio_is_that_to_one_device_and_says_what_was_measured():
+def test_a_ratio_is_that_to_one_device_and_says_what_was_measured(report_of):
     report = report_of(
         {"native-1": [1.0, 2.0], "native-4": [2.0, 5.0]}, {"native-1": 40_000_000, "native-4": 10_000_000}
     )
@@ -36,7 +31,7 @@ def test_a_ratio_is_that_to_one_device_and_says_what_was_measured():
     assert (memory.x, memory.y) == ([1.0, 4.0], [40.0, 10.0])
 
 
-def test_the_rival_is_raw_fsdp2_on_as_many_devices():
+def test_the_rival_is_raw_fsdp2_on_as_many_devices(report_of):
     secs = {"native-1": [1.0], "native-2": [3.0], "fsdp2-2": [2.0]}
     report = report_of(secs, {"native-1": 9, "native-2": 4, "fsdp2-2": 4})
     time, memory = report.comparisons

@@ -1,21 +1,19 @@
 """What is made of the step times of the trainers; what they are is nowhere asserted."""
 
-
-def report_of(secs, losses=(1.0,)):
-    from _report import Block, Result
-    from trainer_overhead import CASES, make_report
-
-    cases = [case for case in CASES if case.name in secs]
-    results = {
-        name: Result(
-            losses=list(losses), blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(steps)}
-        )
-        for name, steps in secs.items()
-    }
-    return make_report(cases, results, [], rounds=2)
+import pytest
 
 
-def test_each_trainer_is_compared_with_the_loop_by_hand_on_its_own_engine():
+@pytest.fixture
+def report_of(results_of):
+    def make(secs):
+        from trainer_overhead import CASES, make_report
+
+        return make_report([case for case in CASES if case.name in secs], results_of(secs), [], rounds=2)
+
+    return make
+
+
+def test_each_trainer_is_compared_with_the_loop_by_hand_on_its_own_engine(report_of):
     report = report_of(
         {
             "staged on native-1": [0.11, 0.22],
@@ -33,7 +31,7 @@ def test_each_trainer_is_compared_with_the_loop_by_hand_on_its_own_engine():
     assert len(report.reading) == 2
 
 
-def test_a_case_that_saves_says_so_and_has_its_own_reason():
+def test_a_case_that_saves_says_so_and_has_its_own_reason(report_of):
     from _trainer_cases import CASES, REASONS
 
     saving = next(case for case in CASES if case.save_every_steps)
