@@ -82,8 +82,8 @@ def accelerate(
         sharded = engine.apply(model, plan, optimizer)
     attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
-    if plan.split.whole:
-        _log.info("not split over tp: %s", plan.split.left_whole)
+    if plan.split.unsplit:
+        _log.info("not split over tp: %s", plan.split.listed_unsplit)
     _log.debug("%s", plan)
 
     given = [part for part in (loader, optimizer) if part is not None]

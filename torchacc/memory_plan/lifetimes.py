@@ -76,7 +76,7 @@ class Lifetimes:
     gradients: Mapping[str, int]
     """When the gradient of each trained parameter is complete."""
     casts: Mapping[str, int] = field(default_factory=dict)
-    """Of parameters that are only read in the dtype of products: the bytes that a whole one takes there."""
+    """Of parameters that are only read in the dtype of products: the bytes that a full one takes there."""
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:

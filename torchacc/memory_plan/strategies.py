@@ -20,7 +20,7 @@ class DeviceBytes:
     optimizer: int
     """Optimizer state at rest."""
     gathered: int
-    """Whole weights that were gathered, and copies of weights."""
+    """Unsharded weights, and copies of weights."""
     gradients: int
     """Gradients, and what they are summed into over the devices."""
     activations: int
@@ -70,7 +70,8 @@ def _size(plan: ShardingPlan, buffer: Buffer) -> int:
         return buffer.nbytes
     if buffer.joins_another and plan.mesh.num_data_shards == 1:
         return 0
-    return buffer.nbytes // plan.mesh.num_shards
+    parameter = next(each for each in plan.parameters if each.name == buffer.lookup_of)
+    return buffer.nbytes * _partition(plan, parameter).shard_numel // parameter.numel
 
 
 def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
@@ -97,7 +98,7 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
 
 
 def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield when the weights of a unit are whole, which `fully_shard` has beside the shards on one process, too."""
+    """Yield when a unit is unsharded, which `fully_shard` has beside the shards on one process, too."""
     turn = lifetimes.num_forward
     uses = {
         unit: sorted(use for parameter in unit.parameters for use in lifetimes.uses.get(parameter.name, ()))
@@ -119,7 +120,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
 
 
 def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield when gradients are whole, in the buffer in which those of a unit are summed, and split."""
+    """Yield when gradients are unsharded, in the buffer in which those of a unit are summed, and sharded."""
     compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
@@ -146,7 +147,7 @@ def _partition(plan: ShardingPlan, parameter: PlannedParameter) -> DivisibleDimL
 def _weight(
     plan: ShardingPlan, parameter: PlannedParameter, lifetimes: Lifetimes, itemsize: int, *, again: bool
 ) -> Iterator[_Interval]:
-    """Yield when a weight is whole on the device, beside its shard, and when that is there in the dtype of products."""
+    """Yield when a weight is unsharded, beside its shard, and when that is there in the dtype of products."""
     dim, uses = _partition(plan, parameter).dim, lifetimes.uses.get(parameter.name, ())
     if not uses:
         return

@@ -15,7 +15,7 @@ from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
-from torchacc.parallel.tensor_parallel import LayerSplit, split_layers
+from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
 from torchacc.parallel.units import has_forward, select_recomputed, select_units
 
 
@@ -84,7 +84,7 @@ class ShardingPlan:
     """Whether each unit's forward begins with the gather of the next unit."""
     backward_prefetch: bool
     """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
-    split: LayerSplit = field(default_factory=LayerSplit)
+    split: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     """How layers are split over the axis `tp`."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
@@ -179,7 +179,7 @@ def make_plan(model: nn.Module, config: Config, mesh: Mesh) -> ShardingPlan:
         activations_on_host=config.memory.offload_activations,
         forward_prefetch=config.dist.fsdp.forward_prefetch,
         backward_prefetch=config.dist.fsdp.backward_prefetch != "NONE",
-        split=split_layers(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
+        split=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
         recomputed=recomputed,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
     )

@@ -31,28 +31,28 @@ class Rule:
     spec: ParameterSpec
     """The axes of the last dimensions; those before them, such as that of experts, are not split."""
     count: str = ""
-    """What else has to divide, such as heads, which stay whole: the name of a number in the model's config."""
-    may_stay_whole: bool = False
-    """Whether a parameter that does not divide is left whole on each device, instead of being refused."""
+    """What else has to divide, such as the number of heads: the name of a number in the model's config."""
+    may_stay_unsplit: bool = False
+    """Whether each device has a parameter that does not divide in full, instead of the plan being refused."""
 
 
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
-_VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True)
+_VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True)
 
 _LLAMA = (
     _VOCABULARY,
     Rule(r"\.q_proj\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"\.q_proj\.bias$", (_TP,), _HEADS),
-    Rule(r"\.[kv]_proj\.weight$", _BY_OUTPUT, _KV_HEADS, may_stay_whole=True),
-    Rule(r"\.[kv]_proj\.bias$", (_TP,), _KV_HEADS, may_stay_whole=True),
+    Rule(r"\.[kv]_proj\.weight$", _BY_OUTPUT, _KV_HEADS, may_stay_unsplit=True),
+    Rule(r"\.[kv]_proj\.bias$", (_TP,), _KV_HEADS, may_stay_unsplit=True),
     Rule(r"\.o_proj\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.(gate|up)_proj\.weight$", _BY_OUTPUT),
     Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
-    Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
     Rule(r"\.(c|q)_attn\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.(c|q)_attn\.bias$", (_TP,), _HEADS),
     Rule(r"att(n|ention)\.c_proj\.weight$", _BY_OUTPUT, _HEADS),
@@ -61,7 +61,7 @@ _GPT2 = (  # whose Conv1D has its weight as (input, output)
     Rule(r"\.mlp\.c_proj\.weight$", _BY_OUTPUT),
 )
 _BERT = (
-    Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
     Rule(r"\.(query|key|value)\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"\.(query|key|value)\.bias$", (_TP,), _HEADS),
     Rule(r"attention\.output\.dense\.weight$", _BY_INPUT, _HEADS),
@@ -70,7 +70,7 @@ _BERT = (
     Rule(r"\.\d+\.output\.dense\.weight$", _BY_INPUT),
 )
 _T5 = (
-    Rule(r"(shared|embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_whole=True),
+    Rule(r"(shared|embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
     Rule(r"\.relative_attention_bias\.weight$", _BY_INPUT, _HEADS),
     Rule(r"Attention\.[qkv]\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"Attention\.o\.weight$", _BY_INPUT, _HEADS),
@@ -95,7 +95,7 @@ FAMILIES: Mapping[str, Sequence[Rule]] = {
 }
 """The plans of model families, by transformers' `model_type`."""
 
-# transformers' words in the plans that its models declare. What is not named here is left whole, which is never wrong
+# transformers' words in the plans that its models declare. What is not named here is not split, which is never wrong
 # where one program is partitioned.
 _DECLARED = {
     "colwise": _BY_OUTPUT,
@@ -110,8 +110,8 @@ _DECLARED = {
 
 
 @dataclass(frozen=True)
-class LayerSplit:
-    """How the layers of one model are split over the axis `tp`."""
+class TensorParallelPlan:
+    """How tensor parallelism splits the layers of one model."""
 
     size: int = 1
     """Devices that share a layer."""
@@ -119,7 +119,7 @@ class LayerSplit:
     """Whose plan it is: a family's name, or what else."""
     specs: Mapping[str, ParameterSpec] = field(default_factory=dict)
     """First name of each parameter that the plan says something of -> the axis of each dimension."""
-    whole: Mapping[str, str] = field(default_factory=dict)
+    unsplit: Mapping[str, str] = field(default_factory=dict)
     """First name of each parameter that would be split, and is not -> why."""
     sequence_parallel: bool = False
     """Whether the activations between units are split along their length, too."""
@@ -129,9 +129,9 @@ class LayerSplit:
         return self.specs.get(name, ())
 
     @property
-    def left_whole(self) -> str:
-        """What stays whole, and why, in one line."""
-        return "; ".join(map(str.strip, _listed(self.whole)))
+    def listed_unsplit(self) -> str:
+        """What each device has in full, and why, in one line."""
+        return "; ".join(map(str.strip, _listed(self.unsplit)))
 
     def __str__(self) -> str:
         activations = ", activations between units along their length" if self.sequence_parallel else ""
@@ -142,7 +142,7 @@ class LayerSplit:
                 for name, spec in self.specs.items()
             }
         )
-        lines += _listed({name: f"whole: {reason}" for name, reason in self.whole.items()})
+        lines += _listed({name: f"whole: {reason}" for name, reason in self.unsplit.items()})
         return "\n".join(lines)
 
 
@@ -150,7 +150,7 @@ Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
 
 
-def split_layers(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes) -> LayerSplit:
+def plan_tensor_parallel(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes) -> TensorParallelPlan:
     """Decide how a model's layers are split.
 
     Args:
@@ -165,24 +165,24 @@ def split_layers(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes)
     size = mesh.size(Role.TENSOR)
     if config.plan is not None:
         specs = _by_own_plan(config.plan, mesh, shapes)
-        return LayerSplit(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
+        return TensorParallelPlan(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
     if size == 1:
-        return LayerSplit()
+        return TensorParallelPlan()
     described = _described(model)
     family = getattr(described, "model_type", "")
     rules = FAMILIES.get(family) or _declared_rules(model, described)
-    specs, whole = _by_rules(rules, size, described, shapes)
+    specs, unsplit = _by_rules(rules, size, described, shapes)
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
-    return LayerSplit(size, family or type(model).__name__, specs, whole, config.sequence_parallel)
+    return TensorParallelPlan(size, family or type(model).__name__, specs, unsplit, config.sequence_parallel)
 
 
 def _by_rules(
     rules: Sequence[Rule], size: int, described: Any, shapes: Shapes
 ) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
-    """Return the specs of what the rules split, and why the rest of what they fit stays whole."""
+    """Return the specs of what the rules split, and why the rest of what they fit is not split."""
     specs: dict[str, ParameterSpec] = {}
-    whole: dict[str, str] = {}
+    unsplit: dict[str, str] = {}
     for names, shape in shapes.items():
         rule = next((rule for rule in rules if any(re.search(rule.pattern, name) for name in names)), None)
         if rule is None or len(rule.spec) > len(shape):
@@ -191,15 +191,15 @@ def _by_rules(
         obstacle = _obstacle(rule, spec, shape, size, described)
         if obstacle is None:
             specs[names[0]] = spec
-        elif rule.may_stay_whole:
-            whole[names[0]] = obstacle
+        elif rule.may_stay_unsplit:
+            unsplit[names[0]] = obstacle
         else:
             raise ConfigError(
                 f"config.dist.tp.size = {size} cannot split {names[0]!r} of shape {shape}: {obstacle}. Choose a size "
                 "that divides, and put the other devices on config.dist.fsdp.size; or write a plan of your own into "
                 "config.dist.tp.plan"
             )
-    return specs, whole
+    return specs, unsplit
 
 
 def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int, described: Any) -> str | None:
@@ -261,10 +261,10 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
             continue
         place = r"(^|\.)" + re.escape(path).replace(r"\*", r"\d+")
         count = _KV_HEADS if re.search(r"\b[kv]_proj$", path) else _HEADS if "attn" in path else ""
-        may_stay_whole = count == _KV_HEADS or "lm_head" in path
-        rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_whole))
+        may_stay_unsplit = count == _KV_HEADS or "lm_head" in path
+        rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_unsplit))
         if spec == _BY_OUTPUT:
-            rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_whole))
+            rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_unsplit))
     return rules
 
 

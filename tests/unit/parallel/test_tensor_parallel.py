@@ -171,17 +171,17 @@ def test_without_tensor_parallelism_nothing_is_asked_of_the_model():
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     split = plan(make("gpt2", vocab_size=97)).split
-    assert split.whole == {"transformer.wte.weight": "97 is no multiple of 2"}
+    assert split.unsplit == {"transformer.wte.weight": "97 is no multiple of 2"}
     assert "transformer.wte.weight" not in split.specs
 
 
 def test_too_few_key_value_heads_stay_whole():
     split = plan(make("llama"), tp=4).split
-    assert {re.sub(r"\.\d\.", ".*.", name) for name in split.whole} == {
+    assert {re.sub(r"\.\d\.", ".*.", name) for name in split.unsplit} == {
         "model.layers.*.self_attn.k_proj.weight",
         "model.layers.*.self_attn.v_proj.weight",
     }
-    assert set(split.whole.values()) == {"num_key_value_heads = 2 is no multiple of 4"}
+    assert set(split.unsplit.values()) == {"num_key_value_heads = 2 is no multiple of 4"}
     assert split.specs["model.layers.0.self_attn.q_proj.weight"] == BY_OUTPUT
 
 

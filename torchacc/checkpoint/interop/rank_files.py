@@ -22,11 +22,11 @@ from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.interop.transfers import Source
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
+from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
 
 Part = Literal["model", "optimizer"]
 
 _XLA_SHARD = "_fsdp_shard"
-_XLA_MULTIPLE = 128
 _MAX_SIZE = 2**63 - 1
 _MAX_NAMED = 8
 _NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
@@ -66,9 +66,8 @@ class ShardedParameter:
     def shard_shape(self, shard_format: ShardFormat, count: int) -> tuple[int, ...]:
         """Return the shape of one of `count` shards, padding included."""
         if shard_format is ShardFormat.FLAT:
-            return (-(-self.numel // (count * _XLA_MULTIPLE)) * _XLA_MULTIPLE,)
-        rows, *rest = self.shape or (1,)
-        return (-(-rows // count), *rest)
+            return FlatLayout(self.shape, count, TORCH_XLA_MULTIPLE).shard_shape
+        return RowLayout(self.shape, count).shard_shape
 
     def is_shard(self, shape: tuple[int, ...], shard_format: ShardFormat, count: int) -> bool:
         """Return whether a tensor of this shape can be the first of `count` shards of this, or of state like it."""

@@ -16,7 +16,7 @@ from torch import nn
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.tensor_parallel import LayerSplit
+from torchacc.parallel.tensor_parallel import TensorParallelPlan
 
 Forward = Callable[..., Any]
 
@@ -61,7 +61,7 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
         )
     if split.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
-    for name, reason in split.whole.items():
+    for name, reason in split.unsplit.items():
         if _KEYS_OR_VALUES.search(name):
             raise ConfigError(
                 f"config.dist.tp.size = {split.size}, and {reason}: the native engine splits keys and values as "
@@ -90,7 +90,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
             setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.split.size)
 
 
-def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: LayerSplit, mesh: Any) -> None:
+def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: TensorParallelPlan, mesh: Any) -> None:
     """Replace whole parameters by distributed tensors on the device, in place.
 
     Args:
