@@ -6,9 +6,7 @@ Both run in one process, without a device and without a process group, in the me
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
-from math import prod
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished
 from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors
 from torchacc.checkpoint.interop.consolidation import pretrained_files, tied_head
-from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, DcpWriter
+from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, Tensors, indices
+from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, indices
 from torchacc.checkpoint.saver import Pending
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -34,10 +32,9 @@ _log = get_logger(__name__)
 Progress = Callable[[int, int], None]
 """Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
-_BOX_BYTES = 64 << 20
-"""What one part of an exported tensor takes: PyTorch reads a part as a whole, even for a few rows of it."""
 _HEAD = "lm_head.weight"
-_Boxes = Callable[[str, Slot], Iterator[tuple[tuple[int, ...], torch.Tensor]]]
+_Stored = dict[str, tuple[str, Slot]]
+"""Key in the folder that is written -> name in the checkpoint, and where it lies there."""
 
 
 def export_dcp(
@@ -64,13 +61,21 @@ def export_dcp(
         CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
     """
     new = _new_folder(Path(target).absolute())
-    with Folder(checkpoint) as folder, new as path, closing(DcpWriter(path)) as writer:
-        total = sum(slot.nbytes for slots in (folder.model, folder.optimizer) for slot in slots.values())
-        boxes = partial(_boxes, folder, lambda nbytes: progress(nbytes, total) if progress else None)
-        _export_model(folder, {**_aliases(folder), **(tied or {})}, writer, boxes)
+    with Folder(checkpoint) as folder, new as path:
+        stored: _Stored = {}
+        state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
         if folder.has("optimizer.json"):
-            _export_optimizer(folder, writer, boxes)
-        writer.finish()
+            state["optim"] = _optimizer_state(folder, stored)
+        total = sum(slot.nbytes for _, slot in stored.values())
+
+        def read(key: str) -> torch.Tensor:
+            name, slot = stored[key]
+            tensor = folder.read(name, slot).view(slot.shape)
+            if progress is not None:
+                progress(slot.nbytes, total)
+            return tensor
+
+        write_dcp(path, state, read)
 
 
 def import_dcp(
@@ -122,7 +127,10 @@ def import_dcp(
         files["optimizer.json"] = (json.dumps(json_codec.encode(described, tensors, "optimizer")) + "\n").encode()
     layouts: dict[str, Layout] = {}
     for stem, keys in stems.items():
-        layouts |= plan_safetensors(_shapes(folder, keys), stem, max_shard_size)
+        shapes = {
+            name: (folder.tensors[key].properties.dtype, tuple(folder.tensors[key].size)) for name, key in keys.items()
+        }
+        layouts |= plan_safetensors(shapes, stem, max_shard_size)
     if tensors:
         layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
     keys = {name: key for stem in stems.values() for name, key in stem.items()}
@@ -130,53 +138,38 @@ def import_dcp(
     _write(Path(checkpoint).absolute(), layouts, files, _told(runs, layouts, progress))
 
 
-def _export_model(folder: Folder, aliases: Mapping[str, str], writer: DcpWriter, boxes: _Boxes) -> None:
+def _model_state(folder: Folder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
+    """Return the model's state, tied names included, on the device meta; and note where each is by its key."""
     strange = sorted(set(aliases.values()) - folder.model.keys())
     if strange:
         raise CheckpointError(f"{folder.path} holds no {', '.join(strange)}, to which other names are to be tied")
-    for name, slot in folder.model.items():
-        names = [name, *(alias for alias, stored in aliases.items() if stored == name)]
-        writer.add_tensor([("model", each) for each in names], slot.dtype, slot.shape, boxes(name, slot))
+    names = {name: name for name in folder.model} | dict(aliases)
+    stored |= {f"model.{name}": (source, folder.model[source]) for name, source in names.items()}
+    return {name: _meta(folder.model[source]) for name, source in names.items()}
 
 
-def _export_optimizer(folder: Folder, writer: DcpWriter, boxes: _Boxes) -> None:
-    for stored, slot in folder.optimizer.items():
-        name, _, key = stored.rpartition("/")
-        writer.add_tensor([("optim", "state", name, key)], slot.dtype, slot.shape, boxes(stored, slot))
+def _optimizer_state(folder: Folder, stored: _Stored) -> dict[str, Any]:
+    """Return the optimizer's state in both of the ways in which `get_state_dict()` names it; tensors as above."""
+    state: dict[str, dict[str, Any]] = {}
+    for name, slot in folder.optimizer.items():
+        parameter, _, key = name.rpartition("/")
+        state.setdefault(parameter, {})[key] = _meta(slot)
+        stored[f"optim.state.{parameter}.{key}"] = name, slot
     tensors = {name: folder.read(name, slot).view(slot.shape) for name, slot in folder.state.items()}
     described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
-    for name, values in described["values"].items():
-        for key, value in values.items():
-            _add(writer, [("optim", "state", name, key)], value)
-    for index, group in enumerate(described["groups"]):
+    for parameter, values in described["values"].items():
+        state.setdefault(parameter, {}).update(values)
+    groups, flattened = [], {}
+    for group in described["groups"]:
         names = group.pop("parameters")
-        _add(writer, [("optim", "param_groups", index, "params")], names)
+        groups.append({"params": names, "param_names": names, **group})
         for key, value in {**group, "param_names": names}.items():
-            # As get_state_dict() names it, and as it does with flatten_optimizer_state_dict.
-            flattened = [("optim", f"param_groups.{name}.{key}") for name in names]
-            _add(writer, [*flattened, ("optim", "param_groups", index, key)], value)
+            flattened |= {f"param_groups.{name}.{key}": value for name in names}
+    return {"state": state, "param_groups": groups, **flattened}
 
 
-def _add(writer: DcpWriter, paths: Sequence[tuple[Any, ...]], value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        writer.add_tensor(paths, value.dtype, tuple(value.shape), [((0,) * value.dim(), value)])
-    else:
-        writer.add_value(paths, value)
-
-
-def _boxes(
-    folder: Folder, copied: Callable[[int], None], name: str, slot: Slot
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield a tensor in parts of rows: where each begins, and the part."""
-    per_row = prod(slot.shape[1:])
-    num_rows = slot.shape[0] if slot.shape else 1
-    step = max(1, _BOX_BYTES // max(1, per_row * slot.dtype.itemsize))
-    for row in range(0, max(1, num_rows), step):
-        count = min(step, num_rows - row)
-        part = folder.read(name, slot, row * per_row, (row + count) * per_row)
-        offsets = (row, *(0 for _ in slot.shape[1:])) if slot.shape else ()
-        yield offsets, part.view((count, *slot.shape[1:]) if slot.shape else ())
-        copied(part.nbytes)
+def _meta(slot: Slot) -> torch.Tensor:
+    return torch.empty(slot.shape, dtype=slot.dtype, device="meta")
 
 
 def _aliases(folder: Folder) -> dict[str, str]:
@@ -203,18 +196,12 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _shapes(folder: DcpFolder, keys: Mapping[str, str]) -> Tensors:
-    return {name: (folder.tensors[key].dtype, folder.tensors[key].shape) for name, key in keys.items()}
-
-
 def _runs(
     folder: DcpFolder, layouts: Mapping[str, Layout], keys: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Slot, int, torch.Tensor]]:
     for layout in layouts.values():
         for name, slot in layout.slots.items():
-            runs = folder.runs(keys[name]) if name in keys else [(0, tensors[name].reshape(-1))]
-            for start, run in runs:
-                yield slot, start, run
+            yield slot, 0, (folder.read(keys[name]) if name in keys else tensors[name]).reshape(-1)
 
 
 def _told(

@@ -1,75 +1,37 @@
-"""The files of `torch.distributed.checkpoint`, read and written without a process group, and without trusting them.
+"""The folders of `torch.distributed.checkpoint`, read and written in one process, and without trusting them.
 
 A folder holds `.metadata`, a pickle that says which entries there are and where they lie, and `.distcp` files. A tensor
-lies there as the boxes that it was cut into, each as `torch.save` wrote it; anything else lies there as one such piece.
+lies there as the chunks that it was cut into, each as `torch.save` wrote it; anything else lies there as one such file.
+PyTorch writes folders. What it reads has no checks, and parts of it are unpickled as they are: here `.metadata` is read
+by an unpickler that knows the format's classes alone, and each chunk is compared with its checksum, shape and dtype.
 """
 
 import gc
 import io
-import os
 import pickle
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Buffer, override
+from typing_extensions import override
 
-from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
+from torchacc.checkpoint.format.safetensors_files import read_exactly
 from torchacc.checkpoint.interop.pth import verify_records
 from torchacc.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
 METADATA = ".metadata"
-_FILE = "__0_0.distcp"
-FILES = (_FILE, METADATA)
-"""The files that a `DcpWriter` makes."""
-_VERSION = "1.0.0"
+FILES = ("__0_0.distcp", METADATA, f"{METADATA}.tmp")
+"""The files that `write_dcp()` makes."""
 _GARBAGE_BYTES = 64 << 20
 """How much of what was written may be left in memory."""
-
-
-class Piece(NamedTuple):
-    """Where something that `torch.save` wrote lies."""
-
-    path: Path
-    start: int
-    """The first byte, counted in the file."""
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor."""
-
-    offsets: tuple[int, ...]
-    """Where it begins in the tensor, along each dim."""
-    sizes: tuple[int, ...]
-    piece: Piece | None
-    """None for a box without elements, which need not be stored."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.sizes)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a folder."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    """In the order of their offsets; they cover the tensor."""
-
-    @property
-    def is_in_rows(self) -> bool:
-        """Return whether every box is a run of elements: cut along the first dim alone."""
-        return all(box.sizes[1:] == self.shape[1:] for box in self.boxes)
 
 
 class DcpFolder:
@@ -82,86 +44,75 @@ class DcpFolder:
             CheckpointError: It is missing, damaged, or holds anything but metadata; or a file is missing or truncated.
         """
         self.path = path
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, TensorStorageMetadata] = {}
         """The tensors by key."""
-        self.values: dict[str, Piece] = {}
-        """Where other entries lie, by key."""
-        metadata = _read_metadata(path)
+        self.values: list[str] = []
+        """The keys of other entries."""
+        self._metadata = _read_metadata(path)
         try:
-            self.key_paths: Mapping[str, tuple[Any, ...]] = _key_paths(metadata.planner_data)
+            self.key_paths: Mapping[str, tuple[Any, ...]] = _key_paths(self._metadata.planner_data)
             """The keys of the nested dicts that each key was made of; empty where they were not nested."""
-            for key in self._in_order(metadata.state_dict_metadata):
-                self._add(key, metadata)
+            for key in self._in_order(self._metadata.state_dict_metadata):
+                self._add(key)
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{path / METADATA} is damaged, or of a layout that is not known: {type(error).__name__}: {error}"
             ) from None
 
-    def runs(self, key: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield a tensor in runs: the first element of each, and its elements, flat and contiguous.
-
-        No more than a box is held at once, or the tensor where it is cut along other dims than the first.
-        """
-        stored = self.tensors[key]
-        if stored.is_in_rows:
-            for box in stored.boxes:
-                if box.numel:
-                    first = box.offsets[0] if box.offsets else 0
-                    yield first * prod(stored.shape[1:]), self._load_box(key, stored, box).reshape(-1)
-            return
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
-        for box in stored.boxes:
-            if box.numel:
-                part = tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))
-                whole[part] = self._load_box(key, stored, box)
-        yield 0, whole.reshape(-1)
-
     def read(self, key: str) -> torch.Tensor:
-        """Return a whole tensor."""
-        stored = self.tensors[key]
-        whole = torch.empty(prod(stored.shape), dtype=stored.dtype)
-        for start, run in self.runs(key):
-            whole[start : start + run.numel()] = run
-        return whole.view(stored.shape)
+        """Return a full tensor.
+
+        Raises:
+            CheckpointError: A part of it is damaged, or of another save.
+        """
+        entry = self.tensors[key]
+        full = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            if prod(chunk.sizes):
+                part = self._load(key, tuple(chunk.offsets))
+                if not isinstance(part, torch.Tensor) or (part.dtype, part.shape) != (full.dtype, chunk.sizes):
+                    raise CheckpointError(
+                        f"{self.path}: the part of {key} at {tuple(chunk.offsets)} is not as {METADATA} there has it, "
+                        f"{full.dtype} of shape {tuple(chunk.sizes)}: the files are of different saves"
+                    )
+                if part.shape == full.shape:
+                    return part.contiguous()
+                begins_and_sizes = zip(chunk.offsets, chunk.sizes, strict=True)
+                full[tuple(slice(begin, begin + size) for begin, size in begins_and_sizes)] = part
+        return full
 
     def value(self, key: str) -> Any:
         """Return an entry that is no tensor: numbers, strings, and containers of them."""
-        return _load(self.values[key], key)
-
-    def _load_box(self, key: str, stored: StoredTensor, box: Box) -> torch.Tensor:
-        assert box.piece is not None
-        tensor = _load(box.piece, key)
-        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (stored.dtype, box.sizes):
-            raise CheckpointError(
-                f"{box.piece.path}: what lies at byte {box.piece.start} is not {key} as {self.path / METADATA} has it, "
-                f"{stored.dtype} of shape {box.sizes}: the files are of different saves"
-            )
-        return tensor
+        return self._load(key)
 
     def _in_order(self, keys: Iterable[str]) -> list[str]:
         """Return keys as they were in the state that was saved; ranks share the writing in any order."""
         order = {key: index for index, key in enumerate(self.key_paths)}
         return sorted(keys, key=lambda key: order.get(key, len(order)))
 
-    def _add(self, key: str, metadata: Any) -> None:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+    def _add(self, key: str) -> None:
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        entry = metadata.state_dict_metadata[key]
+        entry = self._metadata.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
-            self.values[key] = self._piece(key, metadata.storage_data[MetadataIndex(key)])
+            self._locate(key)
+            self.values.append(key)
             return
-        boxes = []
+        _check_cover(self.path / METADATA, key, tuple(entry.size), entry.chunks)
         for chunk in entry.chunks:
-            info = metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
-            piece = None if info is None else self._piece(key, info)
-            boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), piece))
-            if piece is None and boxes[-1].numel:
-                raise CheckpointError(f"{self.path / METADATA} does not say where {key} lies")
-        boxes.sort(key=lambda box: box.offsets)
-        self.tensors[key] = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(boxes))
-        _check_cover(self.path / METADATA, key, self.tensors[key])
+            if prod(chunk.sizes):  # what has no elements need not be stored
+                path, start, nbytes = self._locate(key, tuple(chunk.offsets))
+                if nbytes < prod(chunk.sizes) * entry.properties.dtype.itemsize:
+                    raise CheckpointError(f"{path}: {key}, at byte {start}, is damaged: its shape needs more bytes")
+        self.tensors[key] = entry
 
-    def _piece(self, key: str, info: Any) -> Piece:
+    def _locate(self, key: str, offsets: tuple[int, ...] | None = None) -> tuple[Path, int, int]:
+        """Return the file of an entry, or of a chunk of a tensor, its first byte there, and its bytes."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        info = self._metadata.storage_data.get(MetadataIndex(key, offsets))
+        if info is None:
+            raise CheckpointError(f"{self.path / METADATA} does not say where {key} lies")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"{self.path / info.relative_path}: {key} went through {', '.join(info.transform_descriptors)} when it "
@@ -179,128 +130,63 @@ class DcpFolder:
             raise CheckpointError(f"{path}, which holds {key}, cannot be read: {error.strerror}") from None
         if min(info.offset, info.length) < 0 or info.offset + info.length > size:
             raise CheckpointError(f"{path} is truncated: {key} ends at byte {info.offset + info.length} of {size}")
-        return Piece(path, info.offset, info.length)
+        return path, info.offset, info.length
+
+    def _load(self, key: str, offsets: tuple[int, ...] | None = None) -> Any:
+        path, start, nbytes = self._locate(key, offsets)
+        name = f"{path}: {key}, at byte {start},"
+        try:
+            data = bytearray(nbytes)
+            with open_regular(path) as file:
+                read_exactly(file.fileno(), memoryview(data), start, path)
+            saved = io.BytesIO(data)
+            verify_records(saved, name)
+            return torch.load(saved, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except pickle.UnpicklingError as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{name} is damaged, or no tensor or plain value: {reason}") from None
+        except Exception as error:  # what lies there may be anything
+            raise CheckpointError(f"{name} is damaged, or not what torch.save wrote: {error}") from None
 
 
-class DcpWriter:
-    """Writes a folder; it is one only when `finish()` has returned."""
+def write_dcp(folder: Path, state: Mapping[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+    """Write a folder by `torch.distributed.checkpoint.save()`, in the memory that the largest tensor takes.
 
-    def __init__(self, folder: Path) -> None:
-        """Begin in an empty folder."""
-        self._folder = folder
-        self._file = (folder / _FILE).open("wb")
-        self._entries: dict[str, Any] = {}
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        self._storage: dict[Any, Any] = {}
-        self._garbage = 0
+    Args:
+        folder: Where to write it.
+        state: Nested dicts, with tensors of the device meta in the place of those that are read when they are written.
+        read: Returns such a tensor; it gets its key, which is the keys of the dicts joined by dots.
+    """
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    def add_tensor(
-        self,
-        paths: Sequence[tuple[Any, ...]],
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        boxes: Iterable[tuple[tuple[int, ...], torch.Tensor]],
-    ) -> None:
-        """Write a tensor.
+    class ReadingPlanner(dcp.DefaultSavePlanner):
+        """Reads a tensor when it is written."""
 
-        Args:
-            paths: The keys of nested dicts under which it is found: one, or several for the same bytes.
-            dtype: The tensor's.
-            shape: ″
-            boxes: The offsets of each part, and the part, contiguous.
-        """
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
+        left = 0
 
-        chunks = []
-        keys = [self._note(path) for path in paths]
-        for offsets, part in boxes:
-            info = self._write(part)
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
-            self._storage |= {MetadataIndex(key, offsets): info for key in keys}
-        for key in keys:
-            self._entries[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+        @override
+        def lookup_object(self, index: Any) -> Any:
+            found = super().lookup_object(index)
+            if not isinstance(found, torch.Tensor) or found.device.type != "meta":
+                return found
+            self.left += found.nbytes
+            if self.left > _GARBAGE_BYTES:  # torch.save() leaves what it saved in a cycle of references
+                gc.collect()
+                self.left = 0
+            return read(index.fqn)
 
-    def add_value(self, paths: Sequence[tuple[Any, ...]], value: Any) -> None:
-        """Write anything else."""
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-
-        info = self._write(value)
-        for path in paths:
-            key = self._note(path)
-            self._entries[key] = BytesStorageMetadata()
-            self._storage[MetadataIndex(key)] = info
-
-    def finish(self) -> None:
-        """Write the metadata, and let everything reach the disk."""
-        from torch.distributed.checkpoint.metadata import Metadata
-
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        metadata = Metadata(self._entries, self._paths, self._storage, version=_VERSION)
-        with (self._folder / METADATA).open("wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(self._folder)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-    def _note(self, path: tuple[Any, ...]) -> str:
-        key = ".".join(map(str, path))
-        self._paths[key] = path
-        return key
-
-    def _write(self, content: Any) -> Any:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        start = self._file.tell()
-        torch.save(content, self._file)
-        nbytes = self._file.tell() - start
-        self._garbage += nbytes
-        if self._garbage > _GARBAGE_BYTES:  # torch.save() leaves what it saved in a cycle of references
-            gc.collect()
-            self._garbage = 0
-        return _StorageInfo(_FILE, start, nbytes)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    @override
-    def tell(self) -> int:
-        return self._position
-
-    @override
-    def readinto(self, buffer: Buffer, /) -> int:
-        wanted = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._position)]
-        count = os.preadv(self._file.fileno(), [wanted], self._start + self._position)
-        self._position += count
-        return count
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        try:
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save(dict(state), storage_writer=writer, planner=ReadingPlanner(), no_dist=True)
+        except CheckpointException as failed:  # it holds what each rank has raised
+            raise next(iter(failed.failures.values()))[0] from None
 
 
 class _Unpickler(Unpickler):
@@ -345,7 +231,7 @@ def _known_classes() -> dict[str, Any]:
     }
 
 
-def _read_metadata(folder: Path) -> Any:
+def _read_metadata(folder: Path) -> "Metadata":
     from torch.distributed.checkpoint.metadata import Metadata
 
     path = folder / METADATA
@@ -380,38 +266,20 @@ def _key_paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(path) for key, path in planner_data.items() if isinstance(path, (tuple, list))}
 
 
-def _check_cover(path: Path, key: str, stored: StoredTensor) -> None:
-    shape = stored.shape
-    for box in stored.boxes:
-        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+def _check_cover(path: Path, key: str, shape: tuple[int, ...], chunks: Iterable["ChunkStorageMetadata"]) -> None:
+    """Refuse chunks that are not each element of a tensor once, as far as their numbers of elements say."""
+    begins = []
+    numel = 0
+    for offsets, sizes in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks):
+        inside = len(offsets) == len(sizes) == len(shape) and all(
             min(offset, size) >= 0 and offset + size <= length
-            for offset, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+            for offset, size, length in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
-            raise CheckpointError(f"{path}: {key}, of shape {shape}, has a part {box.sizes} at {box.offsets}")
-    held = [box for box in stored.boxes if box.numel]
-    numel = sum(box.numel for box in held)
-    if numel != prod(shape) or len({box.offsets for box in held}) != len(held):
+            raise CheckpointError(f"{path}: {key}, of shape {shape}, has a part {sizes} at {offsets}")
+        numel += prod(sizes)
+        begins += [offsets] if prod(sizes) else []
+    if numel != prod(shape) or len(set(begins)) < len(begins):
         raise CheckpointError(
             f"{path}: the parts of {key}, of shape {shape}, have {numel} elements: some are missing, or there twice"
         )
-
-
-def _load(piece: Piece, key: str) -> Any:
-    try:
-        with open_regular(piece.path) as file, _Window(file, piece.start, piece.nbytes) as window:
-            verify_records(window, f"{piece.path}: {key}, at byte {piece.start},")  # type: ignore[arg-type]
-            return torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{piece.path} cannot be read: {error.strerror}") from None
-    except pickle.UnpicklingError as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{piece.path}: {key}, at byte {piece.start}, is damaged, or no tensor or plain value: {reason}"
-        ) from None
-    except Exception as error:  # what lies there may be anything
-        raise CheckpointError(
-            f"{piece.path}: {key}, at byte {piece.start}, is damaged, or not what torch.save wrote: {error}"
-        ) from None

@@ -238,8 +238,8 @@ def _align(
 
     def fits(number: int, name: str) -> bool:
         tensors = (folder.tensors[key] for key in states.get(number, {}).values() if key in folder.tensors)
-        shapes = {stored.shape for stored in tensors if stored.shape}
-        return not shapes or folder.tensors[model[name]].shape in shapes
+        shapes = {stored.size for stored in tensors if stored.size}
+        return not shapes or folder.tensors[model[name]].size in shapes
 
     def match(numbers: Sequence[int], names: Sequence[str]) -> list[str | None]:
         left = iter(names)

@@ -13,7 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import torchacc
@@ -22,7 +24,7 @@ from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import json_codec
 from torchacc.checkpoint.format.checkpoint_folder import Folder
-from torchacc.checkpoint.interop.dcp_files import DcpFolder, DcpWriter
+from torchacc.checkpoint.interop.dcp_files import DcpFolder
 from torchacc.errors import CheckpointError
 
 FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")
@@ -295,23 +297,27 @@ def test_other_strides_and_dtypes_survive(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def test_a_large_tensor_is_exported_in_parts(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchacc.checkpoint.interop.dcp_convert._BOX_BYTES", 40)
-    export_dcp(saved[0], tmp_path / "dcp")
-    folder = DcpFolder(tmp_path / "dcp")
-    assert [box.offsets for box in folder.tensors["model.embed.weight"].boxes] == [(0, 0), (2, 0), (4, 0), (6, 0)]
-    weights = make(seed=9).state_dict()
-    dcp.load({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert torch.equal(weights["embed.weight"], tensors(saved[0])["embed.weight"])
+def write(path, state, planner=None):
+    dcp.save(state, checkpoint_id=path, no_dist=True, planner=planner)
 
 
 def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
-    (tmp_path / "dcp").mkdir()
-    writer = DcpWriter(tmp_path / "dcp")
-    parts = [((row, column), whole[row : row + 2, column : column + 3]) for column in (3, 0) for row in (0, 2)]
-    writer.add_tensor([("model", "w")], whole.dtype, (4, 6), [(at, part.contiguous()) for at, part in parts])
-    writer.finish()
+    write(tmp_path / "dcp", {"model": {"w": whole}})
+
+    def cut(metadata):
+        """Lay the tensor out as four parts, each of which is a file."""
+        key, entry = "model.w", metadata.state_dict_metadata["model.w"]
+        entry.chunks = [ChunkStorageMetadata(torch.Size((r, c)), torch.Size((2, 3))) for c in (3, 0) for r in (0, 2)]
+        metadata.storage_data.clear()
+        for number, chunk in enumerate(entry.chunks):
+            row, column = chunk.offsets
+            file = tmp_path / "dcp" / f"part_{number}"
+            torch.save(whole[row : row + 2, column : column + 3].contiguous(), file)
+            info = _StorageInfo(file.name, 0, file.stat().st_size)
+            metadata.storage_data[MetadataIndex(key, chunk.offsets)] = info
+
+    altered(tmp_path / "dcp", cut)
     assert torch.equal(DcpFolder(tmp_path / "dcp").read("model.w"), whole)
     loaded = {"model": {"w": torch.zeros(4, 6)}}
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -319,12 +325,9 @@ def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path):
 
 
 def test_groups_in_one_entry_are_read_too(tmp_path):
-    (tmp_path / "dcp").mkdir()
-    writer = DcpWriter(tmp_path / "dcp")  # as PyTorch up to 2.3 wrote them
-    writer.add_tensor([("model", "w")], torch.float32, (2,), [((0,), torch.ones(2))])
-    writer.add_tensor([("optim", "state", 0, "exp_avg")], torch.float32, (2,), [((0,), torch.zeros(2))])
-    writer.add_value([("optim", "param_groups")], [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0]}])
-    writer.finish()
+    groups = [{"lr": 0.5, "betas": (0.9, 0.99), "params": [0]}]  # as PyTorch up to 2.3 wrote them
+    state = {"model.w": torch.ones(2), "optim.state.0.exp_avg": torch.zeros(2), "optim.param_groups": groups}
+    write(tmp_path / "dcp", state, dcp.DefaultSavePlanner(flatten_state_dict=False))
     import_dcp(tmp_path / "dcp", tmp_path / "saved")
     with Folder(tmp_path / "saved") as saved:
         groups = json_codec.decode(saved.read_json("optimizer.json"), {})["groups"]
@@ -420,6 +423,26 @@ def test_a_compressed_entry_is_refused(folder):
         folder, lambda metadata: [setattr(i, "transform_descriptors", ["zstd"]) for i in metadata.storage_data.values()]
     )
     refused(folder, r"__0_0\.distcp: model\.0\.weight went through zstd")
+
+
+def test_a_part_of_another_save_is_noticed(folder):
+    def retype(metadata):
+        metadata.state_dict_metadata["model.0.weight"].properties.dtype = torch.int32
+
+    altered(folder, retype)
+    refused(
+        folder, r"the part of model\.0\.weight at \(0, 0\) is not as \.metadata there has it, torch\.int32 of shape"
+    )
+
+
+def test_a_shape_that_no_file_can_hold_takes_no_memory(folder):
+    def grow(metadata):
+        entry = metadata.state_dict_metadata["model.0.weight"]
+        entry.size = torch.Size((1 << 40, 3))
+        entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), entry.size)]
+
+    altered(folder, grow)
+    refused(folder, r"model\.0\.weight, at byte \d+, is damaged: its shape needs more bytes")
 
 
 def test_parts_that_are_missing_are_noticed(folder):
