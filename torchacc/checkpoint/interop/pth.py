@@ -352,9 +352,16 @@ def _checked_records(archive: zipfile.ZipFile, name: str, file_size: int) -> dic
         raise CheckpointError(
             f"{name} has no checksums: save it again without torch.serialization.set_crc32_options(False)"
         )
-    packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(info.file_size for info in infos) > file_size:
+    packed = [
+        info.filename
+        for info in infos
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size
+    ]
+    # PyTorch takes a record with this attribute for a folder, and leaves the memory for its bytes as it is.
+    folders = [info.filename for info in infos if info.external_attr & _DOS_FOLDER and info.file_size]
+    if packed or folders or sum(info.file_size for info in infos) > file_size:
         what = f"its record {packed[0]} is compressed" if packed else "its records are larger than it is"
+        what = f"its record {folders[0]} is said to be a folder" if folders else what
         raise CheckpointError(f"{name} is not as `torch.save` writes it: {what}")
     if records["data.pkl"].file_size > MAX_PICKLE_BYTES:
         raise CheckpointError(f"{name} is damaged: its pickle has {records['data.pkl'].file_size:,} bytes")
@@ -370,6 +377,7 @@ def _check_pickle(pickled: bytes, name: str) -> None:
         raise CheckpointError(f"{name} holds a bytearray, which may be of any size: save bytes")
 
 
+_DOS_FOLDER = 0x10
 _NAMES_CODE = {"GLOBAL", "STACK_GLOBAL", "INST", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 """Opcodes that name what is called, or strings that another one takes as such a name."""
 

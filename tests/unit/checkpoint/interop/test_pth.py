@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.pth import NewTensor, create_pth, damaged_record, read_pth, seal_pth
+from torchacc.checkpoint.interop.pth import NewTensor, create_pth, damaged_record, load_pth, read_pth, seal_pth
 from torchacc.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -128,3 +128,25 @@ def test_a_flipped_bit_is_found(tmp_path):
     data[offset + 17] ^= 4
     path.write_bytes(data)
     assert damaged_record(path) == "file/data/1"
+
+
+@pytest.mark.parametrize("read", [read_pth, load_pth])
+def test_a_record_that_pytorch_would_take_for_a_folder_is_refused(tmp_path, read):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.ones(100)}, path)
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"file/data/0", data.index(b"PK\x01\x02"))
+    data[entry - 46 + 38] ^= 0x10  # torch.load() then leaves the tensor's memory as it is
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"its record file/data/0 is said to be a folder"):
+        read(path)
+
+
+def test_a_tensor_in_memory_of_its_own_is_refused(tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.ones(100), "sparse": torch.eye(3).to_sparse()}, path)
+    with pytest.raises(CheckpointError, match="holds a tensor that is not a plain one of the CPU"):
+        read_pth(path)
+    torch.save({"a": torch.ones(100), "conj": torch.ones(3, dtype=torch.complex64).conj()}, path)
+    with pytest.raises(CheckpointError, match="holds a tensor that is not a plain one of the CPU"):
+        read_pth(path)
