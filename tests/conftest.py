@@ -1,8 +1,11 @@
 """For every test: the options, and that none leaves an environment variable or a thread behind."""
 
+import contextlib
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,6 +15,7 @@ _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # It watches all of a process's progress bars, and lives as long as that.
 _THREADS_OF_OTHERS = {"tqdm_monitor"}
 _SECONDS_TO_END = 5.0
+_SECONDS = pytest.StashKey[float]()
 
 # transformers would import torch_xla here by way of accelerate, which sets variables in the tests' own process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -35,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ that tests make")
     parser.addoption(
         "--full-contract", action="store_true", help="run the contract's cases in every combination, not in each pair"
+    )
+    parser.addoption(
+        "--cpu-times", action="store_true", help="list the files by the processor time of their tests and its processes"
     )
     parser.addoption("--long", action="store_true", help="draw many more cases than CI does, and others in each run")
 
@@ -70,3 +77,37 @@ def no_leaked_threads() -> Iterator[None]:
         thread.join(_SECONDS_TO_END)
     alive = sorted(thread.name for thread in started if thread.is_alive())
     assert not alive, f"threads left running: {alive}"
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of this process, of those that it has started, and of theirs."""
+    import psutil
+
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # its own, and that of children which it has waited for
+    return total
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    report = yield
+    if item.config.getoption("--cpu-times"):
+        now = _cpu_seconds()
+        report.cpu_seconds, item.config.stash[_SECONDS] = now - item.config.stash.get(_SECONDS, 0.0), now
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--cpu-times"):
+        return
+    files: dict[str, list[float]] = defaultdict(list)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                files[report.nodeid.partition("::")[0]].append(report.cpu_seconds)
+    terminalreporter.section("seconds of a processor")
+    for name, seconds in sorted(files.items(), key=lambda entry: -sum(entry[1])):
+        terminalreporter.write_line(f"{sum(seconds):8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(map(sum, files.values())):8.1f}  in all")

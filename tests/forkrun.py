@@ -2,35 +2,41 @@
 
     python forkrun.py 4 script.py [argument ...]        on a shell, one job
     forkrun.run("script.py", "argument", num_ranks=4)   in a test: all jobs of a pytest process are forks of one
+    forkrun.python()                                    a `python` for commands: what it runs is a fork, too
 
 Importing PyTorch and transformers takes each process several seconds, which is most of what a short script takes. Where
 one rank fails the others are ended. Unlike torchrun's, these ranks have one seed of hashes in common: what depends on
 the order of a set shows in the tests that use torchrun, such as those of the contract's engines.
 
 What a library reads from the environment while it is imported is pytest's, but for `IMPORT_VARIABLES`: jobs that differ
-in these are forks of other processes.
+in these, or in what else is to be imported, are forks of other processes.
 """
 
 import atexit
+import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
-import select
+import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2")
+IMPORTED = ("torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2", "torchacc")
 IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
+ROOT = Path(__file__).parents[1]
+CLIENT = Path(__file__).with_name("fork_client.py")
 SERVE = "--serve"
+SECONDS_TO_START = 120
 
 
 def start(num_ranks: int) -> None:
@@ -61,84 +67,172 @@ def start(num_ranks: int) -> None:
     sys.exit(failed)
 
 
-def serve() -> tuple[int, list[str]]:
-    """Fork a job for each line of input; return in each of them the number of its ranks, and its command."""
-    own = dict(os.environ)
-    for line in sys.stdin:
-        job = json.loads(line)
+class Forks:
+    """Forks a job for each connection, tells how it has ended, and kills it where the connection is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._own = dict(os.environ)
+        self._events = selectors.DefaultSelector()
+        self._connections: dict[int, socket.socket] = {}
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(f"{path}.new")
+        self._server.listen(64)
+        os.rename(f"{path}.new", path)  # which who wants to connect waits for
+        self._events.register(self._server, selectors.EVENT_READ)
+        self._events.register(sys.stdin, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any]:
+        """Return in each fork, with its job; in this process, never."""
+        while True:
+            for key, _ in self._events.select():
+                if key.fileobj is sys.stdin:  # at its end: so has pytest's process
+                    for pid in self._connections:
+                        self._kill(pid)
+                    sys.exit()
+                if key.fileobj is self._server:
+                    if job := self._fork(self._server.accept()[0]):
+                        return job
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj, key.data)
+                else:
+                    self._reap(key.fd, key.data)
+
+    def _fork(self, connection: socket.socket) -> dict[str, Any] | None:
+        data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+        while data and not data.endswith(b"\n"):
+            data += connection.recv(1 << 16)
+        if not data:
+            connection.close()
+            return None
         pid = os.fork()
         if not pid:
-            become(job, own)
-            return job["num_ranks"], job["command"]
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-    sys.exit()
+            job = json.loads(data)
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+            become(job, self._own, python_of(self._path))
+            for other in (connection, self._server, *self._connections.values()):
+                other.close()
+            for file in files:
+                os.close(file)
+            self._events.close()
+            return job
+        for file in files:
+            os.close(file)
+        self._connections[pid] = connection
+        self._events.register(connection, selectors.EVENT_READ, pid)
+        self._events.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        return None
+
+    def _hear(self, connection: socket.socket, pid: int) -> None:
+        """Pass a signal on, which is a byte; at the end of a connection, SIGKILL."""
+        try:
+            numbers = connection.recv(1)
+        except ConnectionResetError:
+            numbers = b""
+        if numbers:
+            os.kill(pid, numbers[0])
+        else:
+            self._events.unregister(connection)
+            self._kill(pid)
+
+    def _reap(self, file: int, pid: int) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._events.unregister(file)
+        os.close(file)
+        with self._connections.pop(pid) as connection, contextlib.suppress(KeyError, OSError):
+            self._events.unregister(connection)
+            connection.sendall(f"{code}\n".encode())
+
+    def _kill(self, pid: int) -> None:
+        """Kill a fork, and where it has come as far as a session of its own, its children."""
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
 
-def become(job: dict[str, Any], own: dict[str, str]) -> None:
-    """Take on a job's folder, files and environment, in a session of its own."""
+def become(job: dict[str, Any], own: dict[str, str], python: str) -> None:
+    """Take on a job's folder and environment, in a session of its own, and let its processes be forks as well."""
     os.setsid()
     os.chdir(job["cwd"])
-    for number, path in enumerate([os.devnull, job["stdout"], job["stderr"]]):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY)
-        os.dup2(file, number)
-        os.close(file)
     set_by_imports = {name: value for name, value in os.environ.items() if own.get(name) != value}
     os.environ.clear()
     os.environ.update(set_by_imports | job["env"])
+    if "torch_xla" in sys.modules:
+        importlib.import_module("torch_xla")._setup_xla_flags()  # as it does when it is imported
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.executable = python
+    tempfile.tempdir = None  # that of the environment
     sys.path[1:1] = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     importlib.import_module("numpy").random.seed()
     importlib.import_module("torch").default_generator.seed()  # that a job draws as the one before would hide much
 
 
+def execute(command: list[str]) -> None:
+    """Run what follows `python` on a command line."""
+    if command[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True)
+    command = command[command[0] == "-u" :]
+    kind = command[0] if command[0] in ("-m", "-c") else ""
+    sys.argv = command[1:] if kind else command
+    if kind == "-m":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.path[0], code, sys.argv[0] = "", sys.argv[0], "-c"
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def python_of(path: str) -> str:
+    """Return the `python` of the server at a socket."""
+    return str(Path(path).with_name("python"))
+
+
 class Server:
-    """A process that forks jobs of this one, one after another."""
+    """A process that forks jobs of this one."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], *modules: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self.path = str(Path(self._folder.name, "socket"))
+        python = Path(python_of(self.path))
+        python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])} "$@"\n')
+        python.chmod(0o755)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, SERVE],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+            [sys.executable, __file__, SERVE, self.path, *modules], env=env, stdin=subprocess.PIPE, stdout=2
         )
+        until = time.monotonic() + SECONDS_TO_START
+        while not os.path.exists(self.path) and time.monotonic() < until and self._process.poll() is None:
+            time.sleep(0.02)
 
-    def run(self, job: dict[str, Any], timeout: float) -> int | None:
+    def run(self, job: dict[str, Any], files: list[int], timeout: float) -> int | None:
         """Return how a job has ended; None where it had to be killed."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        pid = self._read(None)
-        try:
-            ended = self._read(time.monotonic() + timeout)
-        except BaseException:  # pytest's own time is up, or Ctrl-C
-            os.killpg(pid, signal.SIGKILL)
-            raise
-        if ended is None:
-            os.killpg(pid, signal.SIGKILL)
-            self._read(None)
-        return ended
-
-    def _read(self, until: float | None) -> int | None:
-        """Return the number on the next line; None where it does not come in time."""
-        assert self._process.stdout is not None
-        left = None if until is None else max(0.0, until - time.monotonic())
-        if not select.select([self._process.stdout], [], [], left)[0]:
-            return None
-        line = self._process.stdout.readline()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.path)
+            connection.settimeout(timeout)
+            data = json.dumps(job).encode() + b"\n"
+            sent = socket.send_fds(connection, [data], files)
+            connection.sendall(data[sent:])
+            try:
+                line = connection.makefile().readline()
+            except TimeoutError:
+                return None
         if not line:
             raise RuntimeError("the process that forks the tests' jobs has ended")
         return int(line)
 
     def close(self) -> None:
         """Let the process end."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
+        self._folder.cleanup()
 
 
-_servers: dict[tuple[str | None, ...], Server] = {}
-"""Those that are running, by the values of `IMPORT_VARIABLES`."""
+_servers: dict[tuple[Any, ...], Server] = {}
+"""Those that are running, by the values of `IMPORT_VARIABLES` and what else they have imported."""
 
 
 @atexit.register
@@ -147,10 +241,24 @@ def _close() -> None:
         _servers.popitem()[1].close()
 
 
+def _server(env: Mapping[str, str], imports: Sequence[str]) -> Server:
+    modules = tuple(name for name in imports if importlib.util.find_spec(name.partition(".")[0]))
+    key = (*(env.get(name) for name in IMPORT_VARIABLES), modules)
+    if key not in _servers:
+        while len(_servers) > 1:  # each has its memory, and a file of tests needs two at most
+            _servers.pop(next(iter(_servers))).close()
+        shared = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
+        own = {name: env[name] for name in IMPORT_VARIABLES if name in env}
+        _servers[key] = Server(shared | own | {"HF_HUB_OFFLINE": "1"}, *modules)
+    _servers[key] = _servers.pop(key)  # the last one used is closed last
+    return _servers[key]
+
+
 def run(
     script: str | Path,
     *arguments: object,
     num_ranks: int = 0,
+    imports: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
     cwd: str | Path = ".",
     timeout: float = 500,
@@ -159,9 +267,10 @@ def run(
     """Run a script and return how it ended, with what it printed.
 
     Args:
-        script: A file of Python.
+        script: A file of Python, or `-m` or `-c`.
         arguments: Its arguments.
         num_ranks: On how many ranks; 0 is none, where nothing of a launcher is in the environment.
+        imports: What it is to find imported beside `IMPORTED`, of what is installed.
         env: Its environment.
         cwd: Its folder.
         timeout: Seconds after which it is killed.
@@ -171,38 +280,52 @@ def run(
         subprocess.TimeoutExpired: It was killed.
     """
     command = [str(script), *map(str, arguments)]
-    key = tuple(env.get(name) for name in IMPORT_VARIABLES)
-    if key not in _servers:
-        if len(_servers) > 1:  # each has its memory, and a file of tests needs two at most
-            _close()
-        shared = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
-        own = {name: env[name] for name in IMPORT_VARIABLES if name in env}
-        _servers[key] = Server(shared | own | {"HF_HUB_OFFLINE": "1"})
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out")
-        err = out if merged else Path(folder, "err")
-        files = {"stdout": str(out), "stderr": str(err)}
-        job = {"command": command, "num_ranks": num_ranks, "env": dict(env), "cwd": str(Path(cwd).resolve()), **files}
-        try:
-            code = _servers[key].run(job, timeout)
-        except BaseException:
-            _servers.pop(key).close()  # what it says next would be of this job
-            raise
-        printed = [path.read_text(errors="replace") for path in ([out] if merged else [out, err])]
-        if code is None:
-            raise subprocess.TimeoutExpired(command, timeout, *printed)
-        return subprocess.CompletedProcess(command, code, *printed)
+    server = _server(env, imports)
+    job = {"command": command, "num_ranks": num_ranks, "env": dict(env), "cwd": str(Path(cwd).resolve())}
+    with (
+        open(os.devnull) as nothing,
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
+        files = [nothing.fileno(), out.fileno(), (out if merged else err).fileno()]
+        code = server.run(job, files, timeout)
+        printed = []
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read())
+    if code is None:
+        raise subprocess.TimeoutExpired(command, timeout, *printed)
+    return subprocess.CompletedProcess(command, code, *printed)
+
+
+def python(*imports: str) -> str:
+    """Return the path of a command `python`, whose processes are forks, and theirs as well.
+
+    It passes signals on, and ends as its fork does; where it is killed, so is that. It is for commands whose own start
+    is not what is tested; with options that it does not know, it is Python itself.
+
+    Args:
+        imports: What the forks are to find imported beside `IMPORTED`, of what is installed.
+    """
+    return python_of(_server(os.environ, imports).path)
+
+
+def main() -> None:
+    serves = sys.argv[1] == SERVE
+    sys.path.insert(1, str(ROOT))
+    for name in (*IMPORTED, *(sys.argv[3:] if serves else [])):
+        importlib.import_module(name)
+    del sys.path[1]
+    if serves:
+        gc.freeze()
+        job = Forks(sys.argv[2]).serve()
+        number, command = job["num_ranks"], job["command"]
+    else:
+        number, command = int(sys.argv[1]), sys.argv[2:]
+    if number:
+        start(number)
+    execute(command)
 
 
 if __name__ == "__main__":
-    for name in IMPORTED:
-        importlib.import_module(name)
-    if sys.argv[1] == SERVE:
-        gc.freeze()
-        number, sys.argv = serve()
-    else:
-        number, sys.argv = int(sys.argv[1]), sys.argv[2:]
-    if number:
-        start(number)
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    main()

@@ -70,9 +70,9 @@ class Launcher:
         kind, _, num_devices = engine.rpartition("-")
         launched = kind == "xla-multiprocess" or (kind == "native" and num_devices != "1")
         if not launched or num_devices != "2":  # two devices are launched as users do: see forkrun.py
-            return run_all(
-                WORKER, cases_file, out, num_ranks=int(num_devices) if launched else 0, seconds=SECONDS_TO_RUN
-            )
+            imports = ["torch_xla"] if kind.startswith("xla") else []
+            num_ranks = int(num_devices) if launched else 0
+            return run_all(WORKER, cases_file, out, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_devices}"]
         process = subprocess.Popen(
             [sys.executable, *launcher, str(WORKER), str(cases_file), str(out)],

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests import forkrun
@@ -16,11 +17,19 @@ def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags} | variables
 
 
-def run_all(worker: Path, *arguments: object, num_ranks: int = 0, seconds: float, **variables: str) -> str:
+def run_all(
+    worker: Path, *arguments: object, num_ranks: int = 0, imports: Sequence[str] = (), seconds: float, **variables: str
+) -> str:
     """Run a worker to its end, or until its time is up; return what it printed."""
     try:
         return forkrun.run(
-            worker, *arguments, num_ranks=num_ranks, env=environment(**variables), timeout=seconds, merged=True
+            worker,
+            *arguments,
+            num_ranks=num_ranks,
+            imports=imports,
+            env=environment(**variables),
+            timeout=seconds,
+            merged=True,
         ).stdout
     except subprocess.TimeoutExpired as late:
         return f"{late.output}\n(ended after {seconds} s)"

@@ -4,10 +4,11 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests import forkrun
 
 HERE = Path(__file__).parent
 NUM_RANKS = {"native": 2, "native-1": 1, "xla-multiprocess": 2, "xla-spmd": 1}
@@ -62,22 +63,26 @@ class Runner:
         return printed[-4000:]
 
     def _start(self) -> None:
-        reading, writing = os.pipe()
         ranks = NUM_RANKS[self.engine]
-        launcher = [str(HERE.parent / "forkrun.py"), str(ranks)] if ranks > 1 else []
+        python = forkrun.python(*(["torch_xla"] if self.engine.startswith("xla") else []))
+        launcher = [forkrun.__file__, str(ranks)] if ranks > 1 else []
+        folder = tempfile.TemporaryDirectory()
+        answers = os.path.join(folder.name, "answers")
+        os.mkfifo(answers)
         self._printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, *launcher, str(HERE / "script_worker.py"), self.engine, str(writing)],
+            [python, *launcher, str(HERE / "script_worker.py"), self.engine, answers],
             env=self._environment,
             stdin=subprocess.PIPE,
             stdout=self._printed,
             stderr=subprocess.STDOUT,
-            pass_fds=[writing],
             text=True,
         )
-        os.close(writing)
-        self._answers = os.fdopen(reading)
+        # Without waiting for the worker to open its side, as it may not come so far.
+        self._answers = os.fdopen(os.open(answers, os.O_RDONLY | os.O_NONBLOCK))
         ready = self._answer(SECONDS_TO_START)
+        os.set_blocking(self._answers.fileno(), True)
+        folder.cleanup()
         if not ready:
             raise RuntimeError(f"the workers of {self.engine} did not start: {self.close()}")
 

@@ -1,7 +1,7 @@
 """Run random scripts on one engine, beside plain PyTorch, and say of each where it first differs.
 
-    python script_worker.py native 5           # rank 0 reads programs from standard input, and answers to descriptor 5
-    python forkrun.py 2 script_worker.py native 5
+    python script_worker.py native answers     # rank 0 reads programs from standard input, and answers into a file
+    python forkrun.py 2 script_worker.py native answers
 
 A line in is a program: {"layout": …, "looks": …, "rules": [["train", 0, 1], …]}; a line out is null, or the failure.
 """
@@ -125,11 +125,11 @@ def run_program(engine: str, program: Any, folder: Path) -> str | None:
 
 
 def main() -> None:
-    engine, descriptor = sys.argv[1].removesuffix("-1"), int(sys.argv[2])
+    engine = sys.argv[1].removesuffix("-1")
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(1)
     make = Script(engine, "default", Path("/nowhere")).sharded  # starts the runtime
-    answers = os.fdopen(descriptor, "w") if rank == 0 else None
+    answers = open(sys.argv[2], "w") if rank == 0 else None  # noqa: SIM115 - until the end
     if answers is not None:
         print("ready", file=answers, flush=True)
     while True:

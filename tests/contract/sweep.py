@@ -14,6 +14,8 @@ from typing import Any
 
 from launching import environment
 
+from tests import forkrun
+
 WORKER = Path(__file__).with_name("family_worker.py")
 NUM_RANKS = {"plain": 1, "native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
 SECONDS = {"plain": 120, "native": 240, "xla-multiprocess": 480, "xla-spmd": 480}
@@ -61,11 +63,12 @@ def _last(printed: str) -> str:
 
 def _run(engine: str, out: Path, names: list[str]) -> str:
     """Run the worker until it ends, or a family takes too long; return what it printed."""
-    launcher = [str(WORKER.parents[1] / "forkrun.py"), str(NUM_RANKS[engine])]
+    python = forkrun.python(*(["torch_xla"] if engine.startswith("xla") else []))
+    launcher = [forkrun.__file__, str(NUM_RANKS[engine])]
     log = out / f"log-{time.time():.0f}"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *(launcher if NUM_RANKS[engine] > 1 else []), str(WORKER), engine, str(out), *names],
+            [python, *(launcher if NUM_RANKS[engine] > 1 else []), str(WORKER), engine, str(out), *names],
             env=environment(**({"CPU_NUM_DEVICES": "2"} if engine == "xla-spmd" else {})),
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -64,7 +64,8 @@ class Runs:
         num_ranks = layout.num_processes if layout.is_launched else 0
         what = "save" if launch.saves else "load"
         given = (what, launch.name, self._folder, *launch.loads)
-        return run_all(WORKER, *given, num_ranks=num_ranks, seconds=SECONDS_TO_RUN)
+        imports = ["torch_xla"] if layout.kind.startswith("xla") else []
+        return run_all(WORKER, *given, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -34,7 +34,9 @@ def launch(engine: str, out: Path, programs: Path) -> tuple[Outcomes, str]:
     """Run all cases of an engine; return how they ended, and what was printed."""
     dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
     variables = {"XLA_FLAGS": environment(dump)["XLA_FLAGS"], "TORCHACC_TEST_PROGRAMS": str(programs)}
-    printed = run_all(WORKER, engine, out, num_ranks=NUM_RANKS[engine], seconds=SECONDS_TO_RUN, **variables)
+    imports = ["torch_xla"] if engine.startswith("xla") else []
+    ranks = NUM_RANKS[engine]
+    printed = run_all(WORKER, engine, out, num_ranks=ranks, imports=imports, seconds=SECONDS_TO_RUN, **variables)
     outcomes: Outcomes = {}
     for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
         outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))

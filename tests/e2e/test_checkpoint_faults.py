@@ -9,13 +9,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchacc
+from tests import forkrun
 from torchacc.checkpoint import loader, saver
 from torchacc.errors import CheckpointError
 
@@ -41,11 +41,13 @@ def environ() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
+def run(program: Path, *arguments: object, kind: str) -> "subprocess.CompletedProcess[str]":
+    imports = ["torch_xla"] if kind.startswith("xla") else []
+    return forkrun.run(program, *arguments, imports=imports, env=environ(), timeout=SECONDS_TO_RUN)
+
+
 def supervise(mode: str, kind: str, folder: Path, *arguments: object) -> dict:
-    command = [sys.executable, str(WORKER), mode, kind, "2", str(folder), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environ(), capture_output=True, text=True, timeout=SECONDS_TO_RUN, check=False
-    )  # fmt: skip
+    done = run(WORKER, mode, kind, 2, folder, *arguments, kind=kind)
     reports = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert reports, done.stderr[-6000:]
     return json.loads(reports[0])
@@ -57,10 +59,7 @@ def supervise(mode: str, kind: str, folder: Path, *arguments: object) -> dict:
     "kind", [pytest.param(kind, marks=pytest.mark.xla) if kind.startswith("xla") else kind for kind in KILLS]
 )
 def test_what_is_killed_goes_on_bit_for_bit(kind, tmp_path):
-    command = [sys.executable, str(PROGRAM), kind, str(KILLS[kind]), "--seed", "4", "--log", str(tmp_path / "log")]
-    done = subprocess.run(
-        command, env=environ(), capture_output=True, text=True, timeout=SECONDS_TO_RUN, check=False
-    )  # fmt: skip
+    done = run(PROGRAM, kind, KILLS[kind], "--seed", 4, "--log", tmp_path / "log", kind=kind)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     kills = [json.loads(line) for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines()]
     assert [kill["outcome"] for kill in kills] == ["resumed"] * KILLS[kind]
@@ -74,9 +73,9 @@ def test_sigterm_to_one_process_saves_all_at_one_step(kind, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_saves(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = subprocess.Popen(
-        [*launcher, str(WORKER), "train", "native", "2", str(tmp_path / "run")],
+        [forkrun.python(), *launcher, str(WORKER), "train", "native", "2", str(tmp_path / "run")],
         env=environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

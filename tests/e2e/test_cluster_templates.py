@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,15 @@ import torch
 import yaml
 from torch import nn
 
+from tests import forkrun
+
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
 SECONDS = 200
 COMMANDS = {
-    "python": f'exec "{sys.executable}" "$@"\n',
-    "torchacc": f'exec "{sys.executable}" -m torchacc "$@"\n',
-    "torchrun": f'exec "{sys.executable}" -m torch.distributed.run "$@"\n',
+    "python": 'exec "$PYTHON" "$@"\n',
+    "torchacc": 'exec "$PYTHON" -m torchacc "$@"\n',
+    "torchrun": 'exec "$PYTHON" -m torch.distributed.run "$@"\n',
     # SLURM, as far as the template asks for it: two machines, each of which runs the command once.
     "scontrol": "echo 127.0.0.1; echo node1\n",
     "srun": 'shift\nSLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n; wait -n\n',
@@ -41,6 +42,7 @@ def environment(tmp_path):
         port = str(probe.getsockname()[1])
     return {
         **os.environ,
+        "PYTHON": forkrun.python("torch_xla"),
         "PATH": os.pathsep.join([str(commands), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TMPDIR": str(tmp_path),

@@ -4,10 +4,11 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image", reason="comes with matplotlib")
@@ -20,7 +21,6 @@ SHORT = ["--steps", "8", "--batch-size", "2", "--context", "32"]
 # (how to launch it, arguments, devices that it shards over)
 ONE_PROCESS_SPMD = pytest.param([], ["--engine", "xla", "--devices", "2"], 2, marks=pytest.mark.xla, id="spmd-2")
 TWO_PROCESSES_NATIVE = pytest.param(TORCHRUN, ["--engine", "native"], 2, id="native-2")
-ONE_PROCESS_NATIVE = pytest.param([], ["--engine", "native"], 1, id="native-1")
 
 
 def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,7 @@ def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProce
     environment = os.environ | {"PYTHONPATH": path}
     environment.pop("XLA_FLAGS", None)  # compiled as users do
     return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *args],
+        [forkrun.python("torch_xla"), *launcher, str(SCRIPT), *args],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -40,7 +40,7 @@ def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProce
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "args", "num_devices"),
-    [ONE_PROCESS_NATIVE, TWO_PROCESSES_NATIVE, ONE_PROCESS_SPMD],
+    [TWO_PROCESSES_NATIVE, ONE_PROCESS_SPMD],  # test_tour.py has others in one native process
 )
 def test_trains_and_writes_what_it_says(launcher: list[str], args: list[str], num_devices: int, tmp_path: Path) -> None:
     done = run(launcher, *args, *SHORT, "--out", "out", cwd=tmp_path)

@@ -1,11 +1,11 @@
 """The examples of seed 000 run as they stand, in one process without any set-up and under torchrun."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 SCRIPT = Path(__file__).with_name("fsdp_script.py")
 
@@ -13,11 +13,7 @@ SCRIPT = Path(__file__).with_name("fsdp_script.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_examples_of_the_seed(num_processes):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_processes > 1 else []), str(SCRIPT)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = forkrun.run(SCRIPT, num_ranks=num_processes if num_processes > 1 else 0)
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
     inputs = found.pop("inputs")

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,10 @@ def run(mode, folder, *cases, killed=False):
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if mode != "plain":
         environ.pop("USE_TORCH_XLA", None)  # as a user has it: transformers and accelerate find torch_xla
-    done = forkrun.run(SCRIPT, mode, folder, *cases, num_ranks=NUM_RANKS[mode], env=environ, cwd=folder)
+    imports = ["transformers.trainer", "peft", *(["torch_xla"] if mode != "plain" else [])]
+    done = forkrun.run(
+        SCRIPT, mode, folder, *cases, num_ranks=NUM_RANKS[mode], imports=imports, env=environ, cwd=folder
+    )
     assert (done.returncode != 0) == killed, done.stderr[-5000:]
     lines = done.stdout.splitlines()
     facts = [json.loads(line[6:]) for line in lines if line.startswith("FACTS ")]
@@ -230,8 +231,8 @@ def test_the_best_model_comes_back_after_an_early_stop(native):
 def test_the_example_leaves_a_model_that_opens(tmp_path):
     from transformers import GPT2LMHeadModel
 
-    command = [sys.executable, str(EXAMPLE), "--engine", "native", "--steps", "2", "--context", "16", "--out", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    options = ("--engine", "native", "--steps", 2, "--context", 16, "--out", "out")
+    done = forkrun.run(EXAMPLE, *options, imports=["transformers.trainer", "peft"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("'eval_loss':") == 2
     assert "engine      native, 1 devices" in done.stdout

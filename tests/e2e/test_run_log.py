@@ -25,7 +25,10 @@ def test_what_a_run_shows_and_leaves(tmp_path, engine, num_processes):
     folder.mkdir()
     environ = os.environ | {"PJRT_DEVICE": "CPU", "WANDB_MODE": "offline"}
     num_ranks = num_processes if num_processes > 1 else 0
-    done = forkrun.run(WORKER, engine, folder, num_ranks=num_ranks, env=environ, cwd=tmp_path, timeout=300)
+    imports = ["torch_xla"] if engine.startswith("xla") else []
+    done = forkrun.run(
+        WORKER, engine, folder, num_ranks=num_ranks, imports=imports, env=environ, cwd=tmp_path, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
 

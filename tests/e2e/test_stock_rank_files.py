@@ -14,6 +14,7 @@ from torchacc.checkpoint.interop.transfers import execute
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
 
+ENVIRON = os.environ | {"PJRT_DEVICE": "CPU"}
 SCRIPT = Path(__file__).with_name("stock_rank_files_script.py")
 VARIANTS = ["flat", "separate", "dim-0", "bf16"]
 
@@ -23,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what 2 ranks saved and what 4 ranks did."""
     folder = tmp_path_factory.mktemp("saved")
     for world in (2, 4):
-        done = forkrun.run(SCRIPT, folder / str(world), num_ranks=world, env=os.environ | {"PJRT_DEVICE": "CPU"})
+        done = forkrun.run(SCRIPT, folder / str(world), num_ranks=world, imports=["torch_xla"], env=ENVIRON)
         assert done.returncode == 0, done.stderr
     return folder
 

@@ -7,11 +7,11 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forkrun
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
 from torchacc.train.stage import StageRequest, resolve_stage
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 def start(folder, *arguments, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [forkrun.python(), *arguments],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

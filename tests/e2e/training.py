@@ -13,6 +13,7 @@ WORKER = Path(__file__).with_name("train_worker.py")
 ROOT = Path(__file__).parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from an old oak tree"
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
+IMPORTS = ("torch_xla", "datasets")
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -46,6 +47,6 @@ def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int 
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
     num_ranks = num_processes if num_processes > 1 else 0
-    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, env=environ, timeout=400)
+    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, imports=IMPORTS, env=environ, timeout=400)
     assert done.returncode == returncode, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]) if returncode == 0 else {}
