@@ -24,10 +24,13 @@ from torchacc.train.file import TrainFile
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 480.0  # many times what a program takes; below pytest's own limit
 COMMANDS = {
-    "torchacc": "",
-    "consolidate_and_reshard_fsdp_ckpts": ".cli.consolidate_and_reshard_fsdp_ckpts",
-    "consolidate_sharded_model_checkpoints": ".cli.consolidate_sharded_model_checkpoints",
+    "python": "",
+    "torchrun": "-m torch.distributed.run",
+    "torchacc": "-m torchacc",
+    "consolidate_and_reshard_fsdp_ckpts": "-m torchacc.cli.consolidate_and_reshard_fsdp_ckpts",
+    "consolidate_sharded_model_checkpoints": "-m torchacc.cli.consolidate_sharded_model_checkpoints",
 }
+PYTHON = os.environ["PYTHON"]  # of forkrun.py
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -74,8 +77,8 @@ def prepare(folder: Path) -> None:
         (here / name).symlink_to(ROOT / name)
     commands = folder / "bin"
     commands.mkdir()
-    for name in COMMANDS:  # of this checkout, whatever is installed
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchacc{COMMANDS[name]} "$@"\n')
+    for name, words in COMMANDS.items():  # of this checkout, whatever is installed
+        (commands / name).write_text(f'#!/bin/sh\nexec "{PYTHON}" {words} "$@"\n')
         (commands / name).chmod(0o755)
 
 

@@ -11,6 +11,8 @@ from page_checks import check
 from page_setups import SETUPS
 from pages import Block, Program, Setup, pages, read_blocks, read_programs
 
+from tests import forkrun
+
 WORKER = Path(__file__).with_name("page_worker.py")
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +30,8 @@ def as_parameter(program: Program):
 
 @pytest.fixture(scope="module")
 def worker():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    python = forkrun.python("torch_xla", "datasets")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHON": python}
     with subprocess.Popen(
         [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -24,7 +24,9 @@ def files(tmp_path):
     ["native", *(pytest.param(f"xla-{kind}", marks=pytest.mark.xla) for kind in ("multiprocess-flat", "spmd"))],
 )
 def test_every_engine_loads_the_files_of_all_engines(files, engine):
-    done = forkrun.run(SCRIPT, "read", engine, files, num_ranks=0 if engine == "xla-spmd" else 2, merged=True)
+    imports = ["torch_xla"] if engine.startswith("xla") else []
+    num_ranks = 0 if engine == "xla-spmd" else 2
+    done = forkrun.run(SCRIPT, "read", engine, files, num_ranks=num_ranks, imports=imports, merged=True)
     assert done.returncode == 0, done.stdout
 
 

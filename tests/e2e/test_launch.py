@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forkrun
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("launched_script.py"))
 TRAINING = str(Path(__file__).with_name("launched_training.py"))
@@ -41,9 +43,14 @@ def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # more processes than a machine has GPUs
 
 
-def start(*arguments: object, command: str = "launch") -> subprocess.Popen[str]:
+def start(*arguments: object, command: str = "launch", forks: bool = False) -> subprocess.Popen[str]:
+    """Start a command of torchacc; with `forks` its ranks are those of forkrun.py, which have imported PyTorch."""
+    words = ["-m", "torchacc"]
+    if forks:
+        told = f"import sys; sys.executable = {forkrun.python()!r}"
+        words = ["-c", f"{told}; from torchacc.cli.main import main; sys.exit(main())"]
     return subprocess.Popen(
-        [sys.executable, "-m", "torchacc", command, *map(str, arguments)],
+        [sys.executable, *words, command, *map(str, arguments)],
         env=environ(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Where the tests run in the background of a shell, Ctrl-C is ignored, and the launcher would leave it so.
@@ -51,8 +58,8 @@ def start(*arguments: object, command: str = "launch") -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments)
+def launch(*arguments: object, forks: bool = False) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments, forks=forks)
     out, err = process.communicate(timeout=SECONDS)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
@@ -90,10 +97,8 @@ def losses_in(out: str) -> list[float]:
 def undisturbed(tmp_path_factory):
     """The losses of a run in one process, without a launcher."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = subprocess.run(
-        [sys.executable, TRAINING, "nothing", "native", str(NUM_STEPS), str(folder)],
-        env=environ(), capture_output=True, text=True, timeout=SECONDS, check=True,
-    )  # fmt: skip
+    done = forkrun.run(TRAINING, "nothing", "native", NUM_STEPS, folder, env=environ(), timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
     losses = losses_in(done.stdout)
     assert len(losses) == NUM_STEPS
     return losses
@@ -160,7 +165,7 @@ def test_a_wrong_count_is_one_line_and_status_2(tmp_path):
 def test_a_hung_rank_is_named_and_the_job_goes_on_with_fewer(tmp_path, undisturbed):
     """Rank 1 hangs; restarted, it fails at the same step; with one process the run comes through."""
     options = ["--heartbeat-secs", 8, "--max-restarts", 3, "--min-nproc", 1]
-    done = launch("-n", 2, *options, TRAINING, "hang", "native", NUM_STEPS, tmp_path)
+    done = launch("-n", 2, *options, TRAINING, "hang", "native", NUM_STEPS, tmp_path, forks=True)
     assert done.returncode == 0, done.stderr
     culprit = (
         rf"rank 1 on {socket.gethostname()} has been in the forward pass of step 6 for \d+ s; the others wait for it"
@@ -180,8 +185,8 @@ def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
         port = free.getsockname()[1]
     nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 1]
     training = [TRAINING, "crash", "native", NUM_STEPS, tmp_path]
-    other = start("-n", 1, *nodes, "--node-rank", 1, *training)
-    first = launch("-n", 1, *nodes, "--node-rank", 0, *training)
+    other = start("-n", 1, *nodes, "--node-rank", 1, *training, forks=True)
+    first = launch("-n", 1, *nodes, "--node-rank", 0, *training, forks=True)
     out, err = other.communicate(timeout=SECONDS)
     assert (first.returncode, other.returncode) == (0, 0), first.stderr + err
     assert "have lost a rank of another node" in first.stderr
@@ -193,7 +198,7 @@ def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.xla
 def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
-    process = start("-n", 2, TRAINING, "wait", "xla", 10**6, tmp_path)
+    process = start("-n", 2, TRAINING, "wait", "xla", 10**6, tmp_path, forks=True)
     checkpoints = tmp_path / "checkpoints"
     wait_for(checkpoints / "step-00000002" / "manifest.json")
     process.send_signal(signal.SIGINT)
@@ -202,7 +207,7 @@ def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
     assert "SIGINT: all processes are asked to save and end" in err
     saved = max(path.name for path in checkpoints.iterdir())
     num_steps = int(saved.removeprefix("step-")) + 2
-    done = launch("-n", 2, TRAINING, "nothing", "xla", num_steps, tmp_path)
+    done = launch("-n", 2, TRAINING, "nothing", "xla", num_steps, tmp_path, forks=True)
     assert done.returncode == 0, done.stderr
     assert f"restored {checkpoints / saved}" in done.stderr
     losses = losses_in(done.stdout)
@@ -213,7 +218,7 @@ def test_a_run_on_xla_that_ctrl_c_ends_goes_on(tmp_path, undisturbed):
 @pytest.mark.slow
 def test_a_stage_goes_on_when_one_of_its_ranks_is_killed(tmp_path):
     (tmp_path / "config.yaml").write_text(STAGE.format(folder=tmp_path, text=ROOT / "docs" / "launch.md"))
-    process = start("--max-restarts", 1, "--config", tmp_path / "config.yaml", command="train")
+    process = start("--max-restarts", 1, "--config", tmp_path / "config.yaml", command="train", forks=True)
     wait_for(tmp_path / "runs" / "stage1" / "checkpoints" / "step-00000010" / "manifest.json")
     (rank1,) = (child for child in psutil.Process(process.pid).children() if child.environ()["RANK"] == "1")
     rank1.kill()

@@ -23,14 +23,15 @@ SPMD_4 = pytest.param("spmd_4", id="spmd-4", marks=pytest.mark.xla)
 pytestmark = pytest.mark.slow
 
 
-def run(*command, cwd, num_ranks=0):
+def run(*command, cwd, num_ranks=0, imports=()):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return forkrun.run(*command, num_ranks=num_ranks, cwd=cwd, env=environ)
+    return forkrun.run(*command, num_ranks=num_ranks, imports=imports, cwd=cwd, env=environ)
 
 
 def tour(folder, engine, *, num_ranks=0):
-    done = run(WORKER, folder, engine, *ALL, cwd=folder, num_ranks=num_ranks)
+    imports = ["torch_xla"] if engine == "xla" else []
+    done = run(WORKER, folder, engine, *ALL, cwd=folder, num_ranks=num_ranks, imports=imports)
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = {name: json.loads((folder / name / "metrics.json").read_text()) for name in ALL}
     return metrics | {"lines": done.stdout.splitlines(), "folder": folder}
@@ -100,7 +101,15 @@ def test_examples_learn_and_come_back_as_they_were(launched):
 
 
 def test_tour_of_checkpoints(tmp_path):
-    done = run(ROOT / "examples" / "convert_checkpoint.py", "--processes", 2, "--out", "out", cwd=tmp_path)
+    done = run(
+        ROOT / "examples" / "convert_checkpoint.py",
+        "--processes",
+        2,
+        "--out",
+        "out",
+        cwd=tmp_path,
+        imports=["torch_xla"],
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("tensors, the same bits in each") == 7
     assert "$ torchacc reshard" in done.stdout
