@@ -41,19 +41,29 @@ class Case:
 
     run: Callable[[], Any]
     engines: Collection[str]
+    is_left_out: bool = False
+    """Whether it runs with `--full-contract` only."""
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(engines: Collection[str] = ALL, each: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Register a function as a case, or as one for each entry of a mapping, whose value it is called with."""
+def case(
+    engines: Collection[str] = ALL, each: Mapping[str, Any] | None = None, left_out: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Register a function as a case, or as one for each entry of a mapping, whose value it is called with.
+
+    Args:
+        engines: The kinds of engines that it is about.
+        each: The entries.
+        left_out: Those of them that run with `--full-contract` only.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if each is None:
             CASES[function.__name__] = Case(function, engines)
         for key, value in (each or {}).items():
-            CASES[f"{function.__name__}-{key}"] = Case(partial(function, value), engines)
+            CASES[f"{function.__name__}-{key}"] = Case(partial(function, value), engines, key in left_out)
         return function
 
     return register

@@ -490,7 +490,13 @@ def run(script: Callable[[Script], None], make: Callable[[], nn.Module] = Scored
         assert not at_rest, f"{len(at_rest)} parameters are not sharded"
 
 
-@case([NATIVE], each={f"{name}-{strategy}": (name, strategy) for name in ORDERS for strategy in STRATEGIES})
+BESIDES = ("grad-op", "none")
+"""Beside full sharding each order runs with one of these, and its neighbour with the other."""
+LEFT_OUT = {f"{name}-{BESIDES[index % 2]}" for index, name in enumerate(ORDERS)}
+PAIRS = {f"{name}-{strategy}": (name, strategy) for name in ORDERS for strategy in STRATEGIES}
+
+
+@case([NATIVE], each=PAIRS, left_out=LEFT_OUT)
 def order_of(chosen: tuple[str, str]) -> None:
     name, strategy = chosen
     run(ORDERS[name][0], **STRATEGIES[strategy])

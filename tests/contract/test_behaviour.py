@@ -32,7 +32,8 @@ def launch(engine: str, out: Path, *names: str) -> tuple[Outcomes, str]:
     """Run cases of an engine; return how they ended and what was printed."""
     out.mkdir()
     num_ranks = NUM_RANKS[engine] if NUM_RANKS[engine] > 1 else 0
-    printed = run_all(WORKER, engine, out, *names, num_ranks=num_ranks, seconds=SECONDS_TO_RUN)
+    imports = ["torch_xla"] if engine.startswith("xla") else []
+    printed = run_all(WORKER, engine, out, *names, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN)
     outcomes: Outcomes = {}
     for file in sorted(out.glob("*.json")):  # <case>.<rank>.json
         outcomes.setdefault(file.stem.rpartition(".")[0], []).append(json.loads(file.read_text()))
@@ -57,17 +58,20 @@ def launched(
     return of
 
 
-def behaviours() -> list[Any]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" not in metafunc.fixturenames:
+        return
+    every = metafunc.config.getoption("--full-contract")
     marks = {engine: [pytest.mark.xla] if engine.startswith("xla") else [] for engine in NUM_RANKS}
-    return [
+    behaviours = [
         pytest.param(engine, name, id=f"{engine}-2-{name}", marks=marks[engine])
         for engine in NUM_RANKS
         for name, each in CASES.items()
-        if engine in each.engines
+        if engine in each.engines and (every or not each.is_left_out)
     ]
+    metafunc.parametrize(("engine", "name"), behaviours)
 
 
-@pytest.mark.parametrize(("engine", "name"), behaviours())
 def test_behaviour(launched, engine, name):
     outcomes, printed = launched(engine)
     ended = outcomes.get(name, [])
