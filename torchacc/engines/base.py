@@ -18,7 +18,6 @@ from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.losses import is_sum_over
 from torchacc.engines.memory import Memory, memory_of_process
-from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import HostRowGatherer, RowGatherer
@@ -459,36 +458,3 @@ def sharded_model(model: nn.Module) -> ShardedModel:
             f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{first}"
         )
     return sharded  # type: ignore[no-any-return]
-
-
-def remap_optimizer(
-    optimizer: torch.optim.Optimizer,
-    shards: Mapping[torch.Tensor, nn.Parameter],
-    shard_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> None:
-    """Let an optimizer that was made before sharding hold the shards, in the same groups.
-
-    Args:
-        optimizer: The optimizer; its state, if it has any, is sharded too.
-        shards: Original parameter -> the parameter that replaced it. Several may share one flat parameter.
-        shard_state: Turns a state tensor of the original parameter's shape into that of its shard.
-
-    Raises:
-        ConfigError: The optimizer has state and parameters were flattened, so that the state has no place.
-    """
-    state = dict(optimizer.state)
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group["params"] = list(dict.fromkeys(shards.get(parameter, parameter) for parameter in group["params"]))
-    flattened = len(set(shards.values())) < len(shards)
-    for parameter, entries in state.items():
-        if entries and flattened:
-            raise ConfigError(
-                "the optimizer already has state, which cannot be moved to flattened parameters: hand in an optimizer "
-                "that has made no step, or set config.dist.fsdp.flatten_parameters = False"
-            )
-        tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-        alike = {key for key, value in tensors.items() if is_for_each_element(key, value.shape, parameter.shape)}
-        optimizer.state[shards.get(parameter, parameter)] = {
-            key: shard_state(parameter, value) if key in alike else value for key, value in entries.items()
-        }

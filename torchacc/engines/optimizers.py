@@ -1,8 +1,11 @@
-"""Which optimizers update each element by itself, from its gradient and its own state, and so can work on shards."""
+"""What optimizers do with shards: which can work on them, and how one made before sharding goes over to them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
+
+from torchacc.errors import ConfigError
 
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Lion",
@@ -26,3 +29,36 @@ def is_for_each_element(key: str, shape: Sequence[int], parameter_shape: Sequenc
         parameter_shape: The parameter's; that of an average beside one without dimensions is a step count's, too.
     """
     return tuple(shape) == tuple(parameter_shape) and (bool(parameter_shape) or key not in _NUMBERS)
+
+
+def remap_optimizer(
+    optimizer: torch.optim.Optimizer,
+    shards: Mapping[torch.Tensor, nn.Parameter],
+    shard_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Let an optimizer that was made before sharding hold the shards, in the same groups.
+
+    Args:
+        optimizer: The optimizer; its state, if it has any, is sharded too.
+        shards: Original parameter -> the parameter that replaced it. Several may share one flat parameter.
+        shard_state: Turns a state tensor of the original parameter's shape into that of its shard.
+
+    Raises:
+        ConfigError: The optimizer has state and parameters were flattened, so that the state has no place.
+    """
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = list(dict.fromkeys(shards.get(parameter, parameter) for parameter in group["params"]))
+    flattened = len(set(shards.values())) < len(shards)
+    for parameter, entries in state.items():
+        if entries and flattened:
+            raise ConfigError(
+                "the optimizer already has state, which cannot be moved to flattened parameters: hand in an optimizer "
+                "that has made no step, or set config.dist.fsdp.flatten_parameters = False"
+            )
+        tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+        alike = {key for key, value in tensors.items() if is_for_each_element(key, value.shape, parameter.shape)}
+        optimizer.state[shards.get(parameter, parameter)] = {
+            key: shard_state(parameter, value) if key in alike else value for key, value in entries.items()
+        }

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
-from torchacc.engines.base import NO_GPU, Engine, ShardedModel, remap_optimizer
+from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.losses import average_scalars
@@ -24,7 +24,7 @@ from torchacc.engines.native import split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.gradient_norm import total_norm
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
-from torchacc.engines.optimizers import is_elementwise
+from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import hushed_gloo

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchacc.engines.patches import torch_patches
 from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
 from torchacc.errors import CheckpointError, EngineError
 from torchacc.parallel.axes import Role
@@ -100,13 +101,7 @@ _OTHERS = {
 @functools.cache
 def install() -> None:
     """Let PyTorch's distributed tensors go through `call()`, for as long as the process lives."""
-
-    def __torch_function__(  # noqa: N807
-        cls: type, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return call(func, args, kwargs or {})
-
-    DTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[assignment]
+    torch_patches.hold_until_exit(torch_patches.functions_of_dtensors(call))
 
 
 class Owner(Protocol):

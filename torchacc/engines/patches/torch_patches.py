@@ -1,4 +1,4 @@
-"""Patches of PyTorch itself that hold while an engine runs, each with the versions it is for."""
+"""Patches of PyTorch itself that hold while an engine runs; `versions.py` has the versions that each is for."""
 
 import atexit
 import functools
@@ -10,14 +10,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from packaging.specifiers import SpecifierSet
 
+from torchacc.engines.patches.versions import PATCHES, is_for_installed
 from torchacc.errors import EngineError
-
-_CUDA_AUTOCAST_ASKS_FOR_TORCH_XLA = SpecifierSet(">=2.9,<2.14")
-_CLIPPING_ASKS_FOR_TOTAL_NORM = SpecifierSet(">=2.9,<2.14")
-_CHECKPOINT_LOOKS_FOR_A_FUNCTION = SpecifierSet(">=2.9,<2.10")
-_OPTIMIZERS_UPDATE_ONE_BY_ONE = SpecifierSet(">=2.9,<2.10")
 
 
 def hold_until_exit(patch: AbstractContextManager[None]) -> None:
@@ -35,7 +30,7 @@ def cuda_autocast_is_optional() -> Iterator[None]:
     (`torch/cuda/amp/common.py`), and raises that the device does not support bfloat16. The precision of a script
     comes from `config.compute`.
     """
-    if importlib.metadata.version("torch") not in _CUDA_AUTOCAST_ASKS_FOR_TORCH_XLA:
+    if not is_for_installed("cuda_autocast_is_optional"):
         yield
         return
     from torch.cuda.amp import common
@@ -50,7 +45,7 @@ def cuda_autocast_is_optional() -> Iterator[None]:
 
 def knows_clipping() -> bool:
     """Return whether this PyTorch's clipping asks for a total norm as `total_norm_over_shards()` knows it."""
-    return importlib.metadata.version("torch") in _CLIPPING_ASKS_FOR_TOTAL_NORM
+    return is_for_installed("total_norm_over_shards")
 
 
 @contextmanager
@@ -65,7 +60,7 @@ def total_norm_over_shards(
     if not knows_clipping():
         raise EngineError(
             f"torch {importlib.metadata.version('torch')}: its clip_grad_norm_() would see a shard of each gradient, "
-            f"which is only mended for torch {_CLIPPING_ASKS_FOR_TOTAL_NORM}"
+            f"which is only mended for torch {PATCHES['total_norm_over_shards'].versions}"
         )
     from torch.nn import utils
     from torch.nn.utils import clip_grad
@@ -129,7 +124,7 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
     Args:
         run: Called with PyTorch's own function, and the arguments of the call.
     """
-    if importlib.metadata.version("torch") not in _CHECKPOINT_LOOKS_FOR_A_FUNCTION:
+    if not is_for_installed("checkpoint_through"):
         yield
         return
     own = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
@@ -138,6 +133,28 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         del vars(own)["__dynamo_disable"]
+
+
+@contextmanager
+def functions_of_dtensors(call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let PyTorch's functions of distributed tensors be called by another function.
+
+    Args:
+        call: Called with the function, its positional and its keyword arguments.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def __torch_function__(  # noqa: N807
+        cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return call(func, args, kwargs or {})
+
+    original = vars(DTensor)["__torch_function__"]
+    DTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DTensor.__torch_function__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -233,7 +250,7 @@ def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractCont
     Args:
         context: Called with the name of the function that updates, and the parameters that it updates.
     """
-    if importlib.metadata.version("torch") not in _OPTIMIZERS_UPDATE_ONE_BY_ONE:
+    if not is_for_installed("updates_within"):
         yield
         return
     modules = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("torch.optim.")}

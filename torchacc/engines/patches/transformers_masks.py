@@ -7,20 +7,15 @@ begin anew in a row, and get the mask that keeps documents apart, which is right
 made the position ids, nor how they came into the model.
 """
 
-import functools
-import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 
+from torchacc.engines.patches.versions import is_for_installed
 from torchacc.engines.xla import runtime
-
-_VERSIONS = SpecifierSet(">=4.53,<6")
-"""Versions of transformers whose masks depend on values on the device."""
 
 _constants: dict[bytes, bool] = {}
 """Whether position ids that are a constant of the program are a plain range, by the hash of their operations."""
@@ -65,7 +60,7 @@ _repeating: list[Iterator[bool]] = []
 def without_questions() -> Iterator[None]:
     """Hold a context in which transformers builds masks without waiting for the device."""
     masking_utils = sys.modules.get("transformers.masking_utils")  # which a model of transformers has imported
-    if masking_utils is None or not _is_patched_version():
+    if masking_utils is None or not is_for_installed("transformers_masks"):
         yield
         return
     with ExitStack() as stack:
@@ -172,8 +167,3 @@ def _know_usual_ranges(like: torch.Tensor) -> None:
     for row in (plain, plain + 0):
         for usual in (row.unsqueeze(0), row.unsqueeze(0).expand(like.shape)):
             _constants[_XLAC._get_graph_hash([usual])] = True
-
-
-@functools.cache
-def _is_patched_version() -> bool:
-    return importlib.metadata.version("transformers") in _VERSIONS

@@ -11,10 +11,9 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
-from torchacc.engines.base import remap_optimizer
 from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.losses import average_scalars
-from torchacc.engines.optimizers import is_elementwise
+from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
@@ -151,21 +150,21 @@ class MultiprocessModel(XlaModel):
             self._gatherers.append(
                 self._exchange.make_gatherer(blocks, reshard_after_forward=self.plan.is_resharded_after_forward(unit))
             )
-            self.install_unit(module, self._gatherers[-1])
+            self._install_unit(module, self._gatherers[-1])
             for block in blocks:
                 assert isinstance(block.shard, ShardTensor)
                 names = [weight.name for weight in block.weights]
                 block.shard._name = f"the parameter {names[0]!r}" if len(names) == 1 else f"a parameter of {names}"
                 block.shard._read = partial(self._gatherers[-1].read, block)
-        self.install_recompute()
-        self.move_buffers()
+        self._install_recompute()
+        self._move_buffers()
         self._install_forward(self._run)
         let_clipping_know(self, _total_norm)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
     def _blocks(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], Block]]:
-        for original, weight in self.make_weights(unit.parameters, self._place):
+        for original, weight in self._make_weights(unit.parameters, self._place):
             yield [original], Block(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
 
     def _flat_blocks(self, unit: Unit, module: nn.Module) -> Iterator[tuple[list[nn.Parameter], Block]]:
@@ -177,7 +176,7 @@ class MultiprocessModel(XlaModel):
             parameter, weight = pair
             return not parameter.requires_grad, group_of.get(parameter, 0), str(weight.shard.dtype)
 
-        pairs = sorted(self.make_weights(unit.parameters, lambda whole: whole), key=alike)
+        pairs = sorted(self._make_weights(unit.parameters, lambda whole: whole), key=alike)
         for index, (_, members) in enumerate(groupby(pairs, key=alike)):
             originals, weights = map(list, zip(*members, strict=True))
             whole = flatten([weight.shard.detach() for weight in weights])
@@ -265,9 +264,9 @@ class MultiprocessModel(XlaModel):
             padded[: len(local)] = local
         return as_shard(self.engine.to_device([padded.view(rows.shard_shape)])[0], parameter._layout)
 
-    def numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context for an update, which also knows nothing of shards where it makes no state."""
-        context = super().numbers_on_device(update, parameters)
+        context = super()._numbers_on_device(update, parameters)
         return context if update == "_single_tensor_sgd" else _on_plain_tensors(context)
 
     def local_numel(self) -> int:

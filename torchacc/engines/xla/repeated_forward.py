@@ -57,7 +57,8 @@ class Recompute:
             return forward(*args, **kwargs)
         around, own = self._units_around_and_in(module)
         # PyTorch's counts the batch of a function that it runs twice twice, and so does this; not that of a module.
-        return self._run(forward, args, kwargs, around, own, again=partial(statistics_kept, module))
+        patches = partial(self._repeating, partial(statistics_kept, module))
+        return _checkpointed(_Call(forward, args, kwargs, around=around, own=own, patches=patches))
 
     def run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function of the model's own choice; the options of PyTorch's `checkpoint()` are among `kwargs`."""
@@ -73,30 +74,14 @@ class Recompute:
         if isinstance(function, nn.Module):
             inside = set(function.modules())
             around = [unit for unit in around if unit.has_weights_in(inside)]
-        return self._run(function, args, kwargs, around, own, again=nullcontext, **options)
+        patches = partial(self._repeating, nullcontext)
+        return _checkpointed(_Call(function, args, kwargs, around=around, own=own, patches=patches), **options)
 
-    def _run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        around: Sequence[UnitHooks],
-        own: Sequence[UnitHooks],
-        *,
-        again: Callable[[], AbstractContextManager[None]],
-        **options: Any,
-    ) -> Any:
-        @contextmanager
-        def patches() -> Iterator[None]:
-            with self.running(), self._patches(), again():
-                yield
-
-        call = _Call(function, args, kwargs, around=around, own=own, patches=patches)
-        options = {**options, "use_reentrant": False, "preserve_rng_state": False}
-        # Without tensors among its arguments PyTorch's checkpoint() looks for no device.
-        output = checkpoint.__wrapped__(call, **options)  # type: ignore[attr-defined]
-        map_tensors(call.watch_gradient, output)
-        return output
+    @contextmanager
+    def _repeating(self, again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Hold the context in which a function is repeated; `again` makes what is particular to it."""
+        with self.running(), self._patches(), again():
+            yield
 
     def _units_around_and_in(self, module: nn.Module) -> tuple[list[UnitHooks], list[UnitHooks]]:
         """Return the units that have gathered weights for a module before it runs, and those inside of it."""
@@ -140,6 +125,15 @@ def _zero() -> torch.Tensor:
     """Return a zero on the device, of shape (1,): torch_xla writes one without dimensions into programs."""
     (zero,) = runtime.to_device([torch.zeros(1)])
     return zero
+
+
+def _checkpointed(call: "_Call", **options: Any) -> Any:
+    """Run a call by PyTorch's `checkpoint()`, with its options."""
+    options = {**options, "use_reentrant": False, "preserve_rng_state": False}
+    # Without tensors among its arguments PyTorch's checkpoint() looks for no device.
+    output = checkpoint.__wrapped__(call, **options)  # type: ignore[attr-defined]
+    map_tensors(call.watch_gradient, output)
+    return output
 
 
 class _Call:

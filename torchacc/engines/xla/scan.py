@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
+from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import edit_is_lost, find_slots, storage_and_edits
 from torchacc.errors import EngineError
@@ -202,38 +203,9 @@ def _loop(
     """Record a loop over the first dimension of tensors; returns what is carried out of it, and stacked results."""
     from torch_xla.experimental.scan import _scan_impl_flat
 
-    with torch.no_grad(), _seed_is_recognised():
+    with torch.no_grad(), seed_is_recognised():
         carried, stacked = _scan_impl_flat(body, carry, slices, reverse=reverse)
     return carried, stacked
-
-
-@contextmanager
-def _seed_is_recognised() -> Iterator[None]:
-    """Let torch_xla's scan find the seed among the data that a loop's body uses, and give each layer one of its own.
-
-    It looks for a mark on the seed, which is lost when the seed is laid out for several devices. There it is known by
-    its value.
-    """
-    from torch_xla import _XLAC
-
-    original = _XLAC._get_tensors_xla_device_data_node
-
-    def marked(outputs: Any) -> tuple[list[int], list[torch.Tensor]]:
-        ids, values = original(outputs)
-        base = int(_XLAC._get_base_seed_as_tensor("xla:0"))
-
-        def is_seed(value: torch.Tensor) -> bool:
-            return value.dtype == torch.int64 and not value.dim() and int(value) == base
-
-        return [
-            _XLAC._get_seed_info_id() if is_seed(value) else id_ for id_, value in zip(ids, values, strict=True)
-        ], values
-
-    _XLAC._get_tensors_xla_device_data_node = marked
-    try:
-        yield
-    finally:
-        _XLAC._get_tensors_xla_device_data_node = original
 
 
 def _is_cache(value: Any) -> bool:

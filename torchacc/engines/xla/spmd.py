@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, requested_devices
-from torchacc.engines.base import remap_optimizer
+from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
@@ -182,7 +182,7 @@ class SpmdModel(XlaModel):
             weights: list[Weight] = []
             for planned in unit.parameters:
                 spec = partition_spec(planned.shape, engine.mesh, self.plan.split.spec_of(planned.name))
-                for original, weight in self.make_weights([planned], partial(self._place, spec=spec)):
+                for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
                     replaced[original] = weight.shard
                     self._specs[weight.shard] = spec
                     weights.append(weight)
@@ -190,13 +190,13 @@ class SpmdModel(XlaModel):
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
-                self.install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
+                self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
                 self._constrain_output(module, along_sequence=bool(unit.name))
         if self.plan.split.sequence_parallel:
             self._constrain_embeddings()
-        self.install_recompute()
+        self._install_recompute()
         self._scans = [self._make_scan(name) for name in self.plan.scanned]
-        self.move_buffers()
+        self._move_buffers()
         self._install_forward(self._run)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self.place(replaced[parameter], state))

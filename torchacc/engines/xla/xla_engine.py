@@ -191,15 +191,15 @@ class XlaModel(ShardedModel):
         know_checkpoint()
         xla_lowerings.install()
 
-    def install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
+    def _install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
         """Gather a unit's weights around its forward."""
         self._units.append(install_unit(module, gatherer))
 
-    def install_recompute(self) -> None:
+    def _install_recompute(self) -> None:
         """Let the plan's modules be computed again in backward, once their units are installed."""
         recompute.install(self.model, self.plan.recomputed, self._recompute)
 
-    def move_buffers(self) -> None:
+    def _move_buffers(self) -> None:
         """Move the buffers to the device, a buffer that several modules share once."""
         moved: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
@@ -286,7 +286,7 @@ class XlaModel(ShardedModel):
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.engine.to_device([tensor])[0]
 
-    def numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context in which the numbers of an update of these parameters are tensors on the device.
 
         Args:
@@ -352,7 +352,7 @@ def _keep_numbers_on_device() -> None:
 
 def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     owner = vars(parameters[0]).get(HANDLE) if parameters else None
-    return owner.numbers_on_device(update, parameters) if isinstance(owner, XlaModel) else nullcontext()
+    return owner._numbers_on_device(update, parameters) if isinstance(owner, XlaModel) else nullcontext()
 
 
 def _refuse_host_memory(config: Config) -> None:

@@ -1,0 +1,52 @@
+"""Which versions of which library each patch is for, in one table; a test compares it with what is installed."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from packaging.specifiers import SpecifierSet
+
+
+@dataclass(frozen=True)
+class PatchVersions:
+    """What one patch is for."""
+
+    library: str
+    versions: str
+    """As a package's requirement has them."""
+    changes: str
+    """What it changes or reaches into."""
+
+
+PATCHES: Mapping[str, PatchVersions] = {
+    # torch_patches.py
+    "cuda_autocast_is_optional": PatchVersions("torch", ">=2.9,<2.14", "torch.cuda.amp.common, a function of it"),
+    "total_norm_over_shards": PatchVersions("torch", ">=2.9,<2.14", "torch.nn.utils.clip_grad._get_total_norm()"),
+    "checkpoint_through": PatchVersions("torch", ">=2.9,<2.10", "what torch.utils.checkpoint.checkpoint() looks up"),
+    "updates_within": PatchVersions("torch", ">=2.9,<2.10", "the _single_tensor_… functions of torch.optim"),
+    "inputs_of_backward": PatchVersions("torch", ">=2.9", "torch.autograd.backward()"),
+    "functions_of_dtensors": PatchVersions("torch", ">=2.9", "DTensor.__torch_function__()"),
+    "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
+    "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
+    # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py
+    "model_patches": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), and modules of a model"),
+    "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
+    "split_heads": PatchVersions("torch", ">=2.9,<2.10", "nothing: a mode in which products keep heads apart"),
+    # of torch_xla: xla_lowerings.py, loop_seed.py
+    "xla_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of the dispatcher for XLA"),
+    "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
+    # of transformers: expert_balance.py
+    "expert_balance": PatchVersions("transformers", ">=4.53,<6", "load_balancing_loss_func(), by its parameters"),
+}
+"""By the patch's function, or its file."""
+
+
+@cache
+def is_for_installed(patch: str) -> bool:
+    """Return whether a patch is for the version that is installed; False where its library is not."""
+    wanted = PATCHES[patch]
+    try:
+        return importlib.metadata.version(wanted.library) in SpecifierSet(wanted.versions)
+    except importlib.metadata.PackageNotFoundError:
+        return False
