@@ -10,9 +10,8 @@ A call with a gathered tensor is collective: every process has to make it.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -21,81 +20,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchacc.engines.native.function_kinds import WRITING_DUNDERS, Function, FunctionKind, kind_of
 from torchacc.engines.patches import torch_patches
-from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
 from torchacc.errors import CheckpointError, EngineError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.sharding import chunk
-
-Function = Callable[..., Any]
 
 OWNER = "_torchacc_owner"
 """The attribute by which a sharded parameter knows its `Owner`."""
 _COPY = "_torchacc_copy"
 """The attribute of what stands for a view of a sharded tensor, and is a copy of it."""
-
-
-class Kind(Enum):
-    """How a function has to be called with shards."""
-
-    PLAIN = auto()
-    """As it is: it asks for no values."""
-    ELEMENTWISE = auto()
-    """On shards, if all tensors lie alike."""
-    RANDOM = auto()
-    """On shards, and copies of a shard get the same numbers."""
-    NORM = auto()
-    """On shards, if no shard is empty; what comes out are parts of a norm."""
-    JOIN = auto()
-    """On parts of a sum or norm, if all are; else on whole tensors."""
-    VIEW = auto()
-    """On whole tensors; what comes out would share memory with them, and is not to be written to."""
-    WHOLE = auto()
-    """On whole tensors."""
-    ITERATE = auto()
-    PICKLE = auto()
-    COPY = auto()
-    SET_DATA = auto()
-    GET_DATA = auto()
-    SET_GRADIENT = auto()
-    HOOK = auto()
-    GRADIENTS = auto()
-
-
-_PLAIN = {
-    "__delete__", "__dir__", "__hash__", "__len__", "__repr__",
-    "__setstate__", "_is_view", "_typed_storage", "backward", "can_cast", "cpu", "cuda", "data_ptr", "dim",
-    "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
-    "is_neg", "is_nonzero_", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "is_tensor",
-    "ndimension", "nelement", "numel", "pin_memory", "record_stream", "register_post_accumulate_grad_hook",
-    "requires_grad_", "result_type", "retain_grad", "share_memory_", "size", "storage", "storage_offset", "stride",
-    "untyped_storage", "_amp_foreach_non_finite_check_and_unscale_",
-}  # fmt: skip
-_ELEMENTWISE = ELEMENTWISE | {"and", "bool", "int", "invert", "long", "or", "xor"}
-_CONVERSIONS = {"__bool__", "__complex__", "__float__", "__index__", "__int__", "__long__"}
-_RANDOM = RANDOM_LIKE | {
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
-}  # fmt: skip
-_VIEWS = VIEWS | {"__getitem__", "adjoint", "broadcast_to", "hsplit", "moveaxis", "real", "vsplit"}
-_WRITING_DUNDERS = {
-    "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__",
-    "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
-}  # fmt: skip
-
-
-_OTHERS = {
-    "__deepcopy__": Kind.COPY,
-    "__iter__": Kind.ITERATE,
-    "__reduce_ex__": Kind.PICKLE,
-    "_foreach_norm": Kind.NORM,
-    "cat": Kind.JOIN,
-    "concat": Kind.JOIN,
-    "linalg_vector_norm": Kind.NORM,
-    "norm": Kind.NORM,
-    "register_hook": Kind.HOOK,
-    "stack": Kind.JOIN,
-    "vector_norm": Kind.NORM,
-}
 
 
 @functools.cache
@@ -120,7 +54,7 @@ class Owner(Protocol):
         """Learn that a script is about to set the parameter's gradient."""
 
 
-_kinds: dict[Function, Kind] = {}
+_kinds: dict[Function, FunctionKind] = {}
 
 
 def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,80 +62,46 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind = _kinds.get(func)
     if kind is None:
         kind = _kinds[func] = kind_of(func)
-    if kind is Kind.ITERATE:
+    if kind is FunctionKind.ITERATE:
         return iter(call(torch.Tensor.unbind, args, kwargs))
-    if kind is Kind.PLAIN:
+    if kind is FunctionKind.PLAIN:
         return _call_as_is(func, args, kwargs)
     tensors = _tensors_in(args, kwargs)
     shards = [tensor for tensor in tensors if is_of_model(tensor)]
     if not shards:
         return _call_as_is(func, args, kwargs)
-    if kind in (Kind.SET_DATA, Kind.GET_DATA, Kind.SET_GRADIENT, Kind.HOOK):
+    if kind in (FunctionKind.SET_DATA, FunctionKind.GET_DATA, FunctionKind.SET_GRADIENT, FunctionKind.HOOK):
         return _call_of_parameter(kind, func, args, kwargs)
-    if kind is Kind.PICKLE:
+    if kind is FunctionKind.PICKLE:
         raise CheckpointError(
             "torch.save() or pickle of a sharded tensor would write this process's part alone, which loads nowhere. "
             "For a checkpoint, torchacc.checkpoint.save(folder, model=model, optimizer=optimizer) on every process; "
             "for a file of whole weights, torch.save(torchacc.full_state_dict(model), file), where full_state_dict() "
             "is called by every process; of an optimizer, torchacc.optim_state_dict(model, optimizer)"
         )
-    if kind is Kind.GRADIENTS:
+    if kind is FunctionKind.GRADIENTS:
         from torchacc.engines.native.gradients import gradients
 
         return gradients(*args, **kwargs)
-    if kind is Kind.COPY:
+    if kind is FunctionKind.COPY:
         return _copied(args[0], args[1])
     targets = _targets(func, args, kwargs)
     _check_targets(func, targets)
-    if kind is Kind.ELEMENTWISE and _lie_alike(func, tensors, args):
+    if kind is FunctionKind.ELEMENTWISE and _lie_alike(func, tensors, args):
         with suppress(NotImplementedError):  # of this function, or with this torch
             return _with_mark_of(args, _call_as_is(func, args, kwargs))
-    if kind is Kind.RANDOM:
+    if kind is FunctionKind.RANDOM:
         return _same_on_copies(_call_as_is(func, args, kwargs))
-    if kind is Kind.NORM and _is_total_norm(args, kwargs) and all(map(_has_no_empty_part, shards)):
+    if kind is FunctionKind.NORM and _is_total_norm(args, kwargs) and all(map(_has_no_empty_part, shards)):
         return _call_as_is(func, args, kwargs)
-    if kind is Kind.JOIN and all(map(_is_partial, shards)) and len(shards) == len(tensors):
+    if kind is FunctionKind.JOIN and all(map(_is_partial, shards)) and len(shards) == len(tensors):
         return _call_as_is(func, args, kwargs)
     if targets:
         return _write(func, args, kwargs, targets)
     output = func(*_whole(args), **_whole(kwargs))
-    if kind is Kind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
+    if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
         return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
     return output
-
-
-def kind_of(func: Function) -> Kind:
-    """Return how a function has to be called with shards."""
-    name = getattr(func, "__name__", "")
-    if func is torch.autograd.grad:
-        return Kind.GRADIENTS
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        special = {
-            ("__get__", "data"): Kind.GET_DATA,
-            ("__set__", "data"): Kind.SET_DATA,
-            ("__set__", "grad"): Kind.SET_GRADIENT,
-        }
-        return special.get((name, attribute), Kind.VIEW if attribute in _VIEWS else Kind.PLAIN)
-    if name in _PLAIN:
-        return Kind.PLAIN
-    if name in _OTHERS:
-        return _OTHERS[name]
-    if name in _RANDOM:
-        return Kind.RANDOM
-    if name in _VIEWS:
-        return Kind.VIEW
-    if name.startswith("_fused_") or (_plain_name(name) in _ELEMENTWISE and name not in _CONVERSIONS):
-        return Kind.ELEMENTWISE
-    return Kind.WHOLE
-
-
-def _plain_name(name: str) -> str:
-    """Return the name of a function of elements: `mul` for `mul_`, `__rmul__`, `__imul__` and `_foreach_mul_`."""
-    bare = name.removeprefix("_foreach_").strip("_")
-    if name.startswith("__") and bare not in _ELEMENTWISE and bare[:1] in ("r", "i"):
-        bare = bare[1:]
-    return {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(bare, bare)
 
 
 def is_of_model(tensor: Any) -> bool:
@@ -221,7 +121,7 @@ def _targets(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if kwargs.get("out") is not None:
         return _tensors_in(kwargs["out"], {})
     name = func.__name__
-    writes = name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+    writes = name in WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
     if not writes:
         return []
     if name.startswith("_fused_"):
@@ -472,22 +372,22 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return copied
 
 
-def _call_of_parameter(kind: Kind, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter: Any = args[0]
     owner: Owner | None = vars(parameter).get(OWNER)
-    if kind is Kind.HOOK:
+    if kind is FunctionKind.HOOK:
         if owner is not None:
             raise EngineError(
                 "register_hook() on a sharded parameter: autograd sees the whole weight only, so that the hook would "
                 "never run. Use parameter.register_post_accumulate_grad_hook(), which sees parameter.grad"
             )
         return _call_as_is(func, args, kwargs)
-    if kind is Kind.GET_DATA:
+    if kind is FunctionKind.GET_DATA:
         if owner is not None:
             owner.on_data(parameter)
         return _with_mark_of(args, _call_as_is(func, args, kwargs))
     value = args[1]
-    if kind is Kind.SET_GRADIENT:
+    if kind is FunctionKind.SET_GRADIENT:
         if owner is not None:
             owner.on_set_gradient(parameter)
         if is_of_model(parameter) and isinstance(value, torch.Tensor):

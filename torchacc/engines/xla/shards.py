@@ -8,7 +8,6 @@ A script sees the unsharded tensor's shape, and PyTorch's functions do one of th
 - What else changes values in place is refused, as a copy would be changed.
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,43 +17,9 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchacc.engines.tensor_functions import ELEMENTWISE, RANDOM_LIKE, VIEWS
+from torchacc.engines.xla.function_traits import WITHOUT_GRADIENT, FunctionTraits, traits_of
 from torchacc.errors import EngineError
 from torchacc.parallel.sharding import RowLayout
-
-_QUESTIONS = {
-    "_backward_hooks", "_base", "_cdata", "_grad_fn", "_is_view", "_version", "device", "dtype",
-    "element_size", "get_device", "grad_fn", "has_names", "is_complex", "is_conj", "is_contiguous", "is_cpu", "is_cuda",
-    "is_floating_point", "is_inference", "is_leaf", "is_meta", "is_neg", "is_nested", "is_quantized", "is_signed",
-    "is_sparse", "is_sparse_csr", "is_xla", "itemsize", "layout", "name", "names", "output_nr",
-    "requires_grad", "requires_grad_", "result_type", "retain_grad", "retains_grad", "storage_offset", "stride",
-    "untyped_storage", "data_ptr", "is_mps", "is_xpu", "is_mtia", "is_mkldnn", "is_vulkan", "is_maia", "is_ipu",
-    "can_cast", "is_tensor", "is_same_size",
-}  # fmt: skip
-"""Names of what asks for no value and no size."""
-
-_ELEMENTWISE = ELEMENTWISE | {
-    "acos", "asin", "constant", "deg2rad", "erfc", "exp2", "float_power", "fmax", "fmin", "greater", "greater_equal",
-    "hardshrink", "heaviside", "hypot", "isfinite", "isinf", "isneginf", "isposinf", "ldexp", "less", "less_equal",
-    "logaddexp", "logit", "masked_fill", "nextafter", "not_equal", "positive", "rad2deg", "signbit", "softshrink",
-    "threshold", "truediv", "type", "xlogy",
-}  # fmt: skip
-
-_WITHOUT_GRADIENT = {
-    "empty_like", "eq", "full_like", "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "isneginf",
-    "isposinf", "le", "less", "less_equal", "lt", "ne", "not_equal", "ones_like", "sign", "signbit", "zeros_like",
-}  # fmt: skip
-"""Names of element-wise functions that pass no gradient on."""
-
-_OPERATORS = {
-    f"__{prefix}{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-    for prefix in ("", "r", "i")
-} | {f"__{name}__" for name in ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")}
-
-_RANDOM = RANDOM_LIKE | {"bernoulli", "poisson", "normal"}
-
-_VIEWS = VIEWS | {"diag", "getitem", "iter"}
 
 _INSTEAD = (
     "Change the parameter itself by functions that go element by element (parameter.mul_(…), "
@@ -265,12 +230,13 @@ class ShardTensor(torch.Tensor):
                 "there once backward has ended. Call loss.backward() and read parameter.grad, or use "
                 "config.dist.fsdp.use_spmd = True, or the native engine"
             )
-        call = _call_of(func)
+        call = traits_of(func)
         if call.is_question:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if call.method is not None:
-            return call.method(*args, **kwargs)
+        method = vars(ShardTensor).get(call.name)
+        if callable(method) and call.name != "__torch_function__":
+            return method(*args, **kwargs)
         written = _written(args, kwargs) if call.writes else kwargs.get("out")
         if call.is_each:
             return _run_each(call, func, args, kwargs)
@@ -291,57 +257,12 @@ class WholeCopy(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of PyTorch, unless it changes the copy."""
-        call = _call_of(func)
+        call = traits_of(func)
         if call.writes and isinstance(_written(args, kwargs or {}), WholeCopy):
             raise EngineError(f"{call.name}() on a part of a sharded tensor would change a copy of it. {_INSTEAD}")
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return _as_copies(result) if call.is_view or call.base in ("data", "detach") else result
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a function of PyTorch is, by its name."""
-
-    name: str
-    base: str
-    """The name without what marks operators, methods in place, and functions of lists."""
-    is_question: bool
-    is_elementwise: bool
-    is_each: bool
-    """Whether it takes lists, of which it does the same to each."""
-    is_view: bool
-    is_random: bool
-    writes: bool
-    """Whether it changes its first argument."""
-    method: Callable[..., Any] | None
-    """What `ShardTensor` has in its place."""
-
-
-@functools.cache
-def _call_of(func: Any) -> _Call:
-    name: str = func.__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        name = func.__self__.__name__
-    is_each = name.startswith("_foreach_")
-    is_dunder = name.startswith("__") and name.endswith("__")
-    base = name.removeprefix("_foreach_").strip("_")
-    in_place = (is_dunder and name in _IN_PLACE_OPERATORS) or (not is_dunder and name.endswith("_"))
-    own = name in vars(ShardTensor) and callable(vars(ShardTensor)[name]) and name not in ("__torch_function__",)
-    return _Call(
-        name=name,
-        base=base,
-        is_question=name in _QUESTIONS,
-        is_elementwise=name in _OPERATORS if is_dunder else base in _ELEMENTWISE,
-        is_each=is_each,
-        is_view=base in _VIEWS,
-        is_random=base in _RANDOM,
-        writes=(in_place and name not in _QUESTIONS) or getattr(func, "__name__", "") in ("__set__", "__delete__"),
-        method=vars(ShardTensor)[name] if own else None,
-    )
-
-
-_IN_PLACE_OPERATORS = {name for name in _OPERATORS if name.startswith("__i") and name != "__invert__"} | {"__setitem__"}
 
 
 def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -400,12 +321,12 @@ def _shards_in(*trees: Any) -> Iterator[ShardTensor]:
     return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, ShardTensor))
 
 
-def _common_layout(args: Sequence[Any], kwargs: Mapping[str, Any], call: _Call) -> Layout | None:
+def _common_layout(args: Sequence[Any], kwargs: Mapping[str, Any], call: FunctionTraits) -> Layout | None:
     """Return how all operands lie, where they are shards that lie alike, and numbers; None where they are not.
 
     A gradient goes through the unsharded tensor, so that it is reduced with all others.
     """
-    grad_enabled = torch.is_grad_enabled() and call.base not in _WITHOUT_GRADIENT
+    grad_enabled = torch.is_grad_enabled() and call.base not in WITHOUT_GRADIENT
     layout = None
     for leaf in (*args, *kwargs.values()):
         if isinstance(leaf, ShardTensor):
@@ -426,11 +347,11 @@ def _run_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], la
     if isinstance(result, ShardTensor) or not isinstance(result, torch.Tensor):
         return result
     if result.device.type != "xla":  # a copy on the host is one that is read
-        return _run_on_whole(_call_of(func), func, args, kwargs)
+        return _run_on_whole(traits_of(func), func, args, kwargs)
     return as_shard(result, layout)
 
 
-def _run_on_whole(call: _Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_on_whole(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if call.is_random and any(True for _ in _shards_in(args, kwargs)):
         raise EngineError(
             f"{call.name}() of a sharded tensor: each process would draw numbers of its own, also for copies of one "
@@ -451,7 +372,7 @@ def _run_on_whole(call: _Call, func: Any, args: Sequence[Any], kwargs: Mapping[s
     return _as_copies(result) if call.is_view else result
 
 
-def _write(call: _Call, func: Any, written: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Change a shard in place, element by element."""
     if call.name == "__setitem__" and (same := _as_whole_assignment(*args)) is not None:
         return getattr(written, same[0])(*same[1:])
@@ -483,7 +404,7 @@ def _as_whole_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...]
     return None
 
 
-def _run_each(call: _Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_each(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function of lists: on shards where it goes element by element, and on unsharded tensors otherwise."""
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     rest = [arg for arg in args if not isinstance(arg, list | tuple)]
