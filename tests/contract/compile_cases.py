@@ -86,7 +86,7 @@ def torch_xla_as_it_is() -> Iterator[None]:
     from torchacc.engines.xla import base
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "prime", lambda *args: None)
+        patch.setattr(base, "initialize_state", lambda *args: None)
         patch.setattr(base.XlaModel, "numbers_on_device", lambda *args: nullcontext())
         yield
 

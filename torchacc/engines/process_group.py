@@ -189,8 +189,8 @@ class ProcessGroup:
             ) from error
         read = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in found]
         if len(set(read)) > 1:
-            told = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(read))
-            raise EngineError(f"the processes read different tensors at the same time: {told}. {_READ_ALIKE}")
+            listed = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(read))
+            raise EngineError(f"the processes read different tensors at the same time: {listed}. {_READ_ALIKE}")
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.

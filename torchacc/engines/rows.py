@@ -76,12 +76,12 @@ class RowGatherer(ABC):
         own = torch.tensor([*dims, tensor.dim(), _DTYPES.index(str(tensor.dtype)), tracks])
         found = torch.empty(len(self.ranks) * len(own), dtype=torch.int64)
         dist.all_gather_into_tensor(found, own, group=self._members)
-        told = self._in_order(found.view(len(self.ranks), -1)).tolist()
-        if any(other != told[0] for other in told):
+        described_by_rank = self._in_order(found.view(len(self.ranks), -1)).tolist()
+        if any(other != described_by_rank[0] for other in described_by_rank):
             described = "; ".join(
                 f"rank {rank} {tuple(each[: min(each[-3], _MOST_DIMS)])} {_DTYPES[each[-2]]}"
                 f"{' with a gradient' if each[-1] else ''}"
-                for rank, each in zip(self.ranks, told, strict=True)
+                for rank, each in zip(self.ranks, described_by_rank, strict=True)
             )
             raise DataError(
                 f"torchacc.dist.all_gather() of tensors that differ between the processes: {described}. Pad them to "

@@ -58,10 +58,10 @@ def _of_all(
             return original(gate_logits, num_experts, top_k, attention_mask)
         device = gate_logits[0].device
         layers = torch.stack([layer.to(device) for layer in gate_logits], dim=1)  # (tokens, layers, experts)
-        told = group.all_gather_objects((len(layers), attention_mask is not None))
-        longest = max(count for count, _ in told)
+        of_ranks = group.all_gather_objects((len(layers), attention_mask is not None))
+        longest = max(count for count, _ in of_ranks)
         mask = None
-        if len(set(told)) > 1 or attention_mask is not None:
+        if len(set(of_ranks)) > 1 or attention_mask is not None:
             own = layers.new_ones(len(layers)) if attention_mask is None else attention_mask.reshape(-1).to(layers)
             mask = all_gather(nn.functional.pad(own, (0, longest - len(own)))).view(1, -1)
         layers = all_gather(nn.functional.pad(layers, (0, 0, 0, 0, 0, longest - len(layers))))

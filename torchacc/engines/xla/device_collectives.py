@@ -132,7 +132,7 @@ class _DeviceGatherer(BlockGatherer):
         read: torch.Tensor = _DeviceGather.apply(block.shard, block, self._exchange, block.shard.dtype)
         return read
 
-    def gather_again(self, weight: Weight) -> torch.Tensor:
+    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
 
         block, index = self._places[weight]

@@ -1,9 +1,9 @@
-"""Make a unit's weights whole while its forward runs, and again when its backward needs them.
+"""Unshard a unit's weights while its forward runs, and again when its backward needs them.
 
-The modules keep the shards as their parameters, under the original names. A forward hook lays the whole weight over
-the shard (an instance attribute hides a registered parameter of the same name), and takes it away afterwards. What
-autograd saves of a whole weight is only a note of the shard: the weight is gathered anew in backward, so that it need
-not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
+The modules keep the shards as their parameters, under the original names. A forward hook puts the unsharded weight in
+front of the shard (an instance attribute hides a registered parameter of the same name), and takes it away afterwards.
+What autograd saves of an unsharded weight is only a note of the shard: the weight is gathered anew in backward, so that
+it need not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
 """
 
 from abc import ABC, abstractmethod
@@ -28,39 +28,39 @@ class Weight:
     shard: nn.Parameter
     slots: list[Slot]
     shape: tuple[int, ...]
-    """The shape of the whole weight."""
+    """The shape of the unsharded weight."""
     dtype: torch.dtype
-    """The dtype that the whole weight is computed with."""
+    """The dtype that the unsharded weight is computed with."""
 
 
 class Gatherer(ABC):
-    """How the whole weights of one unit come about on one kind of runtime."""
+    """How the unsharded weights of one unit come about on one kind of runtime."""
 
     keeps_weights: bool = False
-    """Whether backward uses the whole weights of forward, instead of gathering them again."""
+    """Whether backward uses the unsharded weights of forward, instead of gathering them again."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
 
     @abstractmethod
     def gather(self) -> list[torch.Tensor]:
-        """Return the unit's whole weights, connected to their shards for autograd."""
+        """Return the unit's unsharded weights, connected to their shards for autograd."""
 
-    def gather_again(self, weight: Weight) -> torch.Tensor:
-        """Return a whole weight for use in backward; not called where `keeps_weights` is set."""
+    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
+        """Return an unsharded weight for use in backward; not called where `keeps_weights` is set."""
         raise NotImplementedError
 
-    def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:
-        """Give the shard what the module's own forward has made of the whole weight.
+    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
+        """Give the shard what the module's own forward has made of the unsharded weight.
 
         Raises:
             EngineError: It cannot be given.
         """
-        raise edit_is_lost(weight.name, EACH_ITS_OWN)
+        raise lost_edit(weight.name, EDITED_PER_PROCESS)
 
-    def gather_all_again(self) -> list[torch.Tensor]:
-        """Return the unit's whole weights for use in backward; not called where `keeps_weights` is set."""
-        return [self.gather_again(weight) for weight in self.weights]
+    def gather_all_for_backward(self) -> list[torch.Tensor]:
+        """Return the unit's unsharded weights for use in backward; not called where `keeps_weights` is set."""
+        return [self.gather_for_backward(weight) for weight in self.weights]
 
 
 def install_unit(module: nn.Module, gatherer: Gatherer) -> "UnitHooks":
@@ -94,10 +94,10 @@ def find_slots(model: nn.Module, names: Sequence[str]) -> list[Slot]:
 
 
 class WeightSource(Protocol):
-    """What a unit's whole weights come from while a module around it is recomputed."""
+    """What a unit's unsharded weights come from while a module around it is recomputed."""
 
-    def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
-        """Return the whole weights of a unit."""
+    def unsharded_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
+        """Return the unsharded weights of a unit."""
 
 
 class UnitHooks:
@@ -106,22 +106,22 @@ class UnitHooks:
     def __init__(self, module: nn.Module, gatherer: Gatherer) -> None:
         self.module = module
         self.gatherer = gatherer
-        self.whole: list[torch.Tensor] = []
-        """The whole weights that lie over the shards now."""
+        self.unsharded: list[torch.Tensor] = []
+        """The unsharded weights that modules find now."""
         self.within: WeightSource | None = None
         """The recomputed module that this unit runs in, which saves for backward by itself."""
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
-        self._as_laid: list[tuple[Any, int]] = []
-        """The storage of each whole weight, and how often that had been edited when it was laid over the shard."""
+        self._as_gathered: list[tuple[Any, int]] = []
+        """The storage of each unsharded weight, and how often that had been edited when it was gathered."""
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Gather."""
         if self.within is not None:
-            self.lay(self.within.whole_weights(self.gatherer))
+            self.unshard(self.within.unsharded_weights(self.gatherer))
             return
-        self.lay(self.gatherer.gather())
+        self.unshard(self.gatherer.gather())
         if not self.gatherer.keeps_weights and torch.is_grad_enabled():
-            self._saving.append(_save_notes(self.gatherer, self.whole))
+            self._saving.append(_save_notes(self.gatherer, self.unsharded))
             self._saving[-1].__enter__()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -129,33 +129,33 @@ class UnitHooks:
         if self._saving:
             self._saving.pop().__exit__()
         edited = self.edited()
-        self.lift()
-        for weight, whole in edited:
+        self.reshard()
+        for weight, full in edited:
             if self.within is not None:
-                raise edit_is_lost(weight.name, MADE_TWICE)
-            self.gatherer.keep_edit(weight, whole)
+                raise lost_edit(weight.name, EDITED_TWICE)
+            self.gatherer.keep_edit(weight, full)
         for weight in self.gatherer.weights:
             for owner, name in weight.slots:
                 if owner._parameters.get(name, weight.shard) is not weight.shard:
-                    raise edit_is_lost(weight.name, "it puts another one in its place, which no optimizer knows")
+                    raise lost_edit(weight.name, "it puts another one in its place, which no optimizer knows")
 
     def edited(self) -> list[tuple[Weight, torch.Tensor]]:
-        """Return the weights that were edited since they were laid over the shards, each with its whole."""
-        laid = zip(self.gatherer.weights, self.whole, self._as_laid, strict=False)  # all or none of them
-        return [(weight, whole) for weight, whole, before in laid if storage_and_edits(whole) != before]
+        """Return the weights that were edited since they were gathered, each with its unsharded weight."""
+        gathered = zip(self.gatherer.weights, self.unsharded, self._as_gathered, strict=False)  # all or none of them
+        return [(weight, full) for weight, full, before in gathered if storage_and_edits(full) != before]
 
-    def lay(self, whole: list[torch.Tensor]) -> None:
-        """Lay whole weights over the shards."""
-        self.whole = whole
-        self._as_laid = [storage_and_edits(tensor) for tensor in whole]
-        for weight, tensor in zip(self.gatherer.weights, whole, strict=True):
+    def unshard(self, full: list[torch.Tensor]) -> None:
+        """Let modules find unsharded weights in the place of the shards."""
+        self.unsharded = full
+        self._as_gathered = [storage_and_edits(tensor) for tensor in full]
+        for weight, tensor in zip(self.gatherer.weights, full, strict=True):
             for owner, name in weight.slots:
                 owner.__dict__[name] = tensor
                 _refresh_rnn(owner)
 
-    def lift(self) -> None:
-        """Take the whole weights away from the shards."""
-        self.whole, self._as_laid = [], []
+    def reshard(self) -> None:
+        """Let modules find the shards again."""
+        self.unsharded, self._as_gathered = [], []
         for weight in self.gatherer.weights:
             for owner, name in weight.slots:
                 owner.__dict__.pop(name, None)
@@ -166,14 +166,14 @@ class UnitHooks:
         return any(owner in modules for weight in self.gatherer.weights for owner, _ in weight.slots)
 
 
-def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Let autograd save a note of the shard wherever it would save a whole weight, or a view of one."""
+def _save_notes(gatherer: Gatherer, full: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Let autograd save a note of the shard wherever it would save an unsharded weight, or a view of one."""
     # Private to torch 2.9, the only one that torch_xla 2.9 loads with.
     from torch._C._functionalization import apply_view_meta_sequence, get_view_meta_sequence
 
     # A view shares its base's storage: a linear layer saves `weight.t()`. How the two differ is in none of its shape,
     # strides and values: on XLA strides are always those of a contiguous tensor, and a weight may be square.
-    known = {_storage(tensor): weight for weight, tensor in zip(gatherer.weights, whole, strict=True)}
+    known = {_storage(tensor): weight for weight, tensor in zip(gatherer.weights, full, strict=True)}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[Weight, int, list[Any]]:
         weight = known.get(_storage(tensor))
@@ -188,16 +188,16 @@ def _save_notes(gatherer: Gatherer, whole: Sequence[torch.Tensor]) -> torch.auto
                 f"{weight.name!r} is needed for the gradients of a forward, and has been modified by an inplace "
                 "operation since: an optimizer's step, a load or an edit. Call backward() before it"
             )
-        return apply_view_meta_sequence(gatherer.gather_again(weight), views)
+        return apply_view_meta_sequence(gatherer.gather_for_backward(weight), views)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-EACH_ITS_OWN = "each process would edit a copy of its own, by the samples that it has itself"
-MADE_TWICE = "that forward is computed again in backward, where the edit would be made once more"
+EDITED_PER_PROCESS = "each process would edit a copy of its own, by the samples that it has itself"
+EDITED_TWICE = "that forward is computed again in backward, where the edit would be made once more"
 
 
-def edit_is_lost(name: str | None, reason: str) -> EngineError:
+def lost_edit(name: str | None, reason: str) -> EngineError:
     """Return what says that a forward has edited a weight where that cannot be kept.
 
     Args:

@@ -21,7 +21,7 @@ Put = Callable[[torch.Tensor], torch.Tensor]
 """Returns a copy of a host tensor on the device, as plain data."""
 
 
-def prime(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> str | None:
+def initialize_state(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> str | None:
     """Create the state of every parameter that has a gradient and none yet; state that is there keeps its values.
 
     Args:
@@ -47,7 +47,7 @@ def prime(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> str | Non
                 optimizer.state[parameter].update(
                     {key: _laid_out(value, parameter, group, place, put) for key, value in made.items()}
                 )
-    _settle(optimizer, place, put)
+    _place_state(optimizer, place, put)
     return reason
 
 
@@ -82,7 +82,7 @@ def _computes_on_device(group: dict[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _settle(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> None:
+def _place_state(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> None:
     """Lay out anew what the optimizer has made by itself, or loaded, and not where a step wants it.
 
     Adagrad records its state when it is made, which makes it a part of the first step's program. ASGD and NAdam have

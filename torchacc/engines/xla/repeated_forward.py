@@ -1,9 +1,10 @@
-"""Compute activations again in backward on XLA devices: from whole weights, and with the same random numbers.
+"""Compute activations again in backward on XLA devices: from unsharded weights, and with the same random numbers.
 
-PyTorch's non-reentrant checkpoint does the bookkeeping. What it does not know is a device `xla`, that weights are whole
-only while a unit's forward runs, and that XLA sees that the second computation is the first one and merges them, unless
-an optimization barrier stands before it. XLA's CPU client takes barriers away, and merges after that once more; there
-the second computation begins with the sum of its inputs and a zero that is a program's input, and so no zero to XLA.
+PyTorch's non-reentrant checkpoint does the bookkeeping. What it does not know is a device `xla`, that weights are
+unsharded only while a unit's forward runs, and that XLA sees that the second computation is the first one and merges
+them, unless an optimization barrier stands before it. XLA's CPU client takes barriers away, and merges after that once
+more; there the second computation begins with the sum of its inputs and a zero that is a program's input, and so no
+zero to XLA.
 
 A model that calls `torch.utils.checkpoint.checkpoint()` by itself comes here, too.
 """
@@ -24,7 +25,7 @@ from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.transformers_masks import Answers
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import MADE_TWICE, Gatherer, UnitHooks, edit_is_lost
+from torchacc.engines.xla.gather import EDITED_TWICE, Gatherer, UnitHooks, lost_edit
 
 
 class Recompute:
@@ -69,8 +70,8 @@ class Recompute:
                 return function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        own = [unit for unit in self._units if not unit.whole]
-        around = [unit for unit in self._units if unit.whole]
+        own = [unit for unit in self._units if not unit.unsharded]
+        around = [unit for unit in self._units if unit.unsharded]
         if isinstance(function, nn.Module):
             inside = set(function.modules())
             around = [unit for unit in around if unit.has_weights_in(inside)]
@@ -162,7 +163,7 @@ class _Call:
         self._function, self._inputs = function, (tuple(args), dict(kwargs))
         self._around, self._own, self._patches = around, own, patches
         self._zero = _zero() if runtime.runs_on_cpu() else None  # what barriers do not hold up
-        self._kept = {unit.gatherer: unit.whole for unit in around if unit.gatherer.keeps_weights}
+        self._kept = {unit.gatherer: unit.unsharded for unit in around if unit.gatherer.keeps_weights}
         self._answers = Answers()
         self._has_run = False
         self._again: list[torch.Tensor] | None = None
@@ -184,24 +185,24 @@ class _Call:
         with self._answers.noted(), self._gathering_for_own_units():
             output = self._function(*args, **kwargs)
         if names := self._edited_around() - edited:
-            raise edit_is_lost(min(names), MADE_TWICE)
+            raise lost_edit(min(names), EDITED_TWICE)
         return output
 
     def _edited_around(self) -> set[str]:
         return {weight.name for unit in self._around for weight, _ in unit.edited()}
 
-    def whole_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
-        """Return the whole weights of a unit whose weights the function may use."""
+    def unsharded_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
+        """Return the unsharded weights of a unit whose weights the function may use."""
         if self._again is None:
-            whole = gatherer.gather()
+            full = gatherer.gather()
             if gatherer.keeps_weights:
-                self._kept[gatherer] = whole
-            return whole
-        whole = self._kept[gatherer] if gatherer.keeps_weights else gatherer.gather_all_again()
+                self._kept[gatherer] = full
+            return full
+        full = self._kept[gatherer] if gatherer.keeps_weights else gatherer.gather_all_for_backward()
         # What autograd saves depends on what needs a gradient.
         return [
             tensor.detach().requires_grad_(weight.shard.requires_grad)
-            for tensor, weight in zip(whole, gatherer.weights, strict=True)
+            for tensor, weight in zip(full, gatherer.weights, strict=True)
         ]
 
     def watch_gradient(self, output: torch.Tensor) -> torch.Tensor:
@@ -268,9 +269,9 @@ class _Call:
     @contextmanager
     def _weights_around(self) -> Iterator[None]:
         for unit in self._around:
-            unit.lay(self.whole_weights(unit.gatherer))
+            unit.unshard(self.unsharded_weights(unit.gatherer))
         try:
             yield
         finally:
             for unit in self._around:
-                unit.lift()
+                unit.reshard()

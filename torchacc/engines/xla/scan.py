@@ -15,7 +15,7 @@ from torch import nn
 from torchacc.data.tree import map_tensors
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import edit_is_lost, find_slots, storage_and_edits
+from torchacc.engines.xla.gather import find_slots, lost_edit, storage_and_edits
 from torchacc.errors import EngineError
 
 Patches = Callable[[], AbstractContextManager[None]]
@@ -121,7 +121,7 @@ class LayerScan:
     def _run(self, hidden: torch.Tensor, shards: Sequence[torch.Tensor], inputs: Any) -> torch.Tensor:
         """Run the first layer's forward with these shards in the place of its own."""
         args, kwargs = inputs
-        with self._laid(shards):
+        with self._unsharded(shards):
             output = self._layers[0].forward(hidden, *args, **kwargs)
         if not isinstance(output, torch.Tensor) or (output.shape, output.dtype) != (hidden.shape, hidden.dtype):
             raise EngineError(
@@ -132,7 +132,7 @@ class LayerScan:
         return output
 
     @contextmanager
-    def _laid(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _unsharded(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
         places = [slot for name in self._names for slot in self._slots[name]]
         laid: list[tuple[str, torch.Tensor, Any]] = []
         for name, shard in zip(self._names, shards, strict=True):
@@ -147,7 +147,7 @@ class LayerScan:
                 owner.__dict__.pop(attribute, None)
         for name, tensor, before in laid:
             if storage_and_edits(tensor) != before:
-                raise edit_is_lost(name, "compute.scan_layers = True runs one layer's code for all of them")
+                raise lost_edit(name, "compute.scan_layers = True runs one layer's code for all of them")
 
 
 class _Scan(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
-from torchacc.engines.xla.gather import Gatherer, Weight, edit_is_lost
+from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
@@ -321,7 +321,7 @@ class _SpmdGatherer(Gatherer):
     def gather(self) -> list[torch.Tensor]:
         return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
 
-    def gather_again(self, weight: Weight) -> torch.Tensor:
+    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
 
         shard = weight.shard.detach().clone()
@@ -342,7 +342,7 @@ class _SpmdGatherer(Gatherer):
 
     def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:
         if whole.dtype != weight.shard.dtype:
-            raise edit_is_lost(weight.name, f"it computes with a copy in {whole.dtype}, of fewer digits")
+            raise lost_edit(weight.name, f"it computes with a copy in {whole.dtype}, of fewer digits")
         kept = whole.detach().clone()
         self.split(kept, weight)
         # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.

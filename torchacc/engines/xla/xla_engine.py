@@ -26,16 +26,16 @@ from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.compile_watch import CompileWatch
 from torchacc.engines.xla.gather import (
-    EACH_ITS_OWN,
+    EDITED_PER_PROCESS,
     Gatherer,
     UnitHooks,
     Weight,
-    edit_is_lost,
     find_slots,
     install_unit,
+    lost_edit,
     replace_parameter,
 )
-from torchacc.engines.xla.initial_state import prime
+from torchacc.engines.xla.initial_state import initialize_state
 from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
@@ -209,7 +209,7 @@ class XlaModel(ShardedModel):
                     module._buffers[name] = moved[id(buffer)]
         _move_plain_tensors(self.model, self.engine.device)
 
-    def make_weights(
+    def _make_weights(
         self, parameters: Iterable[PlannedParameter], shard: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[nn.Parameter, Weight]]:
         """Replace parameters by their shards in the model.
@@ -261,7 +261,7 @@ class XlaModel(ShardedModel):
                 RuntimeError
             ) as error:  # autograd refuses it first where all weights of a unit are one tensor's parts
                 if "GatherBackward is a view" in str(error):
-                    raise edit_is_lost(None, EACH_ITS_OWN) from error
+                    raise lost_edit(None, EDITED_PER_PROCESS) from error
                 raise
 
     def patched(self) -> AbstractContextManager[None]:
@@ -274,7 +274,7 @@ class XlaModel(ShardedModel):
         if optimizer not in self._open_steps:
             self._check_gradients_are_there(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        reason = prime(optimizer, self.place, self._put)
+        reason = initialize_state(optimizer, self.place, self._put)
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)
