@@ -246,12 +246,12 @@ class ShardedModel(ABC):
         return True
 
     def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
-        """Return the whole of what processes hold of a parameter, flat, on the host. Collective: every process.
+        """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
 
         Args:
             local_shard: The parameter's.
             local: What `fetch()` gave.
-            rank0_only: Whether other processes than rank 0 get None, and need no memory for the whole.
+            rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
         """
         if self.num_shards == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
@@ -261,7 +261,7 @@ class ShardedModel(ABC):
         return found if found is None else self._joined(local_shard, found)
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
-        """Return the whole from the shards of all processes of `_shard_group`, one after another."""
+        """Return the full tensors from the shards of all processes of `_shard_group`, one after another."""
         return shards[: local_shard.numel]
 
     @cached_property
@@ -384,7 +384,7 @@ class ShardedModel(ABC):
         return all(parameter in held for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _drop_window(self) -> None:
-        """Forget the whole gradients of an accumulation window that was not completed."""
+        """Forget the unreduced gradients of an accumulation window that was not completed."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer of this model ready for its next step.

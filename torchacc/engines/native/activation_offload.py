@@ -10,8 +10,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 class SaveActivationsOnHost(saved_tensors_hooks):
     """A context for a forward: PyTorch's `save_on_cpu` in pinned memory, which leaves the weights where they are.
 
-    Autograd saves a unit's whole weights, too. FSDP2 frees their memory after forward and fills it again for backward;
-    copied, each process would hold all of the model on the host.
+    Autograd saves a unit's unsharded weights, too. FSDP2 frees their memory after forward and fills it again for
+    backward; copied, each process would hold all of the model on the host.
     """
 
     def __init__(self, device_type: str) -> None:

@@ -23,11 +23,11 @@ class FunctionKind(Enum):
     NORM = auto()
     """On shards, if no shard is empty; what comes out are parts of a norm."""
     JOIN = auto()
-    """On parts of a sum or norm, if all are; else on whole tensors."""
+    """On parts of a sum or norm, if all are; else on full tensors."""
     VIEW = auto()
-    """On whole tensors; what comes out would share memory with them, and is not to be written to."""
+    """On full tensors; what comes out would share memory with them, and is not to be written to."""
     WHOLE = auto()
-    """On whole tensors."""
+    """On full tensors."""
     ITERATE = auto()
     PICKLE = auto()
     COPY = auto()

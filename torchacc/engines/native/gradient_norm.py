@@ -12,7 +12,7 @@ import torch
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Return the norm of whole gradients, or None for others than DTensors in shards. Collective: every process.
+    """Return the norm of full gradients, or None for others than DTensors in shards. Collective: every process.
 
     Args:
         gradients: Those of which each process holds its parts.

@@ -1,12 +1,12 @@
-"""FSDP2's groups of parameters, of which modules show whole ones only while a forward or a backward runs.
+"""FSDP2's groups of parameters, whose modules show unsharded ones only while a forward or a backward runs.
 
-FSDP2 leaves the root's weights whole after a forward, and with SHARD_GRAD_OP those of every unit, as backward needs
+FSDP2 leaves the root's weights unsharded after a forward, and with SHARD_GRAD_OP those of every unit, as backward needs
 them: a script that looks at `model.parameters()` then finds temporary tensors, and what it does to them is lost. Here
-modules show their shards again as soon as a unit's forward is over. Whole weights that wait for backward do so hidden,
-and go where no backward can follow, or another forward begins.
+modules show their shards again as soon as a unit's forward is over. Unsharded weights that wait for backward do so
+hidden, and go where no backward can follow, or another forward begins.
 
-A graph of gradients (`create_graph=True`) has saved whole weights that no hook of FSDP2's would gather in time. They
-then stay until they change, and gradients are reduced when all of a backward is over.
+A graph of gradients (`create_graph=True`) has saved unsharded weights that no hook of FSDP2's would gather in time.
+They then stay until they change, and gradients are reduced when all of a backward is over.
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ class Group(FSDPParamGroup):
     """The parameters of one unit."""
 
     _waits = False
-    """Whether whole weights wait for backward, while modules show the shards."""
+    """Whether unsharded weights wait for backward, while modules show the shards."""
     _keeps = False
-    """Whether a graph of gradients may need the whole weights, which then stay until they change."""
+    """Whether a graph of gradients may need the unsharded weights, which then stay until they change."""
     is_last = False
     """Whether no more gradients of this backward are to come."""
     owner: "Groups"
     _watched: WeakSet[FSDPParam]
-    """The parameters whose whole weights have a hook that ends a backward."""
+    """The parameters whose unsharded weights have a hook that ends a backward."""
     _versions: tuple[tuple[int, int, int], ...] = ()
     """How often each shard had been written to when it was last gathered: by itself, by its memory, or unseen."""
 
@@ -66,7 +66,7 @@ class Group(FSDPParamGroup):
             super().wait_for_unshard()
 
     def reshard(self) -> None:
-        """Let modules show their shards; keep whole weights only where backward may use them."""
+        """Let modules show their shards; keep unsharded weights only where backward may use them."""
         if self._keeps:
             self._hide()
         elif self._training_state is not TrainingState.FORWARD:
@@ -85,7 +85,7 @@ class Group(FSDPParamGroup):
             super().post_backward(*unused)
 
     def rest(self) -> None:
-        """Free whole weights, and those that were gathered ahead and not used."""
+        """Free unsharded weights, and those that were gathered ahead and not used."""
         self._training_state = TrainingState.IDLE
         self.finalize_backward()
         self._to_sharded()
@@ -107,7 +107,7 @@ class Group(FSDPParamGroup):
                 raise EngineError(
                     "backward(create_graph=True) of a sharded model: parameter.grad is a shard here, which cannot be "
                     "connected to the graph. Write gradients = torch.autograd.grad(loss, tuple(model.parameters()), "
-                    "create_graph=True), which gives whole ones"
+                    "create_graph=True), which gives full ones"
                 )
 
     def _hide(self) -> None:
@@ -169,8 +169,8 @@ def _drop_gradient(parameter: FSDPParam) -> None:
 
 
 def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
-    whole: Any = parameter._unsharded_param
-    return [whole, whole._local_tensor] if parameter.is_dtensor else [whole]
+    unsharded: Any = parameter._unsharded_param
+    return [unsharded, unsharded._local_tensor] if parameter.is_dtensor else [unsharded]
 
 
 class Groups:
@@ -237,7 +237,7 @@ class Groups:
                 module.register_forward_hook(partial(_note_output, state))
 
     def finish_this_backward(self, weight: torch.Tensor) -> None:
-        """See to it that the backward which has given a whole weight a gradient reduces it at its end."""
+        """See to it that the backward which has given an unsharded weight a gradient reduces it at its end."""
         self._root._register_root_post_backward_final_callback()
 
     def _finish_backward(self) -> None:
