@@ -83,11 +83,11 @@ def train(model: nn.Module, x: torch.Tensor, make: Make) -> list[int]:
 @contextmanager
 def torch_xla_as_it_is() -> Iterator[None]:
     """Leave an optimizer's state and numbers to PyTorch and torch_xla."""
-    from torchacc.engines.xla import base
+    from torchacc.engines.xla import xla_engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "initialize_state", lambda *args: None)
-        patch.setattr(base.XlaModel, "numbers_on_device", lambda *args: nullcontext())
+        patch.setattr(xla_engine, "initialize_state", lambda *args: None)
+        patch.setattr(xla_engine.XlaModel, "_numbers_on_device", lambda *args: nullcontext())
         yield
 
 
@@ -274,14 +274,14 @@ CHANGES = {
 
 @case(XLA, each=CHANGES)
 def what_is_compiled_anew_is_named(change: Change) -> None:
-    from torchacc.engines.xla import base
+    from torchacc.engines.xla import xla_engine
     from torchacc.engines.xla.compile_watch import CompileWatch
 
     listener, logger = Listener(), logging.getLogger("torchacc")
     logger.addHandler(listener)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(base, "_watch", CompileWatch())  # which has not warned yet
+            patch.setattr(xla_engine, "_watch", CompileWatch())  # which has not warned yet
             torch.manual_seed(1)
             model = accelerate(Narrow())
             optimizer = adamw(model)
