@@ -155,7 +155,7 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
     Raises:
         CheckpointError: They do.
     """
-    if not sharded.shards_are_runs:
+    if not sharded.placement.is_contiguous:
         raise CheckpointError(
             f"{what} is not available in the engine {sharded.engine.kind} where config.dist.tp.size splits layers: a "
             "process holds a part of each row. Use torchacc.checkpoint.save() and load(), or a full state"
@@ -296,12 +296,12 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},
-        "world_size": sharded.num_shards,
-        "rank": sharded.shard_index,
-        "replica": sharded.replica[0],
+        "world_size": sharded.placement.num_shards,
+        "rank": sharded.placement.shard_index,
+        "replica": sharded.placement.replica,
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
-        **({} if sharded.shards_are_runs else {"splits_layers": True}),
+        **({} if sharded.placement.is_contiguous else {"splits_layers": True}),
     }
 
 
@@ -407,7 +407,7 @@ def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any]
         if given != shapes.get(name):
             raise CheckpointError(
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
-                f"{sharded.num_shards} processes keeps {local_shard.shard_numel} elements"
+                f"{sharded.placement.num_shards} processes keeps {local_shard.shard_numel} elements"
             )
     parts = [_elements_of(found[part.name], part) for part in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)

@@ -289,7 +289,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
                 if full is None:
                     full = torch.empty(value.piece.shape, dtype=value.data.dtype)
                 flat = group.broadcast(full.cpu().contiguous()).reshape(-1)
-                if not sharded.shards_are_runs:
+                if not sharded.placement.is_contiguous:
                     entry[key] = flat.view(value.piece.shape)
                     continue
                 name = names.get(own, "")
@@ -355,7 +355,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of full rows or columns, where there are full ones."""
-    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.num_shards > 1:
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.placement.num_shards > 1:
         return False
     shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))

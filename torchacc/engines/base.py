@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -174,6 +175,22 @@ class Engine(ABC):
         return "CPU"
 
 
+@dataclass(frozen=True)
+class ShardPlacement:
+    """Where a process stands among those that hold a model."""
+
+    num_shards: int = 1
+    """Processes that hold the parameters together."""
+    shard_index: int = 0
+    """Which of the shards this process holds."""
+    num_replicas: int = 1
+    """Copies of the shards."""
+    replica: int = 0
+    """Which of the copies this process holds."""
+    is_contiguous: bool = True
+    """Whether a process holds consecutive elements of a parameter, as rank files and `TensorShard`s have them."""
+
+
 class ShardedModel(ABC):
     """What an engine knows of one model that it has sharded: the operations that need more than the module."""
 
@@ -221,29 +238,14 @@ class ShardedModel(ABC):
         """Give a parameter new values; the arguments are those of `place()`."""
         parameter.copy_(self.place(parameter, local))
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """Which copy of the shards this process holds, and how many copies there are."""
-        return 0, 1
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """Which shards this process holds; all of them where one process drives all devices."""
+        return ShardPlacement()
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return which copy of a parameter's shard this process holds, and how many there are."""
-        return self.replica
-
-    @property
-    def num_shards(self) -> int:
-        """How many processes hold the parameters together."""
-        return 1
-
-    @property
-    def shard_index(self) -> int:
-        """Which of the shards this process holds."""
-        return 0
-
-    @property
-    def shards_are_runs(self) -> bool:
-        """Whether each process holds one run of a parameter's elements, as rank files and `TensorShard`s have it."""
-        return True
+        return self.placement.replica, self.placement.num_replicas
 
     def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
@@ -253,7 +255,7 @@ class ShardedModel(ABC):
             local: What `fetch()` gave.
             rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
         """
-        if self.num_shards == 1:
+        if self.placement.num_shards == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
         padded = local if len(local) == local_shard.shard_numel else local.new_zeros(local_shard.shard_numel)
         padded[: len(local)] = local

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
-from torchacc.engines.base import NO_GPU, Engine, ShardedModel
+from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
 from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.losses import average_scalars
@@ -335,7 +335,7 @@ class NativeModel(ShardedModel):
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
-        is_split = self.num_shards > 1
+        is_split = self.placement.num_shards > 1
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
             if self.plan.split.size > 1:
@@ -367,29 +367,16 @@ class NativeModel(ShardedModel):
         finally:
             self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """This process's place on the axis of replicas."""
-        return self._place_among(Role.REPLICATE)
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """This process's place on the mesh; of a weight that is split by its inputs, too, it holds a part of each row."""
+        (replica, num_replicas), (shard_index, _) = self._place_among(Role.REPLICATE), self._place_among(Role.SHARD)
+        num_shards, is_contiguous = self.engine.mesh.size(Role.SHARD, Role.TENSOR), self.plan.split.size == 1
+        return ShardPlacement(num_shards, shard_index, num_replicas, replica, is_contiguous)
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard."""
         return self._place_among(*sharding.replicated_over(local_shard))
-
-    @property
-    def num_shards(self) -> int:
-        """The processes on the axes of shards and of split layers."""
-        return self.engine.mesh.size(Role.SHARD, Role.TENSOR)
-
-    @property
-    def shard_index(self) -> int:
-        """This process's place on the axis of shards."""
-        return self._place_among(Role.SHARD)[0]
-
-    @property
-    def shards_are_runs(self) -> bool:
-        """Whether layers are not split: of a weight that is split by its inputs a process holds a part of each row."""
-        return self.plan.split.size == 1
 
     def _place_among(self, *roles: Role) -> tuple[int, int]:
         mesh = self.engine.mesh

@@ -23,6 +23,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     # torch_patches.py
     "cuda_autocast_is_optional": PatchVersions("torch", ">=2.9,<2.14", "torch.cuda.amp.common, a function of it"),
     "total_norm_over_shards": PatchVersions("torch", ">=2.9,<2.14", "torch.nn.utils.clip_grad._get_total_norm()"),
+    "clipping_of_gradients": PatchVersions("torch", ">=2.9,<2.14", "what torch.nn.utils.clip_grad sorts gradients by"),
     "checkpoint_through": PatchVersions("torch", ">=2.9,<2.10", "what torch.utils.checkpoint.checkpoint() looks up"),
     "updates_within": PatchVersions("torch", ">=2.9,<2.10", "the _single_tensor_… functions of torch.optim"),
     "inputs_of_backward": PatchVersions("torch", ">=2.9", "torch.autograd.backward()"),

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
+from torchacc.engines.base import ShardPlacement
 from torchacc.engines.clipping import let_clipping_know
 from torchacc.engines.losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
@@ -229,21 +230,12 @@ class MultiprocessModel(XlaModel):
                 "False, or hand the optimizer to accelerate(…, optimizer=optimizer), which flattens group by group"
             )
 
-    @property
-    def replica(self) -> tuple[int, int]:
-        """This process's place on the axis of replicas."""
-        mesh = self.engine.mesh
-        return mesh.index(self.engine.job.rank, Role.REPLICATE), mesh.size(Role.REPLICATE)
-
-    @property
-    def num_shards(self) -> int:
-        """The processes on the axis of shards."""
-        return self._exchange.num_shards
-
-    @property
-    def shard_index(self) -> int:
-        """This process's place on the axis of shards."""
-        return self._exchange.shard_index
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """This process's place on the axes of shards and of replicas."""
+        mesh, through = self.engine.mesh, self._exchange
+        replica = mesh.index(self.engine.job.rank, Role.REPLICATE)
+        return ShardPlacement(through.num_shards, through.shard_index, mesh.size(Role.REPLICATE), replica)
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
