@@ -26,7 +26,7 @@ from shard_reading_cases import Scaled
 
 import torchacc
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.device_collectives import DeviceExchange, DeviceRowGatherer
+from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
 from torchacc.engines.xla.multiprocess import MultiprocessEngine
 
 ORDINALS = [1, 0]
@@ -77,8 +77,8 @@ def devices_numbered_otherwise() -> Iterator[None]:
         patch.setattr(MultiprocessEngine, "ordinals", ORDINALS)
         patch.setattr(
             MultiprocessEngine,
-            "make_exchange",
-            lambda self: DeviceExchange(self.mesh, self.job.rank, self.ordinals, self.group.meet),
+            "make_collectives",
+            lambda self: DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.meet),
         )
         patch.setattr(
             MultiprocessEngine,

@@ -369,7 +369,7 @@ class NativeModel(ShardedModel):
 
     @cached_property
     def placement(self) -> ShardPlacement:
-        """This process's place on the mesh; of a weight that is split by its inputs, too, it holds a part of each row."""
+        """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
         (replica, num_replicas), (shard_index, _) = self._place_among(Role.REPLICATE), self._place_among(Role.SHARD)
         num_shards, is_contiguous = self.engine.mesh.size(Role.SHARD, Role.TENSOR), self.plan.split.size == 1
         return ShardPlacement(num_shards, shard_index, num_replicas, replica, is_contiguous)

@@ -1,30 +1,30 @@
-"""What processes with one XLA device each exchange: weights, gradients, and a few scalars."""
+"""What travels between processes with one XLA device each: weights, gradients, and a few scalars."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 
-from torchacc.engines.xla.flat_parameters import Block
+from torchacc.engines.xla.flat_parameters import ShardedParameter
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.shards import Reader
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 
 
-class BlockGatherer(Gatherer):
-    """A unit whose weights lie in blocks of which this process holds shards."""
+class ParameterGatherer(Gatherer):
+    """A unit whose weights lie in sharded parameters, of which this process holds shards."""
 
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__([weight for block in blocks for weight in block.weights])
-        self.blocks = blocks
+    def __init__(self, parameters: list[ShardedParameter]) -> None:
+        super().__init__([weight for parameter in parameters for weight in parameter.weights])
+        self.parameters = parameters
 
     @abstractmethod
-    def read(self, block: Block) -> torch.Tensor:
-        """Return a whole block in the dtype of its shards, connected to them for autograd. Collective."""
+    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+        """Return a full parameter in the dtype of its shards, connected to them for autograd. Collective."""
 
 
-class Exchange(Reader):
+class Collectives(Reader):
     """The collectives of one model, by one means of communication."""
 
     def __init__(self, mesh: Mesh, rank: int, meet: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class Exchange(Reader):
         self.shard_index = mesh.index(rank, Role.SHARD)
         self._meet = meet
         self.holds_gradients = False
-        """Whether backward keeps whole gradients, to be reduced by a later one."""
+        """Whether backward keeps full gradients, to be reduced by a later one."""
         self.reduce_dtype = torch.float32
         """The dtype in which gradients are summed; float32 stands for float64, too, where parameters have it."""
 
@@ -53,20 +53,20 @@ class Exchange(Reader):
         self._meet(what)
 
     @abstractmethod
-    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
-        """Return the gatherer of a unit with these blocks."""
+    def make_gatherer(self, parameters: list[ShardedParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
+        """Return the gatherer of a unit with these parameters."""
 
     def forget_failed_backward(self) -> None:
         """Drop what a backward that raised has left."""
 
     def drop_gradients(self) -> None:
-        """Drop the whole gradients that have not been reduced."""
+        """Drop the full gradients that have not been reduced."""
 
     @abstractmethod
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices of a device tensor of shape (n,). Collective: every process."""
 
 
-def weight_places(blocks: Sequence[Block]) -> dict[Weight, tuple[Block, int]]:
-    """Return for each weight its block, and its index in there."""
-    return {weight: (block, index) for block in blocks for index, weight in enumerate(block.weights)}
+def weight_places(parameters: Sequence[ShardedParameter]) -> dict[Weight, tuple[ShardedParameter, int]]:
+    """Return for each weight its parameter, and its index in there."""
+    return {weight: (parameter, index) for parameter in parameters for index, weight in enumerate(parameter.weights)}

@@ -1,4 +1,4 @@
-"""Exchange by PJRT's own collectives, as part of the program: on a TPU or GPU, with one process per device."""
+"""PJRT's own collectives, as part of the program: on a TPU or GPU, with one process per device."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -8,8 +8,8 @@ import torch
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
-from torchacc.engines.xla.collectives import BlockGatherer, Exchange, weight_places
-from torchacc.engines.xla.flat_parameters import Block
+from torchacc.engines.xla.collectives import Collectives, ParameterGatherer, weight_places
+from torchacc.engines.xla.flat_parameters import ShardedParameter
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
 from torchacc.parallel.axes import Role
@@ -17,7 +17,7 @@ from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout
 
 
-class DeviceExchange(Exchange):
+class DeviceCollectives(Collectives):
     """Collectives on device tensors along the mesh's axes."""
 
     def __init__(
@@ -35,9 +35,9 @@ class DeviceExchange(Exchange):
         self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.SHARD)]
         self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.REPLICATE)]
 
-    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
-        """Return the gatherer of a unit with these blocks."""
-        return _DeviceGatherer(blocks, self, reshard_after_forward=reshard_after_forward)
+    def make_gatherer(self, parameters: list[ShardedParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
+        """Return the gatherer of a unit with these parameters."""
+        return _DeviceGatherer(parameters, self, reshard_after_forward=reshard_after_forward)
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices."""
@@ -63,13 +63,13 @@ class DeviceExchange(Exchange):
         gathered = xm.all_gather(shard, dim=0, groups=self._shards, pin_layout=False)
         return rows.unshard(gathered.reshape(self.num_shards, -1))
 
-    def reduce_scatter_mean(self, block: Block, whole: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard of the mean of a whole block over all devices."""
+    def reduce_scatter_mean(self, parameter: ShardedParameter, whole: torch.Tensor) -> torch.Tensor:
+        """Return this process's shard of the mean of a full parameter over all devices."""
         import torch_xla.core.xla_model as xm
 
         shard: torch.Tensor = xm.reduce_scatter(
             xm.REDUCE_SUM,
-            block.rows.pad(whole),
+            parameter.rows.pad(whole),
             scale=1 / self.num_devices,
             scatter_dim=0,
             shard_count=self.num_shards,
@@ -116,44 +116,51 @@ class DeviceRowGatherer(RowGatherer):
         return total.to(gradient.dtype)
 
 
-class _DeviceGatherer(BlockGatherer):
-    def __init__(self, blocks: list[Block], exchange: DeviceExchange, *, reshard_after_forward: bool) -> None:
-        super().__init__(blocks)
+class _DeviceGatherer(ParameterGatherer):
+    def __init__(
+        self, parameters: list[ShardedParameter], collectives: DeviceCollectives, *, reshard_after_forward: bool
+    ) -> None:
+        super().__init__(parameters)
         self.keeps_weights = not reshard_after_forward
-        self._exchange = exchange
-        self._places = weight_places(blocks)
+        self._collectives = collectives
+        self._places = weight_places(parameters)
 
     def gather(self) -> list[torch.Tensor]:
-        whole = [_DeviceGather.apply(block.shard, block, self._exchange, block.dtype) for block in self.blocks]
-        return [part for block, tensor in zip(self.blocks, whole, strict=True) for part in block.parts(tensor)]
+        whole = [
+            _DeviceGather.apply(parameter.shard, parameter, self._collectives, parameter.dtype)
+            for parameter in self.parameters
+        ]
+        return [
+            part for parameter, tensor in zip(self.parameters, whole, strict=True) for part in parameter.parts(tensor)
+        ]
 
-    def read(self, block: Block) -> torch.Tensor:
-        """Return a whole block in the dtype of its shards, connected to them for autograd."""
-        read: torch.Tensor = _DeviceGather.apply(block.shard, block, self._exchange, block.shard.dtype)
+    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+        """Return a full parameter in the dtype of its shards, connected to them for autograd."""
+        read: torch.Tensor = _DeviceGather.apply(parameter.shard, parameter, self._collectives, parameter.shard.dtype)
         return read
 
     def gather_for_backward(self, weight: Weight) -> torch.Tensor:
         import torch_xla.core.xla_model as xm
 
-        block, index = self._places[weight]
-        shard = local_of(block.shard).clone()
+        parameter, index = self._places[weight]
+        shard = local_of(parameter.shard).clone()
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
-        return block.parts(self._exchange.whole(shard.to(block.dtype), block.rows))[index]
+        return parameter.parts(self._collectives.whole(shard.to(parameter.dtype), parameter.rows))[index]
 
 
 class _DeviceGather(torch.autograd.Function):
-    """The whole of a block; its gradient is the mean over all devices of the block's."""
+    """The whole of a parameter; its gradient is the mean over all devices of the parameter's."""
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, block: Block, exchange: DeviceExchange, dtype: torch.dtype
+        ctx: Any, shard: torch.Tensor, parameter: ShardedParameter, collectives: DeviceCollectives, dtype: torch.dtype
     ) -> torch.Tensor:
-        ctx.block, ctx.exchange = block, exchange
-        return exchange.whole(local_of(shard).to(dtype), block.rows)
+        ctx.parameter, ctx.collectives = parameter, collectives
+        return collectives.whole(local_of(shard).to(dtype), parameter.rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        dtype = ctx.block.shard.dtype
-        mean = ctx.exchange.reduce_scatter_mean(ctx.block, grad.to(ctx.exchange.sum_dtype(dtype)))
+        dtype = ctx.parameter.shard.dtype
+        mean = ctx.collectives.reduce_scatter_mean(ctx.parameter, grad.to(ctx.collectives.sum_dtype(dtype)))
         return mean.to(dtype), None, None, None

@@ -24,7 +24,7 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
 
 
 @dataclass(eq=False)
-class Block:
+class ShardedParameter:
     """A parameter, or those of a unit that are flattened together."""
 
     shard: nn.Parameter
@@ -34,10 +34,10 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the block travels in."""
+        """The dtype that the parameter travels in."""
         return self.shard.dtype if self.is_flat else self.weights[0].dtype
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the weights in the whole block, in the dtypes that they are computed with."""
+        """Return the weights in the whole parameter, in the dtypes that they are computed with."""
         parts = unflatten(whole, [weight.shape for weight in self.weights]) if self.is_flat else [whole]
         return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Exchange on the host, over gloo: XLA's CPU client has no collectives of its own.
+"""Collectives on the host, over gloo: XLA's CPU client has no collectives of its own.
 
 They run between the programs. Weights come in as data before the forward, and stay until the gradients, which are
 reduced once when the backward has run: forward and backward would be cut at each unit otherwise.
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.collectives import BlockGatherer, Exchange
-from torchacc.engines.xla.flat_parameters import Block, flatten
+from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
+from torchacc.engines.xla.flat_parameters import ShardedParameter, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
@@ -25,7 +25,7 @@ from torchacc.parallel.sharding import RowLayout
 _log = get_logger(__name__)
 
 
-class HostExchange(Exchange):
+class HostCollectives(Collectives):
     """Collectives on host tensors along the mesh's axes."""
 
     def __init__(self, mesh: Mesh, group: ProcessGroup) -> None:
@@ -38,15 +38,15 @@ class HostExchange(Exchange):
         self._is_queued = False
         self._keeps_all = False
 
-    def make_gatherer(self, blocks: list[Block], *, reshard_after_forward: bool) -> BlockGatherer:
-        """Return the gatherer of a unit with these blocks; its weights are the program's input, and stay for it."""
+    def make_gatherer(self, parameters: list[ShardedParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
+        """Return the gatherer of a unit with these parameters; its weights are the program's input, and stay for it."""
         if reshard_after_forward and self.num_shards > 1 and not self._keeps_all:
             self._keeps_all = True
             _log.info(
                 "XLA's CPU client has no collectives of its own, so that whole weights stay from forward to backward, "
                 "as with SHARD_GRAD_OP; config.dist.fsdp.use_spmd = True frees them in between"
             )
-        self._gatherers.append(_HostGatherer(blocks, self))
+        self._gatherers.append(_HostGatherer(parameters, self))
         return self._gatherers[-1]
 
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class HostExchange(Exchange):
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop the whole gradients that have not been reduced."""
+        """Drop the full gradients that have not been reduced."""
         for gatherer in self._gatherers:
             gatherer.gradients.clear()
 
@@ -136,97 +136,104 @@ class XlaRowGatherer(RowGatherer):
         return runtime.to_device([act(runtime.to_host([tensor])[0])])[0]
 
 
-class _HostGatherer(BlockGatherer):
+class _HostGatherer(ParameterGatherer):
     keeps_weights = True
 
-    def __init__(self, blocks: list[Block], exchange: HostExchange) -> None:
-        super().__init__(blocks)
-        self._exchange = exchange
-        self.gradients: dict[Block, torch.Tensor] = {}
-        """The whole gradients of this process that have not been reduced yet."""
-        self._trained: set[Block] = set()
+    def __init__(self, parameters: list[ShardedParameter], collectives: HostCollectives) -> None:
+        super().__init__(parameters)
+        self._collectives = collectives
+        self.gradients: dict[ShardedParameter, torch.Tensor] = {}
+        """The full gradients of this process that have not been reduced yet."""
+        self._trained: set[ShardedParameter] = set()
         """What was gathered for gradients since the last reduction, also where it is frozen by now."""
 
     def gather(self) -> list[torch.Tensor]:
-        whole = runtime.to_device(self._gather(self.blocks, [block.dtype for block in self.blocks]))
+        whole = runtime.to_device(self._gather(self.parameters, [parameter.dtype for parameter in self.parameters]))
         parts = []
-        for block, tensor in zip(self.blocks, whole, strict=True):
-            if block.shard.requires_grad and torch.is_grad_enabled():
-                self._trained.add(block)
-                tensor = _HostGather.apply(block.shard, tensor, block, self)
-            parts += block.parts(tensor)
+        for parameter, tensor in zip(self.parameters, whole, strict=True):
+            if parameter.shard.requires_grad and torch.is_grad_enabled():
+                self._trained.add(parameter)
+                tensor = _HostGather.apply(parameter.shard, tensor, parameter, self)
+            parts += parameter.parts(tensor)
         return parts
 
-    def read(self, block: Block) -> torch.Tensor:
-        """Return a whole block in the dtype of its shards, connected to them for autograd."""
-        (whole,) = runtime.to_device(self._gather([block], [block.shard.dtype]))
-        self._trained.add(block)
-        read: torch.Tensor = _HostGather.apply(block.shard, whole, block, self)
+    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+        """Return a full parameter in the dtype of its shards, connected to them for autograd."""
+        (whole,) = runtime.to_device(self._gather([parameter], [parameter.shard.dtype]))
+        self._trained.add(parameter)
+        read: torch.Tensor = _HostGather.apply(parameter.shard, whole, parameter, self)
         return read
 
-    def add_gradient(self, block: Block, gradient: torch.Tensor) -> None:
-        """Keep a whole gradient for the reduction, unless the parameter has been frozen since the forward."""
-        self._exchange.queue_reduction()
-        if not block.shard.requires_grad:
+    def add_gradient(self, parameter: ShardedParameter, gradient: torch.Tensor) -> None:
+        """Keep a full gradient for the reduction, unless the parameter has been frozen since the forward."""
+        self._collectives.queue_reduction()
+        if not parameter.shard.requires_grad:
             return
-        held = self.gradients.get(block)
-        dtype = self._exchange.sum_dtype(block.shard.dtype)
-        self.gradients[block] = gradient if held is None else held.to(dtype) + gradient
+        held = self.gradients.get(parameter)
+        dtype = self._collectives.sum_dtype(parameter.shard.dtype)
+        self.gradients[parameter] = gradient if held is None else held.to(dtype) + gradient
 
     def reduce(self) -> None:
-        """Average the whole gradients over all devices, and add this process's shard of them to the parameters'.
+        """Average the full gradients over all devices, and add this process's shard of them to the parameters'.
 
-        A block that no process has a gradient of keeps none: each tells by one more element whether it has.
+        A parameter that no process has a gradient of keeps none: each tells by one more element whether it has.
         """
         gradients, self.gradients = self.gradients, {}
         trained, self._trained = self._trained, set()
-        blocks = [block for block in self.blocks if block in trained or block.shard.requires_grad]
-        if not blocks:
-            return
-        have = [block for block in blocks if block in gradients]
-        host = dict(zip(have, runtime.to_host([gradients[block] for block in have]), strict=True))
-        shards = self._exchange.num_shards
-        dtype = max((self._exchange.sum_dtype(block.shard.dtype) for block in blocks), key=lambda dtype: dtype.itemsize)
-        columns = [
-            block.rows.pad(host[block].to(dtype)).reshape(shards, -1)
-            if block in host
-            else torch.zeros(shards, block.rows.shard_numel, dtype=dtype)
-            for block in blocks
+        parameters = [
+            parameter for parameter in self.parameters if parameter in trained or parameter.shard.requires_grad
         ]
-        present = torch.tensor([float(block in host) for block in blocks], dtype=dtype).expand(shards, -1)
-        mean = self._exchange.reduce_scatter_mean(torch.cat([*columns, present], dim=1))
-        *parts, share = mean.split([*(block.rows.shard_numel for block in blocks), len(blocks)])
+        if not parameters:
+            return
+        have = [parameter for parameter in parameters if parameter in gradients]
+        host = dict(zip(have, runtime.to_host([gradients[parameter] for parameter in have]), strict=True))
+        shards = self._collectives.num_shards
+        dtype = max(
+            (self._collectives.sum_dtype(parameter.shard.dtype) for parameter in parameters),
+            key=lambda dtype: dtype.itemsize,
+        )
+        columns = [
+            parameter.rows.pad(host[parameter].to(dtype)).reshape(shards, -1)
+            if parameter in host
+            else torch.zeros(shards, parameter.rows.shard_numel, dtype=dtype)
+            for parameter in parameters
+        ]
+        present = torch.tensor([float(parameter in host) for parameter in parameters], dtype=dtype).expand(shards, -1)
+        mean = self._collectives.reduce_scatter_mean(torch.cat([*columns, present], dim=1))
+        *parts, share = mean.split([*(parameter.rows.shard_numel for parameter in parameters), len(parameters)])
         kept = [index for index, part in enumerate(share.tolist()) if part > 0]
         host_shards = [
-            parts[index].view(blocks[index].rows.shard_shape).to(blocks[index].shard.dtype) for index in kept
+            parts[index].view(parameters[index].rows.shard_shape).to(parameters[index].shard.dtype) for index in kept
         ]
         moved = runtime.to_device(host_shards)
         for index, gradient in zip(kept, moved, strict=True):
-            shard = blocks[index].shard
+            shard = parameters[index].shard
             gradient = as_shard_like(shard, gradient)
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
-    def _gather(self, blocks: Sequence[Block], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Return whole blocks in these dtypes; those of one dtype travel together."""
-        shards = runtime.to_host([local_of(block.shard) for block in blocks])
+    def _gather(self, parameters: Sequence[ShardedParameter], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Return full parameters in these dtypes; those of one dtype travel together."""
+        shards = runtime.to_host([local_of(parameter.shard) for parameter in parameters])
         whole: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(dtypes):
             chosen = [index for index, other in enumerate(dtypes) if other == dtype]
-            gathered = self._exchange.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
-            parts = gathered.split([blocks[index].rows.shard_numel for index in chosen], dim=1)
-            whole |= {index: blocks[index].rows.unshard(part) for index, part in zip(chosen, parts, strict=True)}
-        return [whole[index] for index in range(len(blocks))]
+            gathered = self._collectives.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
+            parts = gathered.split([parameters[index].rows.shard_numel for index in chosen], dim=1)
+            whole |= {index: parameters[index].rows.unshard(part) for index, part in zip(chosen, parts, strict=True)}
+        return [whole[index] for index in range(len(parameters))]
 
 
 class _HostGather(torch.autograd.Function):
-    """Stands between a shard and its whole block; keeps the block's gradient for the reduction after backward."""
+    """Stands between a shard and its whole parameter; keeps its gradient for the reduction after backward."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, whole: torch.Tensor, block: Block, owner: _HostGatherer) -> Any:
-        ctx.block, ctx.owner = block, owner
+    def forward(
+        ctx: Any, shard: torch.Tensor, whole: torch.Tensor, parameter: ShardedParameter, owner: _HostGatherer
+    ) -> Any:
+        ctx.parameter, ctx.owner = parameter, owner
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.owner.add_gradient(ctx.block, grad)
+        ctx.owner.add_gradient(ctx.parameter, grad)
         return None, None, None, None

@@ -18,11 +18,11 @@ from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
-from torchacc.engines.xla.collectives import BlockGatherer, Exchange
-from torchacc.engines.xla.device_collectives import DeviceExchange, DeviceRowGatherer
-from torchacc.engines.xla.flat_parameters import Block, flatten
+from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
+from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
+from torchacc.engines.xla.flat_parameters import ShardedParameter, flatten
 from torchacc.engines.xla.gather import Weight
-from torchacc.engines.xla.host_collectives import HostExchange, XlaRowGatherer
+from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGatherer
 from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
@@ -93,11 +93,11 @@ class MultiprocessEngine(XlaEngine):
         shard = self.mesh.data_shard(self.job.rank)
         return range(shard, shard + 1)
 
-    def make_exchange(self) -> Exchange:
+    def make_collectives(self) -> Collectives:
         """Return the collectives for one model. Collective: every process."""
         if runtime.runs_on_cpu():
-            return HostExchange(self.mesh, self.group)
-        return DeviceExchange(self.mesh, self.job.rank, self.ordinals, self.group.meet)
+            return HostCollectives(self.mesh, self.group)
+        return DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.meet)
 
     @cached_property
     def ordinals(self) -> list[int]:
@@ -137,26 +137,30 @@ class MultiprocessModel(XlaModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into shards and install the hooks that gather them."""
-        self._gatherers: list[BlockGatherer] = []
-        self._exchange = self.engine.make_exchange()
-        self._exchange.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
+        self._gatherers: list[ParameterGatherer] = []
+        self._collectives = self.engine.make_collectives()
+        self._collectives.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
         model_patches.prepare(self.model, partitioned=False)
         self._flattened_for = optimizer
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
-            made = list(self._flat_blocks(unit, module) if self.plan.flatten else self._blocks(unit))
-            replaced |= {original: block.shard for originals, block in made for original in originals}
-            blocks = [block for _, block in made]
+            made = list(
+                self._flattened_parameters(unit, module) if self.plan.flatten else self._sharded_parameters(unit)
+            )
+            replaced |= {original: parameter.shard for originals, parameter in made for original in originals}
+            parameters = [parameter for _, parameter in made]
             self._gatherers.append(
-                self._exchange.make_gatherer(blocks, reshard_after_forward=self.plan.is_resharded_after_forward(unit))
+                self._collectives.make_gatherer(
+                    parameters, reshard_after_forward=self.plan.is_resharded_after_forward(unit)
+                )
             )
             self._install_unit(module, self._gatherers[-1])
-            for block in blocks:
-                assert isinstance(block.shard, ShardTensor)
-                names = [weight.name for weight in block.weights]
-                block.shard._name = f"the parameter {names[0]!r}" if len(names) == 1 else f"a parameter of {names}"
-                block.shard._read = partial(self._gatherers[-1].read, block)
+            for parameter in parameters:
+                assert isinstance(parameter.shard, ShardTensor)
+                names = [weight.name for weight in parameter.weights]
+                parameter.shard._name = f"the parameter {names[0]!r}" if len(names) == 1 else f"a parameter of {names}"
+                parameter.shard._read = partial(self._gatherers[-1].read, parameter)
         self._install_recompute()
         self._move_buffers()
         self._install_forward(self._run)
@@ -164,12 +168,14 @@ class MultiprocessModel(XlaModel):
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
-    def _blocks(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], Block]]:
+    def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], ShardedParameter]]:
         for original, weight in self._make_weights(unit.parameters, self._place):
-            yield [original], Block(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
+            yield [original], ShardedParameter(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
 
-    def _flat_blocks(self, unit: Unit, module: nn.Module) -> Iterator[tuple[list[nn.Parameter], Block]]:
-        """Flatten what is trained alike: one block for each optimizer group, and one for what is frozen."""
+    def _flattened_parameters(
+        self, unit: Unit, module: nn.Module
+    ) -> Iterator[tuple[list[nn.Parameter], ShardedParameter]]:
+        """Flatten what is trained alike: one parameter for each optimizer group, and one for what is frozen."""
         groups = self._flattened_for.param_groups if self._flattened_for is not None else []
         group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
 
@@ -187,37 +193,37 @@ class MultiprocessModel(XlaModel):
                 weight.shard = shard
                 for owner, name in weight.slots:
                     del owner._parameters[name]
-            yield originals, Block(shard, self._rows(whole.shape), weights, is_flat=True)
+            yield originals, ShardedParameter(shard, self._rows(whole.shape), weights, is_flat=True)
 
     def _rows(self, shape: Sequence[int]) -> RowLayout:
-        return RowLayout(tuple(shape), self._exchange.num_shards)
+        return RowLayout(tuple(shape), self._collectives.num_shards)
 
     def _place(self, whole: torch.Tensor) -> torch.Tensor:
         rows = self._rows(whole.shape)
         if whole.is_meta:
             shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
         else:
-            shard = rows.shard(whole.detach().cpu(), self._exchange.shard_index)
-        return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._exchange))
+            shard = rows.shard(whole.detach().cpu(), self._collectives.shard_index)
+        return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._collectives))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
-        self._exchange.forget_failed_backward()
+        self._collectives.forget_failed_backward()
         output = super()._run(inner, args, kwargs)
-        return average_scalars(output, self._exchange.average)
+        return average_scalars(output, self._collectives.average)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
-        """Keep whole gradients, where the exchange can, until the first backward outside of the context."""
-        self._exchange.holds_gradients = True
+        """Keep full gradients, where the collectives can, until the first backward outside of the context."""
+        self._collectives.holds_gradients = True
         try:
             yield
         finally:
-            self._exchange.holds_gradients = False
+            self._collectives.holds_gradients = False
             runtime.sync()
 
     def _drop_window(self) -> None:
-        self._exchange.drop_gradients()
+        self._collectives.drop_gradients()
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer can work on shards."""
@@ -233,19 +239,19 @@ class MultiprocessModel(XlaModel):
     @cached_property
     def placement(self) -> ShardPlacement:
         """This process's place on the axes of shards and of replicas."""
-        mesh, through = self.engine.mesh, self._exchange
+        mesh, through = self.engine.mesh, self._collectives
         replica = mesh.index(self.engine.job.rank, Role.REPLICATE)
         return ShardPlacement(through.num_shards, through.shard_index, mesh.size(Role.REPLICATE), replica)
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for gatherer in self._gatherers:
-            for block in gatherer.blocks:
-                members = tuple((weight.name, weight.shape) for weight in block.weights)
+            for parameter in gatherer.parameters:
+                members = tuple((weight.name, weight.shape) for weight in parameter.weights)
                 local_shard = LocalShard(
-                    names[block.shard], members, block.rows.shard_numel, self._exchange.shard_index
+                    names[parameter.shard], members, parameter.rows.shard_numel, self._collectives.shard_index
                 )
-                yield block.shard, local_shard
+                yield parameter.shard, local_shard
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter's shard, the padding zeros."""
@@ -263,7 +269,7 @@ class MultiprocessModel(XlaModel):
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
-        return sum(block.rows.shard_numel for gatherer in self._gatherers for block in gatherer.blocks)
+        return sum(parameter.rows.shard_numel for gatherer in self._gatherers for parameter in gatherer.parameters)
 
 
 @contextmanager

@@ -11,26 +11,26 @@ import torch_xla
 from torch import nn
 
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.device_collectives import DeviceExchange
-from torchacc.engines.xla.flat_parameters import Block
+from torchacc.engines.xla.device_collectives import DeviceCollectives
+from torchacc.engines.xla.flat_parameters import ShardedParameter
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout
 
 
-def exchange(dp, fsdp):
-    return DeviceExchange(Mesh((("dp", dp), ("fsdp", fsdp))), rank=0, ordinals=range(dp * fsdp))
+def collectives(dp, fsdp):
+    return DeviceCollectives(Mesh((("dp", dp), ("fsdp", fsdp))), rank=0, ordinals=range(dp * fsdp))
 
 
 def shard_layer(layer, through):
-    blocks = []
+    parameters = []
     for name, parameter in list(layer.named_parameters()):
         rows = RowLayout(tuple(parameter.shape), through.num_shards)
         shard = nn.Parameter(rows.shard(parameter.detach(), through.shard_index).to("xla"))
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
-        blocks.append(Block(shard, rows, [weight], is_flat=False))
-    install_unit(layer, through.make_gatherer(blocks, reshard_after_forward=True))
+        parameters.append(ShardedParameter(shard, rows, [weight], is_flat=False))
+    install_unit(layer, through.make_gatherer(parameters, reshard_after_forward=True))
 
 
 def main():
@@ -40,7 +40,7 @@ def main():
     reference.load_state_dict(layer.state_dict())
     reference(x).square().sum().backward()
 
-    alone = exchange(1, 1)
+    alone = collectives(1, 1)
     shard_layer(layer, alone)
     layer(x.to("xla")).square().sum().backward()
     ones = torch.ones(4, device="xla")
@@ -52,7 +52,7 @@ def main():
     }
 
     layer = nn.Linear(6, 3)  # 3 rows over 2 shards: the second is padded
-    shard_layer(layer, exchange(2, 2))
+    shard_layer(layer, collectives(2, 2))
     layer(x.to("xla")).square().sum().backward()
     program = torch_xla._XLAC._get_xla_tensors_hlo([layer.weight.grad])
     calls = re.findall(

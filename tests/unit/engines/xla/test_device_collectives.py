@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchacc.engines.xla.device_collectives import DeviceExchange
+from torchacc.engines.xla.device_collectives import DeviceCollectives
 from torchacc.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.xla
@@ -45,11 +45,11 @@ def test_gradients_are_reduced_inside_of_a_replica_then_across(result):
 def test_shards_lie_by_rank_whatever_the_devices_numbers(ordinals):
     mesh = Mesh((("dp", 2), ("fsdp", 2)))
     for rank, ordinal in enumerate(ordinals):
-        exchange = DeviceExchange(mesh, rank, ordinals)
-        own = next(group for group in exchange._shards if ordinal in group)
+        collectives = DeviceCollectives(mesh, rank, ordinals)
+        own = next(group for group in collectives._shards if ordinal in group)
         assert [ordinals.index(other) for other in own] == [rank - rank % 2, rank - rank % 2 + 1]
-        assert own.index(ordinal) == exchange.shard_index == rank % 2
-        assert [ordinals.index(o) for o in next(g for g in exchange._replicas if ordinal in g)] == [
+        assert own.index(ordinal) == collectives.shard_index == rank % 2
+        assert [ordinals.index(o) for o in next(g for g in collectives._replicas if ordinal in g)] == [
             rank % 2,
             rank % 2 + 2,
         ]
