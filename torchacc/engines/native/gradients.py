@@ -1,4 +1,4 @@
-"""`torch.autograd.grad()` and `backward(inputs=…)` for sharded parameters: autograd knows the whole weights only."""
+"""`torch.autograd.grad()` and `backward(inputs=…)` of sharded parameters: autograd knows unsharded weights only."""
 
 import functools
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchacc.engines.native.shard_arithmetic import OWNER, cut, is_of_model, mean_over_data, whole
+from torchacc.engines.native.shard_arithmetic import OWNER, cut, full_tensor, is_of_model, mean_over_data
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import EngineError
 from torchacc.parallel.axes import Role
@@ -31,7 +31,7 @@ def take_part_in_backward(model: Backward) -> None:
 
 @functools.cache
 def _patch() -> None:
-    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_whole_weights, _end_failed_backward))
+    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_unsharded_weights, _end_failed_backward))
 
 
 def _end_failed_backward() -> None:
@@ -40,10 +40,10 @@ def _end_failed_backward() -> None:
             model.end_failed_backward()
 
 
-def _with_whole_weights(inputs: Any) -> list[Any]:
+def _with_unsharded_weights(inputs: Any) -> list[Any]:
     given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     owned = [each for each in given if OWNER in getattr(each, "__dict__", ())]
-    weights = [vars(each)[OWNER].whole_weight(each) for each in owned]
+    weights = [vars(each)[OWNER].unsharded_weight(each) for each in owned]
     return given + [weight for weight in weights if weight is not None]
 
 
@@ -60,10 +60,10 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return gradients as `torch.autograd.grad()` does, of parameters the mean over the devices. Collective.
 
-    A parameter's gradient lies like the parameter. With `create_graph` it is whole, an ordinary tensor with a graph.
+    A parameter's gradient lies like the parameter. With `create_graph` it is full: an ordinary tensor with a graph.
 
     Raises:
-        EngineError: The gradients would be others than those of the whole model.
+        EngineError: The gradients would be others than those of the unsharded model.
     """
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     parameters = [each for each in inputs if OWNER in getattr(each, "__dict__", ())]
@@ -72,10 +72,10 @@ def gradients(
             "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers "
             "are split over dist.tp: call backward(), and read parameter.grad"
         )
-    weights = {id(each): vars(each)[OWNER].whole_weight(each) for each in parameters}
+    weights = {id(each): vars(each)[OWNER].unsharded_weight(each) for each in parameters}
     asked = [each for each in inputs if weights.get(id(each), each) is not None]
     asked = [weights.get(id(each), each) for each in asked]
-    # A parameter that is used outside of its unit is in the graph by itself, beside the whole weight.
+    # A parameter that is used outside of its unit is in the graph by itself, beside the unsharded weight.
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.autograd.grad(
             outputs,
@@ -112,7 +112,7 @@ def _of_parameter(
 
     Args:
         parameter: The parameter.
-        in_forward: The whole gradient by this process's data.
+        in_forward: The full gradient by this process's data.
         outside: What came to the shard itself, the mean over the devices.
         create_graph: Whether the gradient is to have a graph.
     """
@@ -122,10 +122,10 @@ def _of_parameter(
         own = in_forward if in_forward is not None else torch.zeros(parameter.shape, device=parameter.device)
         mean: torch.Tensor = _Mean.apply(own.to(parameter.dtype), spec)
         if create_graph:
-            return mean if outside is None else mean + whole(outside)
+            return mean if outside is None else mean + full_tensor(outside)
         shard = DTensor(cut(mean, spec).contiguous(), spec, requires_grad=False)
         return shard if outside is None else shard + outside
-    return whole(outside) if create_graph and is_of_model(outside) else outside
+    return full_tensor(outside) if create_graph and is_of_model(outside) else outside
 
 
 def _spec(parameter: Any) -> Any:

@@ -222,11 +222,11 @@ class NativeModel(ShardedModel):
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         recompute.install(self.model, self.plan.recomputed, _checkpoint)
         if optimizer is not None:
-            remap_optimizer(optimizer, shards, lambda parameter, state: self._cut(shards[parameter], state))
+            remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
 
-    def _cut(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    def _shard_of_full(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a tensor that is as large as a parameter, laid out like that."""
-        flat = whole.reshape(-1)
+        flat = full.reshape(-1)
         parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
         return self.place(parameter, torch.cat(parts) if parts else flat[:0])
 
@@ -252,7 +252,7 @@ class NativeModel(ShardedModel):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         module = self.model.get_submodule(unit.name)
-        # Here and not for the whole model, so that no more than one unit is ever whole.
+        # Here and not for all of the model, so that no more than one unit is ever unsharded.
         materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
         if self.plan.split.size > 1:
             split_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
@@ -283,12 +283,12 @@ class NativeModel(ShardedModel):
             modules[name].set_modules_to_forward_prefetch([modules[following]])
         if not self.plan.backward_prefetch:
             for module in modules.values():
-                # Where nothing is named FSDP2 gathers the next unit. This one is whole by then, which ends it there.
+                # Where nothing is named FSDP2 gathers the next unit. This one is unsharded by then: it ends there.
                 module.set_modules_to_backward_prefetch([module])
 
     @contextmanager
     def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Have whole parameters on the device, contiguous, for as long as fully_shard() cuts them."""
+        """Have full parameters on the device, contiguous, for as long as fully_shard() cuts them."""
         parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # those are
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:
@@ -334,7 +334,7 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of an optimizer that gathers whole weights, and of float16 gradients that nothing scales."""
+        """Warn of an optimizer that gathers unsharded weights, and of float16 gradients that nothing scales."""
         is_split = self.placement.num_shards > 1
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
@@ -360,7 +360,7 @@ class NativeModel(ShardedModel):
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
-        """Keep whole gradients until the first backward outside of the context reduces their sum."""
+        """Keep full gradients until the first backward outside of the context reduces their sum."""
         self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
         try:
             yield
@@ -391,7 +391,7 @@ class NativeModel(ShardedModel):
         return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.split.spec_of(name))
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
-        """Return the whole from the shards of processes, of which those that share layers may have the same."""
+        """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
         if self.plan.split.size == 1:
             return super()._joined(local_shard, shards)
         groups = self.engine.mesh.groups(Role.SHARD, Role.TENSOR)

@@ -218,7 +218,7 @@ class Groups:
         """Forget what an accumulation window holds of a parameter's gradient."""
         _drop_gradient(self._of_parameter(parameter))
 
-    def whole_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def unsharded_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what stands for a parameter in graphs of the model's forward; None before the first."""
         return getattr(self._of_parameter(parameter), "_unsharded_param", None)
 

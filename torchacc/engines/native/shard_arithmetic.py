@@ -1,8 +1,8 @@
-"""What a script computes with shards: the numbers of whole tensors, whatever the script calls.
+"""What a script computes with shards: the numbers of full tensors, whatever the script calls.
 
 PyTorch's distributed tensors give other numbers where parts of a sum meet an addition (`w.norm() + 1`) or shards are
 uneven (`w.mean()`), lose what is written to a view of them, and refuse to meet an ordinary tensor. Here only what is
-known to be right is left to them: element by element, on tensors that lie alike. For all else the whole is gathered,
+known to be right is left to them: element by element, on tensors that lie alike. For all else they are gathered,
 and what comes out is an ordinary tensor, the same on each process; what is written in place is cut up again.
 
 A call with a gathered tensor is collective: every process has to make it.
@@ -47,7 +47,7 @@ class Owner(Protocol):
     def on_rebound(self, parameter: torch.Tensor) -> None:
         """Learn that the parameter's shard is another tensor now."""
 
-    def whole_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def unsharded_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what stands for the parameter in graphs of the model's forward; None before the first."""
 
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_as_is(func, args, kwargs)
     if targets:
         return _write(func, args, kwargs, targets)
-    output = func(*_whole(args), **_whole(kwargs))
+    output = func(*_full_tensors(args), **_full_tensors(kwargs))
     if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
         return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
     return output
@@ -203,7 +203,7 @@ def _has_no_empty_part(tensor: Any) -> bool:
     return True
 
 
-# Whole tensors
+# Full tensors
 
 
 def _call_as_is(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -211,18 +211,18 @@ def _call_as_is(func: Function, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _whole(tree: Any) -> Any:
-    return tree_map(lambda leaf: whole(leaf) if is_of_model(leaf) else leaf, tree)
+def _full_tensors(tree: Any) -> Any:
+    return tree_map(lambda leaf: full_tensor(leaf) if is_of_model(leaf) else leaf, tree)
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    """Return the whole of a distributed tensor as an ordinary one, connected to it for autograd. Collective.
+def full_tensor(tensor: Any) -> torch.Tensor:
+    """Return a distributed tensor's full tensor, an ordinary one, connected to it for autograd. Collective.
 
     Its gradient is the mean of what the processes give it, as that of a model's weights.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if _needs_graph(tensor):
-            return _Whole.apply(tensor)  # type: ignore[no-any-return]
+            return _Unshard.apply(tensor)  # type: ignore[no-any-return]
         return _values(tensor)
 
 
@@ -244,12 +244,12 @@ def _finished(placement: Placement) -> Placement:
     return Replicate() if isinstance(placement, Partial) else placement
 
 
-class _Whole(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):
     """Gather a tensor; average its gradient over the processes, and cut it up."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> torch.Tensor:
-        """Return the whole."""
+        """Return the full tensor."""
         if _is_partial(tensor):
             _finish(tensor)
         ctx.spec = tensor._spec
@@ -277,7 +277,7 @@ def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Return this process's part of a whole tensor, a view."""
+    """Return this process's part of a full tensor, a view."""
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) or spec.mesh.size(dim) == 1:
             continue
@@ -292,8 +292,8 @@ def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor]) -> Any:
-    """Call a function that writes, with whole tensors, and put what it has written into the shards."""
-    wholes: dict[int, torch.Tensor] = {}
+    """Call a function that writes, with full tensors, and put what it has written into the shards."""
+    full_tensors: dict[int, torch.Tensor] = {}
     for target in targets:
         if _needs_graph(target):
             if target.is_leaf:
@@ -303,18 +303,18 @@ def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], target
                 "returns a new tensor, or torch.no_grad()"
             )
         if is_of_model(target):
-            wholes[id(target)] = whole(target).clone()
+            full_tensors[id(target)] = full_tensor(target).clone()
 
     def swapped(leaf: Any) -> Any:
-        if id(leaf) in wholes:
-            return wholes[id(leaf)]
-        return whole(leaf) if is_of_model(leaf) else leaf
+        if id(leaf) in full_tensors:
+            return full_tensors[id(leaf)]
+        return full_tensor(leaf) if is_of_model(leaf) else leaf
 
     output = func(*tree_map(swapped, args), **tree_map(swapped, kwargs))
-    by_whole = {id(values): target for target in targets if (values := wholes.get(id(target))) is not None}
+    by_full_tensor = {id(values): target for target in targets if (values := full_tensors.get(id(target))) is not None}
     with torch.no_grad():
         for target in targets:
-            values = wholes.get(id(target))
+            values = full_tensors.get(id(target))
             if values is None:
                 continue
             if values.shape != target.shape or values.dtype != target.dtype:
@@ -322,7 +322,7 @@ def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], target
             shard: Any = target
             shard._local_tensor.copy_(cut(values, shard._spec))
             increment_version(target)
-    return tree_map(lambda leaf: by_whole.get(id(leaf), leaf), output)
+    return tree_map(lambda leaf: by_full_tensor.get(id(leaf), leaf), output)
 
 
 def _as_copy(values: torch.Tensor, like: Any) -> Any:
@@ -394,7 +394,7 @@ def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...]
             args = (parameter, _like(parameter, value, "grad"))
         return _call_as_is(func, args, kwargs)
     if not is_of_model(parameter):
-        return func(parameter, whole(value))
+        return func(parameter, full_tensor(value))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         parameter._local_tensor = _like(parameter, value, "data")._local_tensor.clone()
     if owner is not None:
@@ -411,5 +411,5 @@ def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
         )
     if is_of_model(value) and value._spec.placements == parameter._spec.placements:  # type: ignore[attr-defined]
         return value
-    values = whole(value) if is_of_model(value) else value
+    values = full_tensor(value) if is_of_model(value) else value
     return DTensor(cut(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)

@@ -1,8 +1,8 @@
 """Split a model's layers between processes by the plan, with PyTorch's distributed tensors.
 
 A layer that is split has a distributed tensor as its weight, and computes with it; what goes in and comes out are
-ordinary tensors. All other parameters are distributed tensors too, whole on each process, lest an optimizer or a norm
-meet two kinds; their modules see the ordinary tensor inside.
+ordinary tensors. All other parameters are distributed tensors too, replicated on each process, so that an optimizer or
+a norm meets one kind; their modules see the ordinary tensor inside.
 """
 
 import functools
@@ -91,7 +91,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
 
 
 def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: TensorParallelPlan, mesh: Any) -> None:
-    """Replace whole parameters by distributed tensors on the device, in place.
+    """Replace full parameters by distributed tensors on the device, in place.
 
     Args:
         model: The model, the same on each process.
@@ -105,8 +105,8 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: 
         old, spec = model.get_parameter(planned.name), split.spec_of(planned.name)
         dim = dim_over(spec, Role.TENSOR)
         placement = Replicate() if dim is None else Shard(dim)
-        whole = old.detach().contiguous()
-        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
+        full = old.detach().contiguous()
+        part = distribute_tensor(full, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
         new = nn.Parameter(part, requires_grad=old.requires_grad)
         for owner, leaf in _slots(model, planned):
             owner._parameters[leaf] = new
@@ -130,21 +130,21 @@ def _split_forward(module: nn.Module, name: str, specs: Mapping[str, ParameterSp
         return functools.partial(_look_up_part, forward, module, mesh)
     assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
     by_input = isinstance(module, nn.Linear) and dim == 1
-    gives_whole = by_input or _LOGITS.search(name) is not None
-    takes, gives = Shard(-1) if by_input else Replicate(), Replicate() if gives_whole else Shard(-1)
+    gives_full = by_input or _LOGITS.search(name) is not None
+    takes, gives = Shard(-1) if by_input else Replicate(), Replicate() if gives_full else Shard(-1)
     return functools.partial(_multiply_part, forward, mesh, takes, gives)
 
 
 def _with_ordinary_tensors(
     forward: Forward, module: nn.Module, names: tuple[str, ...], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module that is whole on each process, with ordinary tensors laid over its parameters."""
+    """Run a module that is replicated on each process, with ordinary tensors in the place of its parameters."""
     from torch.distributed.tensor import Replicate
 
     for name in names:
-        whole: Any = module._parameters[name]
+        replicated: Any = module._parameters[name]
         # Each process has all of the gradient: what split layers send back was added up over the processes.
-        module.__dict__[name] = whole.to_local(grad_placements=[Replicate()])
+        module.__dict__[name] = replicated.to_local(grad_placements=[Replicate()])
     try:
         return forward(*args, **kwargs)
     finally:
@@ -176,8 +176,8 @@ def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    whole: Any = module._parameters["weight"]
-    part = whole.to_local(grad_placements=[Shard(0)])
+    weight: Any = module._parameters["weight"]
+    part = weight.to_local(grad_placements=[Shard(0)])
     first, padding = mesh.get_local_rank() * len(part), module.padding_idx
     own = (ids >= first) & (ids < first + len(part))
     has_padding = padding is not None and first <= padding < first + len(part)
