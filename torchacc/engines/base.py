@@ -16,8 +16,8 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.device_losses import is_sum_over
 from torchacc.engines.initial_values import is_without_weights
-from torchacc.engines.losses import is_sum_over
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup

@@ -17,8 +17,8 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
 from torchacc.engines.clipping import let_clipping_know
+from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
-from torchacc.engines.losses import average_scalars
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost

@@ -184,7 +184,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_group_tensors_by_device_and_dtype": "patched: tells that gradients are clipped",
     }),
     *_of("torch.cuda.amp.common", "patches/torch_patches.py", {"amp_definitely_not_available": "patched"}),
-    *_of("torch.autograd:Node", "losses.py", {
+    *_of("torch.autograd:Node", "device_losses.py", {
         "_saved_reduction": "tells a loss that is a sum",
         "_saved_self_sym_sizes": "tells a loss that is a sum",
     }, of_instances=True),

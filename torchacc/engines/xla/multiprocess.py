@@ -13,7 +13,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torchacc.config import Config
 from torchacc.engines.base import ShardPlacement
 from torchacc.engines.clipping import let_clipping_know
-from torchacc.engines.losses import average_scalars
+from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.rows import RowGatherer

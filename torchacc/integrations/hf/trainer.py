@@ -20,7 +20,7 @@ from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
-from torchacc.engines.losses import kept_by_devices
+from torchacc.engines.device_losses import kept_by_devices
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.arguments import Devices, TrainingArguments, adopt

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchacc.engines.losses import is_sum_over
+from torchacc.engines.device_losses import is_sum_over
 
 X = torch.randn(4, 5, requires_grad=True)
 WEIGHT = torch.randn(3, requires_grad=True)
