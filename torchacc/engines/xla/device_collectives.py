@@ -9,7 +9,7 @@ import torch
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer, weight_places
-from torchacc.engines.xla.flat_parameters import ShardedParameter
+from torchacc.engines.xla.flat_parameters import ParameterShard
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
 from torchacc.parallel.axes import Role
@@ -35,7 +35,7 @@ class DeviceCollectives(Collectives):
         self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.SHARD)]
         self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.REPLICATE)]
 
-    def make_gatherer(self, parameters: list[ShardedParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
+    def make_gatherer(self, parameters: list[ParameterShard], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters."""
         return _DeviceGatherer(parameters, self, reshard_after_forward=reshard_after_forward)
 
@@ -63,7 +63,7 @@ class DeviceCollectives(Collectives):
         gathered = xm.all_gather(shard, dim=0, groups=self._shards, pin_layout=False)
         return rows.unshard(gathered.reshape(self.num_shards, -1))
 
-    def reduce_scatter_mean(self, parameter: ShardedParameter, whole: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_mean(self, parameter: ParameterShard, whole: torch.Tensor) -> torch.Tensor:
         """Return this process's shard of the mean of a full parameter over all devices."""
         import torch_xla.core.xla_model as xm
 
@@ -118,7 +118,7 @@ class DeviceRowGatherer(RowGatherer):
 
 class _DeviceGatherer(ParameterGatherer):
     def __init__(
-        self, parameters: list[ShardedParameter], collectives: DeviceCollectives, *, reshard_after_forward: bool
+        self, parameters: list[ParameterShard], collectives: DeviceCollectives, *, reshard_after_forward: bool
     ) -> None:
         super().__init__(parameters)
         self.keeps_weights = not reshard_after_forward
@@ -134,7 +134,7 @@ class _DeviceGatherer(ParameterGatherer):
             part for parameter, tensor in zip(self.parameters, whole, strict=True) for part in parameter.parts(tensor)
         ]
 
-    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+    def read(self, parameter: ParameterShard) -> torch.Tensor:
         """Return a full parameter in the dtype of its shards, connected to them for autograd."""
         read: torch.Tensor = _DeviceGather.apply(parameter.shard, parameter, self._collectives, parameter.shard.dtype)
         return read
@@ -154,7 +154,7 @@ class _DeviceGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, parameter: ShardedParameter, collectives: DeviceCollectives, dtype: torch.dtype
+        ctx: Any, shard: torch.Tensor, parameter: ParameterShard, collectives: DeviceCollectives, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.parameter, ctx.collectives = parameter, collectives
         return collectives.whole(local_of(shard).to(dtype), parameter.rows)

@@ -24,7 +24,7 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
 
 
 @dataclass(eq=False)
-class ShardedParameter:
+class ParameterShard:
     """A parameter, or those of a unit that are flattened together."""
 
     shard: nn.Parameter

@@ -15,7 +15,7 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
-from torchacc.engines.xla.flat_parameters import ShardedParameter, flatten
+from torchacc.engines.xla.flat_parameters import ParameterShard, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
@@ -38,7 +38,7 @@ class HostCollectives(Collectives):
         self._is_queued = False
         self._keeps_all = False
 
-    def make_gatherer(self, parameters: list[ShardedParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
+    def make_gatherer(self, parameters: list[ParameterShard], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters; its weights are the program's input, and stay for it."""
         if reshard_after_forward and self.num_shards > 1 and not self._keeps_all:
             self._keeps_all = True
@@ -139,12 +139,12 @@ class XlaRowGatherer(RowGatherer):
 class _HostGatherer(ParameterGatherer):
     keeps_weights = True
 
-    def __init__(self, parameters: list[ShardedParameter], collectives: HostCollectives) -> None:
+    def __init__(self, parameters: list[ParameterShard], collectives: HostCollectives) -> None:
         super().__init__(parameters)
         self._collectives = collectives
-        self.gradients: dict[ShardedParameter, torch.Tensor] = {}
+        self.gradients: dict[ParameterShard, torch.Tensor] = {}
         """The full gradients of this process that have not been reduced yet."""
-        self._trained: set[ShardedParameter] = set()
+        self._trained: set[ParameterShard] = set()
         """What was gathered for gradients since the last reduction, also where it is frozen by now."""
 
     def gather(self) -> list[torch.Tensor]:
@@ -157,14 +157,14 @@ class _HostGatherer(ParameterGatherer):
             parts += parameter.parts(tensor)
         return parts
 
-    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+    def read(self, parameter: ParameterShard) -> torch.Tensor:
         """Return a full parameter in the dtype of its shards, connected to them for autograd."""
         (whole,) = runtime.to_device(self._gather([parameter], [parameter.shard.dtype]))
         self._trained.add(parameter)
         read: torch.Tensor = _HostGather.apply(parameter.shard, whole, parameter, self)
         return read
 
-    def add_gradient(self, parameter: ShardedParameter, gradient: torch.Tensor) -> None:
+    def add_gradient(self, parameter: ParameterShard, gradient: torch.Tensor) -> None:
         """Keep a full gradient for the reduction, unless the parameter has been frozen since the forward."""
         self._collectives.queue_reduction()
         if not parameter.shard.requires_grad:
@@ -211,7 +211,7 @@ class _HostGatherer(ParameterGatherer):
             gradient = as_shard_like(shard, gradient)
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
-    def _gather(self, parameters: Sequence[ShardedParameter], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def _gather(self, parameters: Sequence[ParameterShard], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return full parameters in these dtypes; those of one dtype travel together."""
         shards = runtime.to_host([local_of(parameter.shard) for parameter in parameters])
         whole: dict[int, torch.Tensor] = {}
@@ -228,7 +228,7 @@ class _HostGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, whole: torch.Tensor, parameter: ShardedParameter, owner: _HostGatherer
+        ctx: Any, shard: torch.Tensor, whole: torch.Tensor, parameter: ParameterShard, owner: _HostGatherer
     ) -> Any:
         ctx.parameter, ctx.owner = parameter, owner
         return whole.view_as(whole)

@@ -20,10 +20,10 @@ from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
 from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
-from torchacc.engines.xla.flat_parameters import ShardedParameter, flatten
+from torchacc.engines.xla.flat_parameters import ParameterShard, flatten
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGatherer
-from torchacc.engines.xla.shards import Layout, Reader, ShardTensor, as_shard, without_padding
+from torchacc.engines.xla.shards import Reader, ShardOrigin, ShardTensor, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -168,13 +168,13 @@ class MultiprocessModel(XlaModel):
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
-    def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], ShardedParameter]]:
+    def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], ParameterShard]]:
         for original, weight in self._make_weights(unit.parameters, self._place):
-            yield [original], ShardedParameter(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
+            yield [original], ParameterShard(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
 
     def _flattened_parameters(
         self, unit: Unit, module: nn.Module
-    ) -> Iterator[tuple[list[nn.Parameter], ShardedParameter]]:
+    ) -> Iterator[tuple[list[nn.Parameter], ParameterShard]]:
         """Flatten what is trained alike: one parameter for each optimizer group, and one for what is frozen."""
         groups = self._flattened_for.param_groups if self._flattened_for is not None else []
         group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -193,7 +193,7 @@ class MultiprocessModel(XlaModel):
                 weight.shard = shard
                 for owner, name in weight.slots:
                     del owner._parameters[name]
-            yield originals, ShardedParameter(shard, self._rows(whole.shape), weights, is_flat=True)
+            yield originals, ParameterShard(shard, self._rows(whole.shape), weights, is_flat=True)
 
     def _rows(self, shape: Sequence[int]) -> RowLayout:
         return RowLayout(tuple(shape), self._collectives.num_shards)
@@ -204,7 +204,7 @@ class MultiprocessModel(XlaModel):
             shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
         else:
             shard = rows.shard(whole.detach().cpu(), self._collectives.shard_index)
-        return as_shard(self.engine.to_device([shard])[0], Layout(rows, self._collectives))
+        return as_shard(self.engine.to_device([shard])[0], ShardOrigin(rows, self._collectives))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
@@ -256,11 +256,11 @@ class MultiprocessModel(XlaModel):
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter's shard, the padding zeros."""
         assert isinstance(parameter, ShardTensor)
-        rows, padded = parameter._layout.rows, local
+        rows, padded = parameter._origin.rows, local
         if len(local) < rows.shard_numel:
             padded = local.new_zeros(rows.shard_numel)
             padded[: len(local)] = local
-        return as_shard(self.engine.to_device([padded.view(rows.shard_shape)])[0], parameter._layout)
+        return as_shard(self.engine.to_device([padded.view(rows.shard_shape)])[0], parameter._origin)
 
     def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context for an update, which also knows nothing of shards where it makes no state."""
@@ -284,7 +284,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
     others: list[torch.Tensor] = []
     for gradient in gradients:
         if isinstance(gradient, ShardTensor):
-            of_model.setdefault(gradient._layout.reader, []).append(without_padding(gradient))
+            of_model.setdefault(gradient._origin.reader, []).append(without_padding(gradient))
         else:
             others.append(gradient)
     if not of_model:

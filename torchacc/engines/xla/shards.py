@@ -59,13 +59,13 @@ class Reader(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardOrigin:
     """Of which tensor a shard is a part, and of which model."""
 
     rows: RowLayout
     reader: Reader
 
-    def fits(self, other: "Layout") -> bool:
+    def fits(self, other: "ShardOrigin") -> bool:
         """Return whether shards of both have the same places in their tensors."""
         return self is other or (
             self.rows == other.rows and self.reader.shard_index == other.reader.shard_index
@@ -88,7 +88,7 @@ class Layout:
 class ShardTensor(torch.Tensor):
     """This process's shard of a tensor, padding included, under the shape of the unsharded one."""
 
-    _layout: Layout
+    _origin: ShardOrigin
     _read: Callable[[], torch.Tensor] | None = None
     """Returns the unsharded tensor, connected to this shard for autograd; only of a model's parameter."""
     _name: str = "a tensor that lies like a parameter"
@@ -98,7 +98,7 @@ class ShardTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The unsharded tensor's shape."""
-        return torch.Size(self._layout.rows.shape)
+        return torch.Size(self._origin.rows.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """Return the unsharded tensor's shape, or its size along a dimension."""
@@ -135,7 +135,7 @@ class ShardTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             gradient = _GRAD.__get__(self)
             if gradient is not None and not isinstance(gradient, ShardTensor):
-                gradient = as_shard(gradient, self._layout)  # autograd's own, once: its identity is to last
+                gradient = as_shard(gradient, self._origin)  # autograd's own, once: its identity is to last
                 _GRAD.__set__(self, gradient)
         return gradient  # type: ignore[no-any-return]
 
@@ -164,7 +164,7 @@ class ShardTensor(torch.Tensor):
     def detach(self) -> "ShardTensor":
         """Return the same shard without autograd."""
         with DisableTorchFunctionSubclass():
-            return as_shard(super().detach(), self._layout, self._name)
+            return as_shard(super().detach(), self._origin, self._name)
 
     def to_local(self) -> torch.Tensor:
         """Return what this process holds, padding included, as a plain tensor."""
@@ -173,7 +173,7 @@ class ShardTensor(torch.Tensor):
 
     def _own_part(self, value: torch.Tensor, attribute: str) -> torch.Tensor:
         if isinstance(value, ShardTensor):
-            if not value._layout.fits(self._layout):
+            if not value._origin.fits(self._origin):
                 raise EngineError(f"{self._name}.{attribute} was given a shard of shape {tuple(value.shape)}")
             return value
         if tuple(value.shape) != tuple(self.shape):
@@ -181,7 +181,7 @@ class ShardTensor(torch.Tensor):
                 f"{self._name}.{attribute} was given a tensor of shape {tuple(value.shape)}; the unsharded one has the "
                 f"shape {tuple(self.shape)}"
             )
-        return as_shard(self._layout.part_of(value.detach()).to(self.device), self._layout)
+        return as_shard(self._origin.part_of(value.detach()).to(self.device), self._origin)
 
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook of the gradient, which is not this process's own once it is there."""
@@ -193,7 +193,7 @@ class ShardTensor(torch.Tensor):
     register_post_accumulate_grad_hook = register_hook
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        index, count = self._layout.reader.shard_index, self._layout.rows.num_shards
+        index, count = self._origin.reader.shard_index, self._origin.rows.num_shards
         return f"shard {index} of {count} of {self._name}, shape {tuple(self.shape)}, {self.dtype}"
 
     __str__ = __repr__
@@ -204,7 +204,7 @@ class ShardTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         if id(self) not in memo:
             with torch.no_grad():
-                copied = as_shard(self.to_local().clone(), self._layout, self._name)
+                copied = as_shard(self.to_local().clone(), self._origin, self._name)
             copied.requires_grad_(self.requires_grad)
             if getattr(self, "_is_param", False):
                 copied._is_param = True
@@ -242,8 +242,8 @@ class ShardTensor(torch.Tensor):
             return _run_each(call, func, args, kwargs)
         if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(written)):
             return _write(call, func, written, args, kwargs)
-        if call.is_elementwise and (layout := _common_layout(args, kwargs, call)) is not None:
-            return _run_on_shards(func, args, kwargs, layout)
+        if call.is_elementwise and (origin := _common_origin(args, kwargs, call)) is not None:
+            return _run_on_shards(func, args, kwargs, origin)
         return _run_on_whole(call, func, args, kwargs)
 
 
@@ -270,11 +270,11 @@ def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def as_shard(local: torch.Tensor, layout: Layout, name: str | None = None) -> ShardTensor:
+def as_shard(local: torch.Tensor, origin: ShardOrigin, name: str | None = None) -> ShardTensor:
     """Return what this process holds of a tensor, padding included, as a `ShardTensor` of the same memory."""
     with DisableTorchFunctionSubclass():
         shard: ShardTensor = torch.Tensor._make_subclass(ShardTensor, local)
-    shard._layout = layout
+    shard._origin = origin
     if name is not None:
         shard._name = name
     return shard
@@ -282,7 +282,7 @@ def as_shard(local: torch.Tensor, layout: Layout, name: str | None = None) -> Sh
 
 def as_shard_like(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor that lies like another."""
-    return as_shard(local, other._layout) if isinstance(other, ShardTensor) else local
+    return as_shard(local, other._origin) if isinstance(other, ShardTensor) else local
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ def without_padding(shard: ShardTensor) -> torch.Tensor:
 
     Every process runs the same program, as collectives on devices ask for.
     """
-    local, rows, index = shard.to_local(), shard._layout.rows, shard._layout.reader.shard_index
+    local, rows, index = shard.to_local(), shard._origin.rows, shard._origin.reader.shard_index
     if rows.num_rows == rows.num_shards * rows.rows_per_shard:
         return local
     held = torch.arange(rows.rows_per_shard) < len(rows.rows(index))
@@ -305,8 +305,8 @@ def without_padding(shard: ShardTensor) -> torch.Tensor:
 
 def whole_of(shard: ShardTensor) -> torch.Tensor:
     """Return the unsharded tensor, connected to a parameter's shard for autograd. Collective: every process."""
-    layout = shard._layout
-    layout.reader.meet(f"{shard._name}, shape {tuple(shard.shape)}")
+    origin = shard._origin
+    origin.reader.meet(f"{shard._name}, shape {tuple(shard.shape)}")
     if shard.requires_grad and torch.is_grad_enabled():
         if shard._read is None:
             raise EngineError(
@@ -314,41 +314,41 @@ def whole_of(shard: ShardTensor) -> torch.Tensor:
                 "compute with the model's own parameters, or with a copy from torchacc.full_state_dict(model)"
             )
         return shard._read()
-    return layout.reader.whole(shard.to_local(), layout.rows)
+    return origin.reader.whole(shard.to_local(), origin.rows)
 
 
 def _shards_in(*trees: Any) -> Iterator[ShardTensor]:
     return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, ShardTensor))
 
 
-def _common_layout(args: Sequence[Any], kwargs: Mapping[str, Any], call: FunctionTraits) -> Layout | None:
+def _common_origin(args: Sequence[Any], kwargs: Mapping[str, Any], call: FunctionTraits) -> ShardOrigin | None:
     """Return how all operands lie, where they are shards that lie alike, and numbers; None where they are not.
 
     A gradient goes through the unsharded tensor, so that it is reduced with all others.
     """
     grad_enabled = torch.is_grad_enabled() and call.base not in WITHOUT_GRADIENT
-    layout = None
+    origin = None
     for leaf in (*args, *kwargs.values()):
         if isinstance(leaf, ShardTensor):
-            layout = layout or leaf._layout
-            if not leaf._layout.fits(layout) or (grad_enabled and leaf.requires_grad):
+            origin = origin or leaf._origin
+            if not leaf._origin.fits(origin) or (grad_enabled and leaf.requires_grad):
                 return None
         elif isinstance(leaf, torch.Tensor):
             if leaf.dim() or (grad_enabled and leaf.requires_grad):
                 return None
         elif isinstance(leaf, list | tuple):  # of no element-wise function's arguments
             return None
-    return layout
+    return origin
 
 
-def _run_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout) -> Any:
+def _run_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: ShardOrigin) -> Any:
     with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if isinstance(result, ShardTensor) or not isinstance(result, torch.Tensor):
         return result
     if result.device.type != "xla":  # a copy on the host is one that is read
         return _run_on_whole(traits_of(func), func, args, kwargs)
-    return as_shard(result, layout)
+    return as_shard(result, origin)
 
 
 def _run_on_whole(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -381,13 +381,13 @@ def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], k
             f"{call.name}() of {getattr(written, '_name', 'sharded tensors')}: this process holds a shard of it, and "
             f"what it computes is not element by element, or random. {_INSTEAD}"
         )
-    layout = written._layout
+    origin = written._origin
 
     def part(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, ShardTensor) and leaf._layout.fits(layout)):
+        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, ShardTensor) and leaf._origin.fits(origin)):
             return leaf
         whole = whole_of(leaf) if isinstance(leaf, ShardTensor) else leaf
-        return layout.part_of(whole) if whole.dim() else whole
+        return origin.part_of(whole) if whole.dim() else whole
 
     args, kwargs = tree_map(part, (tuple(args), dict(kwargs)))
     with DisableTorchFunctionSubclass():
@@ -397,7 +397,7 @@ def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], k
 
 def _as_whole_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
     """Return the method and its arguments that stand for an assignment to all elements, or to those of a mask."""
-    if isinstance(index, ShardTensor) and index.dtype == torch.bool and index._layout.fits(target._layout):
+    if isinstance(index, ShardTensor) and index.dtype == torch.bool and index._origin.fits(target._origin):
         return ("masked_fill_", index, value) if not isinstance(value, torch.Tensor) or not value.dim() else None
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return ("copy_", value) if isinstance(value, torch.Tensor) else ("fill_", value)
@@ -412,9 +412,9 @@ def _run_each(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapp
         if call.writes:
             raise EngineError(f"{call.name}() of sharded tensors is not element by element. {_INSTEAD}")
         return _run_on_whole(call, func, args, kwargs)
-    layouts = [_common_layout((*each, *rest), kwargs, call) for each in zip(*lists, strict=True)]
-    mixed = [index for index, layout in enumerate(layouts) if layout is None and _are_sharded(lists, index)]
-    if mixed and (call.writes or len(mixed) < len(layouts)):
+    origins = [_common_origin((*each, *rest), kwargs, call) for each in zip(*lists, strict=True)]
+    mixed = [index for index, origin in enumerate(origins) if origin is None and _are_sharded(lists, index)]
+    if mixed and (call.writes or len(mixed) < len(origins)):
         raise EngineError(
             f"{call.name}() of sharded tensors beside others in one list: a loop over them, with one function for each "
             "tensor, gives each what belongs to it"
@@ -426,8 +426,8 @@ def _run_each(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapp
     if not isinstance(result, list | tuple):
         return result
     return [
-        as_shard(each, layout) if layout is not None and not isinstance(each, ShardTensor) else each
-        for each, layout in zip(result, layouts, strict=True)
+        as_shard(each, origin) if origin is not None and not isinstance(each, ShardTensor) else each
+        for each, origin in zip(result, origins, strict=True)
     ]
 
 
