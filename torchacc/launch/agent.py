@@ -120,9 +120,10 @@ class Attempt:
 
     def is_over(self) -> bool:
         """Look which processes have ended, and return whether all have and the other machines know it."""
+        now = time.monotonic()
         for process in self.running:
             if process.popen.poll() is not None:
-                process.ended = time.monotonic()
+                process.ended = now
         if self.processes and not self.running:
             self._agent.all_ended.set()
         return not self._thread.is_alive()
@@ -201,23 +202,28 @@ class _Agent(LocalElasticAgent):
         """Whether nothing is to be started any more."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.is_abandoned:
-            raise InterruptedError("asked to end before all machines were there")
+        """Start the processes, and hand them to the launcher."""
+        self._check_abandoned()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        return pids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Hand the processes to the launcher, and wait until it has seen the end of all."""
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         self.processes = [
             RankProcess(worker.global_rank, worker.local_rank, handlers[worker.local_rank].proc)
             for worker in worker_group.workers
         ]
+        self._check_abandoned()  # the agent then ends what it has started
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Wait until the launcher has seen the end of all processes."""
         self.all_ended.wait()
         if any(process.status for process in self.processes):
             return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={process.rank: None for process in self.processes})
+
+    def _check_abandoned(self) -> None:
+        if self.is_abandoned:
+            raise InterruptedError("asked to end before all machines were there")
 
 
 class _Logs(LogsSpecs):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import ClassVar
 
 from torchacc import env
 
@@ -67,7 +68,7 @@ class Progress:
     """How far a process is, as it last wrote."""
 
     step: int
-    """Steps that the run has made, those before a restart included where a checkpoint told of them."""
+    """Steps that the run has made, those before a restart included where a checkpoint has them."""
     own_steps: int
     """Steps that this process has made."""
     phase: Phase
@@ -77,6 +78,9 @@ class Progress:
 
 
 class _ProgressFile:
+    active: ClassVar["_ProgressFile | None"] = None
+    """That of this process, where a launcher has started it."""
+
     def __init__(self, folder: Path, local_rank: int) -> None:
         path = record_path(folder, local_rank)
         path.write_bytes(bytes(_RECORD.size))
@@ -93,24 +97,16 @@ class _ProgressFile:
         _RECORD.pack_into(self._memory, 0, self.step, self.own_steps, self.phase, time.monotonic())
 
 
-@dataclass
-class _Written:
-    to: _ProgressFile | None = None
-
-
-_written = _Written()
-
-
 def start() -> None:
     """Begin to write, where there is a launcher."""
     folder = env.get(FOLDER)
-    if folder and _written.to is None and Path(folder).is_dir():
-        _written.to = _ProgressFile(Path(folder), env.read_job().local_rank)
+    if folder and _ProgressFile.active is None and Path(folder).is_dir():
+        _ProgressFile.active = _ProgressFile(Path(folder), env.read_job().local_rank)
 
 
 def mark(phase: Phase) -> None:
     """Note that this process has come to a phase."""
-    file = _written.to
+    file = _ProgressFile.active
     if file is not None:
         file.phase = phase
         file.write()
@@ -118,7 +114,7 @@ def mark(phase: Phase) -> None:
 
 def stepped() -> None:
     """Note that an optimizer has stepped. Several in a row, with no forward between them, are one step."""
-    file = _written.to
+    file = _ProgressFile.active
     if file is None:
         return
     if file.phase == Phase.OPTIMIZER:
@@ -131,20 +127,20 @@ def stepped() -> None:
 
 def stepping() -> None:
     """Note that an optimizer is about to step."""
-    if _written.to is not None and _written.to.phase != Phase.STEPPED:
+    if _ProgressFile.active is not None and _ProgressFile.active.phase != Phase.STEPPED:
         mark(Phase.OPTIMIZER)
 
 
 def resumed(step: int) -> None:
     """Note how many steps the run had made when it was saved."""
-    if _written.to is not None:
-        _written.to.step = step
+    if _ProgressFile.active is not None:
+        _ProgressFile.active.step = step
 
 
 @contextmanager
 def during(phase: Phase) -> Iterator[None]:
     """Hold a context for a phase; after it the process is where it was."""
-    before = _written.to.phase if _written.to is not None else phase
+    before = _ProgressFile.active.phase if _ProgressFile.active is not None else phase
     mark(phase)
     try:
         yield
