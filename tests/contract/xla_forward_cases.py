@@ -226,12 +226,25 @@ def resized(x: torch.Tensor) -> torch.Tensor:
     ) + resize(picture, size=(3, 5), mode="bilinear", align_corners=True).square().sum((1, 2, 3))
 
 
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    picture, pool = x.reshape(1, 1, 4, 8), nn.functional.max_pool2d
+    with_gaps = (
+        pool(picture, 2, dilation=2).sum() + pool(picture, 3, stride=2, padding=1, dilation=(1, 3)).square().sum()
+    )
+    tight = (
+        pool(picture, (2, 3), dilation=(1, 2), padding=(1, 1), ceil_mode=True).sum() + pool(picture, 2).square().sum()
+    )
+    block = nn.functional.max_pool3d(x.reshape(1, 1, 2, 4, 4), 2, stride=1, dilation=(1, 2, 2))
+    return x + with_gaps + tight + block.square().sum()
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: nn.functional.elu(x, 0.5) + nn.functional.selu(x) + nn.functional.celu(x, 2.0),
     "elu-in-place": lambda x: nn.functional.elu(x * 2, inplace=True),
     "cumsum": lambda x: x.cumsum(1) * x.detach().long().cumsum(1),
     "boolean-index": lambda x: x[x > 0].sum() + x.masked_select(x < 1).square().sum() + replaced(x),
     "masked-scatter": lambda x: x.masked_scatter(x > 0, x * 3).masked_scatter(x[:, :1] < 0, x.flip(1)),
+    "pooled": pooled,
     "resized": resized,
     "extremes": lambda x: x + x.amax() + x.amin((0, 1)) + x.amax(1, keepdim=True),
 }

@@ -203,6 +203,63 @@ def _ratio(before: int, after: int, scale: float | None) -> float:
     return before / after if scale is None or after == before else 1 / scale
 
 
+def _max_pool2d(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    arguments = (kernel_size, stride, padding, dilation, ceil_mode)
+    if set(dilation) == {1}:
+        return torch.ops.aten.max_pool2d_with_indices(x, *arguments)[0]  # type: ignore[no-any-return]
+    return _max_pool_dilated(x, 2, *arguments)
+
+
+def _max_pool3d(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    arguments = (kernel_size, stride, padding, dilation, ceil_mode)
+    if set(dilation) == {1}:
+        return torch.ops.aten.max_pool3d_with_indices(x, *arguments)[0]  # type: ignore[no-any-return]
+    return _max_pool_dilated(x, 3, *arguments)
+
+
+def _max_pool_dilated(
+    x: torch.Tensor,
+    num_dims: int,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> torch.Tensor:
+    """Return the largest of each window with gaps; torch_xla's gradient is that of windows without."""
+    of_each_dim = [_for_each(option, num_dims) for option in (kernel_size, stride or kernel_size, padding, dilation)]
+    outside = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    for dim, (kernel, step, pad, gap) in enumerate(zip(*of_each_dim, strict=True), start=x.dim() - num_dims):
+        length = x.shape[dim] + 2 * pad - gap * (kernel - 1) - 1
+        count = -(-length // step) + 1 if ceil_mode else length // step + 1
+        if ceil_mode and (count - 1) * step >= x.shape[dim] + pad:  # a window begins in the input or on its left
+            count -= 1
+        missing = (count - 1) * step + gap * (kernel - 1) + 1 - x.shape[dim] - pad
+        sides = [x.new_full([*x.shape[:dim], size, *x.shape[dim + 1 :]], outside) for size in (pad, max(missing, 0))]
+        padded = torch.cat([sides[0], x, sides[1]], dim)
+        places = torch.arange(count, device=x.device) * step
+        x = torch.stack([padded.index_select(dim, places + gap * index) for index in range(kernel)]).max(0).values
+    return x
+
+
+def _for_each(option: Sequence[int], num_dims: int) -> list[int]:
+    return list(option) if len(option) == num_dims else list(option) * num_dims
+
+
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "masked_scatter": _masked_scatter,
@@ -217,7 +274,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 """Of differentiable operations, so that autograd's part of each follows."""
 
 _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
-    "AutogradXLA": {**_COMPOSED, "cumsum": _cumsum},
+    "AutogradXLA": {**_COMPOSED, "cumsum": _cumsum, "max_pool2d": _max_pool2d, "max_pool3d": _max_pool3d},
     "XLA": {
         **_COMPOSED,
         "histc": _histc,
