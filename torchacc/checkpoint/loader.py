@@ -154,8 +154,12 @@ class _LoadPlan:
         self._load_run()
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.clear()  # so that no two states are in memory; it refuses to step until a load has succeeded
-        states = {own: {key: self._value(value) for key, value in entry.items()} for own, entry in self.states.items()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {}
+        for own_id, entry in self.states.items():
+            # No parameter has two states in memory. Should this fail, the optimizer refuses to step.
+            optimizer.state.pop(parameters[own_id], None)
+            states[own_id] = {key: self._value(value) for key, value in entry.items()}
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
     def _value(self, planned: Any) -> Any:
