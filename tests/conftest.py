@@ -16,6 +16,7 @@ _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _THREADS_OF_OTHERS = {"tqdm_monitor"}
 _SECONDS_TO_END = 5.0
 _SECONDS = pytest.StashKey[float]()
+_IS_LAST = pytest.StashKey[bool]()
 
 # transformers would import torch_xla here by way of accelerate, which sets variables in the tests' own process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
@@ -91,9 +92,16 @@ def _cpu_seconds() -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    item.stash[_IS_LAST] = nextitem is None or nextitem.path != item.path
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Note a file's processor time in the last report of its last test: to look for it takes some itself."""
     report = yield
-    if item.config.getoption("--cpu-times"):
+    if item.config.getoption("--cpu-times") and call.when == "teardown" and item.stash[_IS_LAST]:
         now = _cpu_seconds()
         report.cpu_seconds, item.config.stash[_SECONDS] = now - item.config.stash.get(_SECONDS, 0.0), now
     return report
@@ -105,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     files: dict[str, list[float]] = defaultdict(list)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if isinstance(report, pytest.TestReport):
+            if hasattr(report, "cpu_seconds"):
                 files[report.nodeid.partition("::")[0]].append(report.cpu_seconds)
     terminalreporter.section("seconds of a processor")
     for name, seconds in sorted(files.items(), key=lambda entry: -sum(entry[1])):
