@@ -85,7 +85,7 @@ class ShardingPlan:
     backward_prefetch: bool
     """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
     split: TensorParallelPlan = field(default_factory=TensorParallelPlan)
-    """How layers are split over the axis `tp`."""
+    """How tensor parallelism splits the layers."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
 
