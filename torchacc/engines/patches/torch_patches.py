@@ -102,17 +102,18 @@ def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> I
         return
     from torch.nn.utils import clip_grad
 
-    original = clip_grad._group_tensors_by_device_and_dtype
+    module: Any = clip_grad  # which does not export the name
+    original = module._group_tensors_by_device_and_dtype
 
     def noticed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         notice([tensor for listed in tensors for tensor in listed])
         return original(tensors, *args, **kwargs)
 
-    clip_grad._group_tensors_by_device_and_dtype = noticed
+    module._group_tensors_by_device_and_dtype = noticed
     try:
         yield
     finally:
-        clip_grad._group_tensors_by_device_and_dtype = original
+        module._group_tensors_by_device_and_dtype = original
 
 
 @contextmanager
