@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forkrun
+from torchacc.cli.main import main
 from torchacc.errors import ConfigError
 from torchacc.train.file import TrainFile
 from torchacc.train.stage import StageRequest, resolve_stage
@@ -171,12 +172,11 @@ def test_torchrun_on_two_machines_trains_the_same(folder, stage2):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_left_as_it_is(folder, stage1):
+def test_a_finished_run_is_left_as_it_is(folder, stage1, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in stage1.rglob("*")}
-    process = start(folder, "-m", "torchacc.train", "--stage", "stage1", "--devices", "2")
-    printed, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
-    assert "holds a finished run; pass --overwrite" in printed
+    monkeypatch.chdir(folder)
+    assert main(["train", "--stage", "stage1", "--devices", "2"]) == 2
+    assert "holds a finished run; pass --overwrite" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in stage1.rglob("*")} == before
 
 

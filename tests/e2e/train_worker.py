@@ -22,8 +22,8 @@ from torchacc.env import read_job
 from torchacc.train.file import TrainFile
 from torchacc.train.metric_sinks import read_metrics
 from torchacc.train.models import model_config
+from torchacc.train.optim import lr_factor
 from torchacc.train.run_folder import is_finished
-from torchacc.train.schedule import factor
 from torchacc.train.stage import StageRequest, StageRun, resolve_stage
 from torchacc.train.stage_trainer import StageTrainer, run_stage
 from torchacc.train.text import load_text
@@ -90,7 +90,7 @@ def plain(run: StageRun) -> dict:
     loader = DataLoader(text.train, run.examples_per_step, shuffle=True, drop_last=True, generator=generator)
     losses, norms, rates, evaluations = [], [], [], {}
     for step, batch in enumerate(itertools.islice(loader, run.training.max_steps)):
-        rate = factor(step, total_steps=run.training.max_steps, **run.scheduler.model_dump())
+        rate = lr_factor(step, run.scheduler, run.training.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = run.optimizer.lr * rate
         optimizer.zero_grad()

@@ -20,11 +20,10 @@ from transformers import default_data_collator
 from torchacc.data import AsyncLoader
 from torchacc.errors import DataError
 from torchacc.logging import get_logger
+from torchacc.train.blocks import IGNORED
 
 _log = get_logger(__name__)
 
-NO_TARGET = -100
-"""The label of a token that nothing is to be learnt from; as in PyTorch's cross entropy."""
 _COUNTS = "num_targets"
 
 Batch = dict[str, Any]
@@ -51,7 +50,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """
     batch: Batch = default_data_collator(list(rows))
     # The first label has no prediction: labels are shifted inside of the model.
-    batch[_COUNTS] = (batch["labels"][:, 1:] != NO_TARGET).sum(dim=1).tolist()
+    batch[_COUNTS] = (batch["labels"][:, 1:] != IGNORED).sum(dim=1).tolist()
     return batch
 
 
@@ -60,7 +59,7 @@ def training_loader(
 ) -> "DataLoader[Any]":
     """Make the loader of a training set, whose order depends on the seed and on no number of devices or micro-batches.
 
-    An epoch is completed to whole optimizer steps by going on from its start. (A stream is completed to whole global
+    An epoch is completed to full optimizer steps by going on from its start. (A stream is completed to full global
     batches only, and a step may reach into its next epoch.)
 
     Args:
@@ -83,7 +82,7 @@ def training_loader(
 
 
 def evaluation_loader(dataset: Any, *, batch_size: int, num_data_shards: int) -> "DataLoader[Any]":
-    """Make the loader of a validation set, completed to whole global batches by examples without a target.
+    """Make the loader of a validation set, completed to full global batches by examples without a target.
 
     Otherwise its last global batch would be completed by wrapping around, and some examples would count twice.
 
@@ -125,7 +124,7 @@ def _endless(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 def _without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
     labels = row["labels"]
-    blank = torch.full_like(labels, NO_TARGET) if isinstance(labels, torch.Tensor) else [NO_TARGET] * len(labels)
+    blank = torch.full_like(labels, IGNORED) if isinstance(labels, torch.Tensor) else [IGNORED] * len(labels)
     return {**row, "labels": blank}
 
 

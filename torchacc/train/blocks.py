@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import datasets
 
 IGNORED = -100
-"""The label of a position that nothing is learned from."""
+"""The label of a position that nothing is learned from; as in PyTorch's cross entropy."""
 
 Tokens = NDArray[Any]
 

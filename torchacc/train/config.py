@@ -63,7 +63,7 @@ class TextConfig(Section):
     block_size: Annotated[int, Field(strict=True, ge=2), Bits64] = 128
     """Tokens in an example."""
     packing: StrictBool | Literal["concat"] = True
-    """Fill each block with whole and partial documents, which do not see one another; `concat` to let them, as GPT-2's
+    """Fill each block with documents and parts of them, which do not see one another; `concat` to let them, as GPT-2's
     training did; False for blocks of one document, padded."""
     streaming: StrictBool = False
     """Read while training, instead of everything first; `training.max_steps` then says how long."""
@@ -147,7 +147,7 @@ class TrainingConfig(Section):
     async_save: StrictBool = True
     """Write checkpoints in the background."""
     resume: StrictStr = "auto"
-    """`auto` to go on from the newest whole checkpoint of this run, `never` to start at step 0, or the folder of a
+    """`auto` to go on from the newest complete checkpoint of this run, `never` to start at step 0, or the folder of a
     checkpoint to go on from."""
     early_stopping: EarlyStoppingConfig | None = None
     """When to stop before the last step; None for never."""
@@ -159,7 +159,7 @@ class StageFSDPConfig(Section):
     path = "distributed.fsdp"
 
     enabled: StrictBool = True
-    """Whether strategy `auto` shards; without it every device holds the whole model."""
+    """Whether strategy `auto` shards; without it every device holds the full model."""
     cpu_offload: StrictBool = False
     """Keep the shards in the host's memory, and step there; only the native engine can."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"

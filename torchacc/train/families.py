@@ -93,7 +93,7 @@ def _turns_into_another(cls: type, name: str, value: Any) -> bool:
     """Return whether a configuration's class does more with an option than to keep it."""
     try:
         return not name.startswith("_") and name not in vars(cls(**{name: deepcopy(value)}))
-    except Exception:  # it has looked at the value; what is wrong with it is told where all options are passed
+    except Exception:  # it has looked at the value; what is wrong with it is reported where all options are passed
         return True
 
 

@@ -1,4 +1,4 @@
-"""A training file: all of it is read and checked, so that a mistake in any stage is told before one of them starts."""
+"""A training file: all of it is read and checked, so that a mistake in any stage is reported before one starts."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Build the model that a stage names, without memory for the whole of it."""
+"""Build the model that a stage names, without memory for its full weights."""
 
 import inspect
 import re

@@ -1,16 +1,26 @@
-"""Make the optimizer that a stage names."""
+"""Make the optimizer that a stage names, and the schedule of its learning rate."""
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from torchacc.config.sections import nearest
 from torchacc.engines.base import sharded_model
 from torchacc.errors import ConfigError, in_one_line, shown
+from torchacc.train.config import Schedule, SchedulerConfig
+
+DECAYS: Mapping[Schedule, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""What is left of the distance to the lowest learning rate, from 1, by the progress after the warm-up, from 0 to 1."""
 
 _NEED_MORE = {
     "LBFGS": "it computes the loss several times for each step",
@@ -74,12 +84,11 @@ def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> O
     Args:
         model: The model that accelerate() returned.
         name: The name of an optimizer of torch.optim, in any case.
-        options: What is passed to it, such as `lr`.
+        options: What is passed to it, such as `lr`; as `check_options()` takes them.
 
     Raises:
-        ConfigError: There is no such optimizer or option; or `flatten_parameters` has joined weights with biases.
+        ConfigError: There is no such optimizer; or `flatten_parameters` has joined weights with biases.
     """
-    check_options(name, options)
     cls = optimizer_class(name)
     decay = options.get("weight_decay", _default(cls, "weight_decay"))
     if not decay:
@@ -87,6 +96,37 @@ def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> O
     decayed, spared = _split_for_decay(model)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return cls([group for group in groups if group["params"]], **options)
+
+
+def make_scheduler(optimizer: Optimizer, config: SchedulerConfig, total_steps: int) -> LambdaLR:
+    """Make the scheduler of a stage, to be stepped after each step of the optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        config: The schedule.
+        total_steps: Steps of the stage.
+
+    Raises:
+        ConfigError: The warm-up is longer than the stage.
+    """
+    if config.warmup_steps > total_steps:
+        raise ConfigError(
+            f"scheduler.warmup_steps = {config.warmup_steps}: the stage has {total_steps} steps, so that its learning "
+            f"rate would never be reached: write at most {total_steps}"
+        )
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+
+
+def lr_factor(step: int, config: SchedulerConfig, total_steps: int) -> float:
+    """Return what the learning rate is multiplied with in one step, counted from 0.
+
+    The warm-up rises evenly to 1, which its last step has; the decay ends at `min_lr_ratio` after the last step.
+    """
+    warmup, lowest = config.warmup_steps, config.min_lr_ratio
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return lowest + (1.0 - lowest) * DECAYS[config.name](progress)
 
 
 def _step_once(cls: type[Optimizer], options: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ class StageRun:
     resumes: bool
     """Whether to go on from a checkpoint where there is one."""
     resume_from: Path | None
-    """The checkpoint to go on from; None for the newest whole one of `checkpoints`."""
+    """The checkpoint to go on from; None for the newest complete one of `checkpoints`."""
     layout: DeviceLayout
     """Engine, processes and devices, and the `torchacc.Config` for `accelerate()`."""
     logging: LoggingConfig

@@ -30,9 +30,8 @@ from torchacc.train.hub import local_folder
 from torchacc.train.metric_sinks import read_metrics
 from torchacc.train.metrics import RunLog
 from torchacc.train.models import build_model, loss_of, model_config
-from torchacc.train.optim import make_optimizer
+from torchacc.train.optim import make_optimizer, make_scheduler
 from torchacc.train.run_folder import METRICS, drop_replaced, mark_finished
-from torchacc.train.schedule import make_scheduler
 from torchacc.train.stage import StageRun
 from torchacc.train.text import check_model, load_text
 
@@ -96,7 +95,7 @@ class StageTrainer:
         self._evaluation = self._shard_evaluation(text.validation)
         self.total_steps = _total_steps(run.training, self.loader)
         self.optimizer = make_optimizer(self.model, run.optimizer.name, run.optimizer.options)
-        self.scheduler = make_scheduler(self.optimizer, total_steps=self.total_steps, **run.scheduler.model_dump())
+        self.scheduler = make_scheduler(self.optimizer, run.scheduler, self.total_steps)
         self._scaler = GradScaler(self.model)
         self._stopping = EarlyStopping(run.training.early_stopping)
         self.step = 0
@@ -111,7 +110,7 @@ class StageTrainer:
         """Train to the end of the stage, and leave the finished model in its folder. Collective: every process.
 
         Raises:
-            CheckpointError: A checkpoint does not fit, none is whole, or one cannot be written.
+            CheckpointError: A checkpoint does not fit, none is complete, or one cannot be written.
             SystemExit: After SIGTERM, once the run is saved.
             TrainingError: The loss is not finite any more; the checkpoints from before are kept.
         """

@@ -1,4 +1,6 @@
-"""Optimizers by name, and which parameters decay."""
+"""Optimizers by name, which parameters decay, and learning rates over a stage."""
+
+from typing import get_args
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from torch import nn
 
 import torchacc
 from torchacc.errors import ConfigError
-from torchacc.train.optim import check_options, make_optimizer
+from torchacc.train.config import Schedule, SchedulerConfig
+from torchacc.train.optim import DECAYS, check_options, lr_factor, make_optimizer, make_scheduler
 
 
 def sharded_model() -> nn.Module:
@@ -57,3 +60,39 @@ def test_what_an_optimizer_does_not_have_is_refused(name, options, text):
 @pytest.mark.parametrize("name", ["adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop"])
 def test_the_other_optimizers_are_taken(name):
     check_options(name, {"lr": 0.1, "weight_decay": 0.1})
+
+
+def rates(name, **options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    config = SchedulerConfig(**{"name": name, "warmup_steps": 2, "min_lr_ratio": 0.1} | options)
+    scheduler = make_scheduler(optimizer, config, total_steps=6)
+    found = []
+    for _ in range(6):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_a_file_takes_the_schedules_that_there_are():
+    assert set(get_args(Schedule)) == set(DECAYS)
+
+
+def test_each_schedule_warms_up_and_falls_as_its_name_says():
+    assert rates("constant") == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert rates("linear") == pytest.approx([1.0, 2.0, 2.0, 1.55, 1.1, 0.65])
+    cosine = rates("cosine")
+    assert cosine[:3] == [1.0, 2.0, 2.0]
+    assert cosine[4] == pytest.approx(1.1)  # half of the way from 2 to 0.2
+    assert rates("linear", warmup_steps=0, min_lr_ratio=0.0)[0] == 2.0
+
+
+def test_the_rate_ends_at_its_lowest_and_stays_there():
+    ends = [lr_factor(step, SchedulerConfig(warmup_steps=2), total_steps=6) for step in (6, 7, 100)]
+    assert ends == pytest.approx([0.1, 0.1, 0.1])
+    assert lr_factor(1, SchedulerConfig(name="linear", warmup_steps=2), total_steps=2) == 1.0
+
+
+def test_a_warm_up_longer_than_the_stage_is_refused():
+    with pytest.raises(ConfigError, match=r"scheduler.warmup_steps = 7: the stage has 6 steps"):
+        rates("linear", warmup_steps=7)
