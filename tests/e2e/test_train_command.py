@@ -175,6 +175,8 @@ def test_torchrun_on_two_machines_trains_the_same(folder, stage2):
 def test_a_finished_run_is_left_as_it_is(folder, stage1, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in stage1.rglob("*")}
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     assert main(["train", "--stage", "stage1", "--devices", "2"]) == 2
     assert "holds a finished run; pass --overwrite" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in stage1.rglob("*")} == before

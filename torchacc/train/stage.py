@@ -196,7 +196,7 @@ def _resolve(file: TrainFile, name: str, stage: StageConfig, request: StageReque
     check_log_file(folder, file.logging)
     if launched is None or launched.rank == 0:
         checks.check_hub_answers(stage.data, model_name, model, init_from)
-    sections = {
+    sections: dict[str, Any] = {
         "data": deepcopy(stage.data),
         "optimizer": deepcopy(stage.optimizer),
         "scheduler": deepcopy(stage.scheduler),
@@ -223,14 +223,15 @@ def _resolve(file: TrainFile, name: str, stage: StageConfig, request: StageReque
 def _located(source: YamlFile, stage: str, request: StageRequest, message: str) -> str:
     """Return a message with the file, the line and the place of the option that it begins with; as it is without one.
 
-    An option that the file leaves out has the line of the section that it would stand in.
+    An option that the file leaves out has the line of the section that it would stand in; but for devices and machines,
+    which may be the command's.
     """
     option = message.partition(" ")[0].rstrip(":")
     place = _place(option.removeprefix("config."), stage, request)
     if place in source.lines:
         return source.at(f"{place}{message.removeprefix(option)}")
     section = option.partition(".")[0]
-    if place is None or section not in _SECTIONS:
+    if place is None or section not in _SECTIONS - {"distributed"}:
         return message
     while place and place not in source.lines:
         place = place.rpartition(".")[0]
@@ -240,9 +241,8 @@ def _located(source: YamlFile, stage: str, request: StageRequest, message: str) 
 def _place(option: str, stage: str, request: StageRequest) -> str | None:
     """Return where an option would stand in the file; None for what the command says."""
     section, _, name = option.rpartition(".")
-    if (option == "distributed.devices" and request.devices) or (
-        section == "compute" and request.precision is not None
-    ):
+    said = {"distributed.devices": request.devices, "distributed.num_nodes": request.num_nodes}.get(option)
+    if said is not None or (section == "compute" and request.precision is not None):
         return None
     at = f"training_stages.{stage}"
     distributed = f"{at}.distributed" if request.preset is None else f"distributed_examples.{request.preset}"

@@ -203,6 +203,9 @@ def test_what_a_preset_or_the_command_says_is_told_as_theirs(make):
     placed = "config.yaml:15: distributed_examples.batchnorm.sync_batchnorm = True: with one process"
     assert placed in refusal(make, preset="batchnorm", num_nodes=2)
     assert refusal(make, precision="bf17").startswith("precision 'bf17' is not one of 32")
+    assert refusal(make, devices=0).startswith("distributed.devices = 0: expected at least 1")
+    assert refusal(make, num_nodes=0).startswith("distributed.num_nodes = 0: expected at least 1")
+    assert refusal(make, stage_name="two", default_devices=0).startswith("distributed.devices = 0: expected")
     stage = "torchacc: {memory: {offload_activations: true}}"
     assert refusal(make, stage, preset="auto", precision="half").startswith("precision 'half'")
 
