@@ -50,7 +50,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
     if not plain.is_cpu or (plain.nbytes and not plain.data_ptr()):
         raise TypeError(f"a tensor on the host is needed, and this one is {type(tensor).__name__} on {tensor.device}")
-    return plain.view(-1).view(torch.uint8).numpy().data
+    flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def render_manifest(content: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from torchacc.checkpoint.format.regular_files import open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+_EAGER_BYTES = 1 << 20
+"""What the disk is to begin with at once; smaller ones are left together."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -207,10 +209,14 @@ def read_exactly(file: int, buffer: memoryview, offset: int, path: Path) -> None
 
 
 def write_exactly(file: int, buffer: memoryview, offset: int) -> None:
-    """Write all of a buffer, as bytes, into a file from an offset on."""
+    """Write all of a buffer, as bytes, into a file from an offset on, and let the disk begin with it."""
     done = 0
     while done < len(buffer):
         done += os.pwrite(file, buffer[done:], offset + done)
+    if len(buffer) >= _EAGER_BYTES:
+        # Linux begins to write what it is told not to keep, and keeps what is not on the disk yet: mm/fadvise.c. The
+        # disk would else be idle until the file is synced.
+        os.posix_fadvise(file, offset, len(buffer), os.POSIX_FADV_DONTNEED)
 
 
 def _lay_out(file_name: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> SafetensorsLayout:

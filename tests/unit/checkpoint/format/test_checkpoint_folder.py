@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torchacc.checkpoint.format import commit
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.format.commit import FolderWriter
-from torchacc.checkpoint.format.manifest import locate, read_manifest, render_manifest
+from torchacc.checkpoint.format.manifest import as_bytes, locate, read_manifest, render_manifest
 from torchacc.checkpoint.format.removal import settle
 from torchacc.checkpoint.format.safetensors_files import plan_safetensors, safetensors_index
 from torchacc.errors import CheckpointError
@@ -107,6 +107,31 @@ def test_a_stored_tensor_fills_memory_of_any_dtype_and_is_verified(tmp_path):
         path.write_bytes(altered)
         with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
             stored["a"].read()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j]).imag,
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j]).conj().imag,
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor(True),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.arange(4).to(torch.bfloat16)[2:],
+        torch.empty(0, 3),
+        torch.ones(2, requires_grad=True),
+    ],
+)
+def test_the_bytes_of_any_tensor(tensor):
+    assert bytes(as_bytes(tensor)) == bytes(
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .untyped_storage()
+        .tolist()
+    )
 
 
 @pytest.mark.parametrize("fail", [0, 1])
