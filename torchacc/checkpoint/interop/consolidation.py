@@ -1,4 +1,4 @@
-"""Plan how the shards in rank files become whole tensors in one `.pth` file, or in a folder that Hugging Face opens."""
+"""Plan how the shards in rank files become full tensors in one `.pth` file, or in a folder that Hugging Face opens."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class Output:
 
 
 def plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPlan:
-    """Plan to write a whole model.
+    """Plan to write a full model.
 
     Args:
         files: The model's rank files.
@@ -58,7 +58,7 @@ def plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPlan
         output: How.
     """
     transfers: list[Transfer] = []
-    tensors = whole_model(files, transfers, output)
+    tensors = full_model(files, transfers, output)
     new = (
         [PthFile(target, {"model": tensors})]
         if output.format == "pth"
@@ -69,25 +69,25 @@ def plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPlan
     return ConversionPlan(files.paths, tuple(new), tuple(transfers), tuple(stale))
 
 
-def whole_model(files: RankFiles, transfers: list[Transfer], output: Output) -> dict[str, Any]:
-    """Return a model's whole state by original name, tied aliases included, and add what it is to be copied from.
+def full_model(files: RankFiles, transfers: list[Transfer], output: Output) -> dict[str, Any]:
+    """Return a model's full state by original name, tied aliases included, and add what it is to be copied from.
 
     torch_xla does not note which parameters are tied. Where the model's `config.json` says that the head is tied, and
     there is none, it is added: what a causal language model's `load_state_dict()` expects.
     """
     state: dict[str, Any] = {}
     for sharded in files.sharded_model():
-        state |= whole_tensors(sharded, transfers, dtype=output.dtype)
+        state |= full_tensors(sharded, transfers, dtype=output.dtype)
     for name, (value, dtype) in files.unsharded().items():
         state[name] = carry(value, name, transfers, dtype=dtype and _cast(dtype, output.dtype))
     aliases = dict(files.tied) or tied_head(_folder(files, output), state)
     return state | {alias: state[name] for alias, name in aliases.items() if name in state}
 
 
-def whole_tensors(
+def full_tensors(
     sharded: Sharded, transfers: list[Transfer], *, dtype: torch.dtype | None = None, entry: str = ""
 ) -> dict[str, NewTensor]:
-    """Return the whole tensors that a parameter is made of, and add what they are to be copied from.
+    """Return the full tensors that a parameter is made of, and add what they are to be copied from.
 
     Args:
         sharded: The parameter in all rank files.
@@ -115,7 +115,7 @@ def carry(value: Any, name: str, transfers: list[Transfer], *, dtype: torch.dtyp
 
 
 def plan_optimizer(files: RankFiles, target: Path) -> ConversionPlan:
-    """Plan to write an optimizer's whole state, `{"optimizer": …}`, as that of the unsharded model has it.
+    """Plan to write an optimizer's full state, `{"optimizer": …}`, as that of the unsharded model has it.
 
     The order of ids is that of the parameters in the original groups, and in a group with flattened ones the model's
     own, as far as the files know it; `param_names` has the original names.
@@ -124,7 +124,7 @@ def plan_optimizer(files: RankFiles, target: Path) -> ConversionPlan:
     optimizer = read_optimizer(files)
     groups = [_names(files, list(group.keys)) for group in optimizer.groups]
     ids = {name: index for index, name in enumerate(name for names in groups for name in names)}
-    state = _whole_states(files, optimizer, transfers)
+    state = _full_states(files, optimizer, transfers)
     contents = {
         "state": {ids[name]: state[name] for name in ids if name in state},
         "param_groups": [
@@ -148,13 +148,13 @@ def _names(files: RankFiles, keys: list[str]) -> list[str]:
     return sorted(names, key=order.__getitem__)
 
 
-def _whole_states(files: RankFiles, optimizer: OptimizerState, transfers: list[Transfer]) -> dict[str, dict[str, Any]]:
+def _full_states(files: RankFiles, optimizer: OptimizerState, transfers: list[Transfer]) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {}
     for key, entries in optimizer.states.items():
         members = files.parameters[key].members
         for entry, value in entries.items():
             if isinstance(value, Sharded):
-                parts: dict[str, Any] = dict(whole_tensors(value, transfers, entry=f"/{entry}"))
+                parts: dict[str, Any] = dict(full_tensors(value, transfers, entry=f"/{entry}"))
             else:  # each its own: a step that parameters share is incremented once for each of them
                 parts = {name: carry(value, f"{name}/{entry}", transfers) for name, _ in members}
             for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Consolidate rank files into whole tensors, or reshard them for another number of ranks: no device, no job."""
+"""Consolidate rank files into full tensors, or reshard them for another number of ranks: no device, no job."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import escape, glob
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.interop.consolidation import Output, plan_model, plan_optimizer, whole_model
+from torchacc.checkpoint.interop.consolidation import Output, full_model, plan_model, plan_optimizer
 from torchacc.checkpoint.interop.pth import NewTensor
 from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
 from torchacc.checkpoint.interop.resharding import plan_resharding
@@ -42,7 +42,7 @@ def consolidate_sharded_model_checkpoints(
         progress: Is told, from any thread, of bytes dealt with.
 
     Returns:
-        The whole tensors by original name, on the CPU, with the aliases of tied ones on the same memory; they are
+        The full tensors by original name, on the CPU, with the aliases of tied ones on the same memory; they are
         mapped from the written file, and read when they are used. And its path, None where nothing was written.
 
     Raises:
@@ -185,6 +185,6 @@ def _joined(plans: Sequence[ConversionPlan]) -> ConversionPlan:
 
 def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
     transfers: list[Transfer] = []
-    state = whole_model(files, transfers, Output())
+    state = full_model(files, transfers, Output())
     tensors = load(transfers, workers=workers)
     return {name: tensors[value] if isinstance(value, NewTensor) else value for name, value in state.items()}

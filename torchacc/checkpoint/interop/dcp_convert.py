@@ -159,7 +159,8 @@ def _optimizer_state(folder: Folder, stored: _Stored) -> dict[str, Any]:
     described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
     for parameter, values in described["values"].items():
         state.setdefault(parameter, {}).update(values)
-    groups, flattened = [], {}
+    groups: list[dict[str, Any]] = []
+    flattened: dict[str, Any] = {}
     for group in described["groups"]:
         names = group.pop("parameters")
         groups.append({"params": names, "param_names": names, **group})

@@ -161,10 +161,12 @@ def write_dcp(folder: Path, state: Mapping[str, Any], read: Callable[[str], torc
         state: Nested dicts, with tensors of the device meta in the place of those that are read when they are written.
         read: Returns such a tensor; it gets its key, which is the keys of the dicts joined by dots.
     """
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    class ReadingPlanner(dcp.DefaultSavePlanner):
+    class ReadingPlanner(DefaultSavePlanner):
         """Reads a tensor when it is written."""
 
         left = 0
@@ -183,8 +185,8 @@ def write_dcp(folder: Path, state: Mapping[str, Any], read: Callable[[str], torc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         try:
-            writer = dcp.FileSystemWriter(folder)
-            dcp.save(dict(state), storage_writer=writer, planner=ReadingPlanner(), no_dist=True)
+            writer = FileSystemWriter(folder)
+            save(dict(state), storage_writer=writer, planner=ReadingPlanner(), no_dist=True)
         except CheckpointException as failed:  # it holds what each rank has raised
             raise next(iter(failed.failures.values()))[0] from None
 

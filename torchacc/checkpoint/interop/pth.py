@@ -333,7 +333,10 @@ def _slots(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, FileReg
     records = tensor_records(path)
     shift = mapped[0][0] - records[0].start if mapped and records else 0
     if mapped != [(record.start + shift, record.size) for record in records]:
-        raise CheckpointError(f"{path} is damaged: its tensors and its records do not fit each other")
+        raise CheckpointError(
+            f"{path} is damaged, or has tensors elsewhere than in dicts, lists and tuples: its tensors and its records "
+            "do not fit each other. Save state_dict()s"
+        )
     return {
         key: FileRegion(path, tensor.dtype, tuple(tensor.shape), tensor.data_ptr() - shift if tensor.numel() else 0)
         for key, tensor in tensors.items()

@@ -237,7 +237,7 @@ class RankFiles:
         return [self.gather(self.parameters[key], key, (state.get(key) for state in states)) for key in keys]
 
     def unsharded(self) -> dict[str, tuple[Any, torch.dtype | None]]:
-        """Return what every rank has whole, such as buffers: original name to rank 0's value, and original dtype."""
+        """Return what is not sharded, such as buffers: original name to rank 0's value, and original dtype."""
         first = self.files[0]
         dtypes = {}
         for key, entry in (first.metadata.get("buffer_info") or {}).items():

@@ -44,7 +44,7 @@ def _reshard(found: Iterable[Sharded], num_ranks: int, transfers: list[Transfer]
         other = next(one for one in found if not one.has_format(ShardFormat.FLAT))
         raise CheckpointError(
             f"{other.slots[0].path}: {other.name} is not cut like the others: a part of this model was sharded with "
-            "other options than the rest. Consolidate the files, and load the whole model"
+            "other options than the rest. Consolidate the files, and load the full model"
         )
     pads = not any(one.lacks_padding for one in found)
     shards: _ByRank = {}

@@ -32,8 +32,8 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     An object that is the same everywhere, such as a scheduler's state, is written by rank 0. What is sharded is never
     cut down to one rank's part:
 
-    * The state of an optimizer or of a model is put together and written whole, so that `torch.load(path)` gives what
-      `load_state_dict()` takes at any number of devices. It needs the whole in rank 0's memory: for a large model
+    * The state of an optimizer or of a model is put together and written in full, so that `torch.load(path)` gives what
+      `load_state_dict()` takes at any number of devices. It needs the full state in rank 0's memory: for a large model
       use `torchacc.checkpoint.save()`.
     * With `master_only=False`, or where `path` is a folder, each rank writes its own part,
       `path/rank-<r>-of-<n>[-model|-optimizer].pth`, or `path` itself where every rank names another one.
@@ -68,7 +68,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     else:
         group.agreed(lambda: _refuse_loss(obj))
         _refuse_other_copies(obj, group)
-        content = _whole(obj) if sharded else _on_host(obj)
+        content = _unshard(obj) if sharded else _on_host(obj)
         older = []
     writes = by_rank or job.rank == 0
     partial = unfinished(target)
@@ -240,27 +240,27 @@ def _stamped(tree: Any, save_id: str) -> Any:
     }
 
 
-def _whole(tree: Any) -> Any:
-    """Return an object with whole tensors, on rank 0; on others what is left without them. Collective."""
+def _unshard(tree: Any) -> Any:
+    """Return an object with full tensors, on rank 0; on others what is left without them. Collective."""
     if isinstance(tree, Mapping):
         if {"state", "param_groups", _METADATA} <= set(tree):
-            return _whole_optimizer(tree)
+            return _unshard_optimizer(tree)
         found: dict[Any, Any] = {}
         for key, value in tree.items():
             owner = model_state.shard_of(value) if isinstance(value, torch.Tensor) else None
             if owner is not None:
-                found |= _whole_weights(*owner, key, value)
+                found |= _unshard_weights(*owner, key, value)
             elif key != _METADATA:
-                found[key] = _whole(value)
+                found[key] = _unshard(value)
         return found
     if isinstance(tree, list | tuple):
-        return type(tree)(map(_whole, tree))
+        return type(tree)(map(_unshard, tree))
     if isinstance(tree, torch.Tensor) and model_state.shard_of(tree) is not None:
         raise CheckpointError("a single shard has no name to be put together by: save the model's whole state_dict()")
     return _on_host(tree)
 
 
-def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
+def _unshard_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
     """Return what a shard of a model's state is a part of, by its key, or of a flat one by all original names."""
     local_shard = sharded.local_shards[parameter]
     parts = model_state.gathered(sharded, local_shard, shard, rank0_only=True)
@@ -270,7 +270,7 @@ def _whole_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, sha
     return {name: part for first, part in parts.items() for name in names_of[first]}
 
 
-def _whole_optimizer(own: Mapping[str, Any]) -> Any:
+def _unshard_optimizer(own: Mapping[str, Any]) -> Any:
     values = [value for entry in own["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
     models = {owner[0] for owner in map(model_state.shard_of, values) if owner is not None}
     if len(models) == 1:
