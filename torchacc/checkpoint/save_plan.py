@@ -180,6 +180,3 @@ def _in_turn(shards: Sequence[ShardWrites], files: Sequence[str], begin: float) 
     first = int(len(files) * begin)
     written = [shard for shard in shards if shard.slices]
     return sorted(written, key=lambda shard: (order[shard.slices[0][0].path.name] - first) % len(files))
-
-
-indices = index_files

@@ -204,6 +204,3 @@ class PendingSave:
         finally:
             self._done()
             self._writes = ()
-
-
-Pending = PendingSave

@@ -279,9 +279,6 @@ class CheckpointFolder:
         return next(inside, name)
 
 
-Folder = CheckpointFolder
-
-
 def _close(files: dict[str, BinaryIO]) -> None:
     while files:
         files.popitem()[1].close()

@@ -79,15 +79,6 @@ class SafetensorsLayout(NamedTuple):
         """Size of the file."""
         return len(self.header) + sum(region.nbytes for region in self.regions.values())
 
-    @property
-    def slots(self) -> dict[str, FileRegion]:
-        """The same, by its former name."""
-        return self.regions
-
-
-Slot = FileRegion
-Layout = SafetensorsLayout
-
 
 def plan_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, max_shard_size: int | None = None

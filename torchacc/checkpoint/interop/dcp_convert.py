@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import sync_folder
-from torchacc.checkpoint.format.safetensors_files import Layout, Slot, plan_safetensors
+from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.interop.consolidation import pretrained_files, tied_head
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, indices
-from torchacc.checkpoint.saver import Pending
+from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
+from torchacc.checkpoint.saver import PendingSave
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 """Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
 _HEAD = "lm_head.weight"
-_Stored = dict[str, tuple[str, Slot]]
+_Stored = dict[str, tuple[str, FileRegion]]
 """Key in the folder that is written -> name in the checkpoint, and where it lies there."""
 
 
@@ -61,7 +61,7 @@ def export_dcp(
         CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
     """
     new = _new_folder(Path(target).absolute())
-    with Folder(checkpoint) as folder, new as path:
+    with CheckpointFolder(checkpoint) as folder, new as path:
         stored: _Stored = {}
         state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
         if folder.has("optimizer.json"):
@@ -125,7 +125,7 @@ def import_dcp(
             "values": contents.optimizer.values,
         }
         files["optimizer.json"] = (json.dumps(json_codec.encode(described, tensors, "optimizer")) + "\n").encode()
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, SafetensorsLayout] = {}
     for stem, keys in stems.items():
         shapes = {
             name: (folder.tensors[key].properties.dtype, tuple(folder.tensors[key].size)) for name, key in keys.items()
@@ -138,7 +138,7 @@ def import_dcp(
     _write(Path(checkpoint).absolute(), layouts, files, _told(runs, layouts, progress))
 
 
-def _model_state(folder: Folder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
+def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
     """Return the model's state, tied names included, on the device meta; and note where each is by its key."""
     strange = sorted(set(aliases.values()) - folder.model.keys())
     if strange:
@@ -148,7 +148,7 @@ def _model_state(folder: Folder, aliases: Mapping[str, str], stored: _Stored) ->
     return {name: _meta(folder.model[source]) for name, source in names.items()}
 
 
-def _optimizer_state(folder: Folder, stored: _Stored) -> dict[str, Any]:
+def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any]:
     """Return the optimizer's state in both of the ways in which `get_state_dict()` names it; tensors as above."""
     state: dict[str, dict[str, Any]] = {}
     for name, slot in folder.optimizer.items():
@@ -169,11 +169,11 @@ def _optimizer_state(folder: Folder, stored: _Stored) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, **flattened}
 
 
-def _meta(slot: Slot) -> torch.Tensor:
+def _meta(slot: FileRegion) -> torch.Tensor:
     return torch.empty(slot.shape, dtype=slot.dtype, device="meta")
 
 
-def _aliases(folder: Folder) -> dict[str, str]:
+def _aliases(folder: CheckpointFolder) -> dict[str, str]:
     if folder.has("state.json"):
         described = folder.read_json("state.json")
         if "tied" in described:
@@ -198,17 +198,22 @@ def _existing(folder: Path) -> Path:
 
 
 def _runs(
-    folder: DcpFolder, layouts: Mapping[str, Layout], keys: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Slot, int, torch.Tensor]]:
+    folder: DcpFolder,
+    layouts: Mapping[str, SafetensorsLayout],
+    keys: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
     for layout in layouts.values():
-        for name, slot in layout.slots.items():
+        for name, slot in layout.regions.items():
             yield slot, 0, (folder.read(keys[name]) if name in keys else tensors[name]).reshape(-1)
 
 
 def _told(
-    runs: Iterator[tuple[Slot, int, torch.Tensor]], layouts: Mapping[str, Layout], progress: Progress | None
-) -> Iterator[tuple[Slot, int, torch.Tensor]]:
-    total = sum(slot.nbytes for layout in layouts.values() for slot in layout.slots.values())
+    runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
+    layouts: Mapping[str, SafetensorsLayout],
+    progress: Progress | None,
+) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
+    total = sum(slot.nbytes for layout in layouts.values() for slot in layout.regions.values())
     for slot, start, run in runs:
         yield slot, start, run
         if progress is not None:
@@ -217,15 +222,15 @@ def _told(
 
 def _write(
     checkpoint: Path,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, SafetensorsLayout],
     files: Mapping[str, bytes],
-    runs: Iterator[tuple[Slot, int, torch.Tensor]],
+    runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
 ) -> None:
     writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
-    others = {**indices(layouts), **files}
+    others = {**index_files(layouts), **files}
     writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     writer.join()
-    Pending(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
+    PendingSave(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
 
 
 @contextmanager

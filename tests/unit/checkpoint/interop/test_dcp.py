@@ -23,7 +23,7 @@ from tests import forkrun
 from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import Folder
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.interop.dcp_files import DcpFolder
 from torchacc.errors import CheckpointError
 
@@ -329,7 +329,7 @@ def test_groups_in_one_entry_are_read_too(tmp_path):
     state = {"model.w": torch.ones(2), "optim.state.0.exp_avg": torch.zeros(2), "optim.param_groups": groups}
     write(tmp_path / "dcp", state, dcp.DefaultSavePlanner(flatten_state_dict=False))
     import_dcp(tmp_path / "dcp", tmp_path / "saved")
-    with Folder(tmp_path / "saved") as saved:
+    with CheckpointFolder(tmp_path / "saved") as saved:
         groups = json_codec.decode(saved.read_json("optimizer.json"), {})["groups"]
         assert groups == [{"lr": 0.5, "betas": (0.9, 0.99), "parameters": ["w"]}]
         assert list(saved.optimizer) == ["w/exp_avg"]
