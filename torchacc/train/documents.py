@@ -239,7 +239,8 @@ def _of_files(name: str, kind: str, column: str, files: tuple[str, ...], **optio
     """Return a source of files. A text file is one document, a row of any other kind is one."""
     if kind == "text":
         options["sample_by"] = "document"
-    return DocumentSource(name, column, {"path": kind, "data_files": list(files), "split": "train", **options}, files)
+    options |= {"path": kind, "split": "train", "data_files": [glob.escape(file) for file in files]}
+    return DocumentSource(name, column, options, files)
 
 
 def _existing(patterns: Sequence[str], option: str) -> tuple[str, ...]:

@@ -89,7 +89,9 @@ def test_kinds_of_files_give_the_same_tokens(configure, tmp_path):
     Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "text.parquet")
     (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress((tmp_path / "text.jsonl").read_bytes()))
     expected = load_text(configure(), seed=0)
-    for kind, files in (("text", "text/*.txt"), ("parquet", "text.parquet"), ("json", "text.jsonl.gz")):
+    (tmp_path / "te[x]t.jsonl").write_bytes((tmp_path / "text.jsonl").read_bytes())
+    named = [("text", "text/*.txt"), ("parquet", "text.parquet"), ("json", "text.jsonl.gz"), ("json", "te[x]t.jsonl")]
+    for kind, files in named:
         data = load_text(configure(dataset=kind, files=str(tmp_path / files)), seed=0)
         for name in ("train", "validation"):
             blocks, others = getattr(data, name), getattr(expected, name)
