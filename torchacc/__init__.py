@@ -13,8 +13,8 @@ from torchacc.api import optim_state_dict as optim_state_dict
 from torchacc.api import shard_loader as shard_loader
 from torchacc.api import state_dict as state_dict
 from torchacc.api import sync as sync
-from torchacc.checkpoint.interop.saving import load as load
-from torchacc.checkpoint.interop.saving import save as save
+from torchacc.checkpoint.interop.object_files import load as load
+from torchacc.checkpoint.interop.object_files import save as save
 from torchacc.checkpoint.model_state import FullStateDictConfig as FullStateDictConfig
 from torchacc.checkpoint.model_state import StateDictType as StateDictType
 from torchacc.checkpoint.model_state import TensorShard as TensorShard

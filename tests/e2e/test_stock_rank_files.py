@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests import forkrun
-from torchacc.checkpoint.interop.conversion import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.interop.transfers import execute
+from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.rank_transfers import execute
 
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]

@@ -1,6 +1,7 @@
 """Hold the package to docs/design/architecture.md: imports go down only, and what is dangerous has one place."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ AGENT = ("launch", "agent")
 # Where "fsdp" is a function, a key of a trainer's file, or an argument of transformers', and no axis of the mesh.
 NAMES_OTHER_THINGS = {
     ("dist", "__init__"),
-    ("integrations", "hf", "arguments"),
+    ("integrations", "hf", "training_arguments"),
     ("train", "config"),
     ("train", "file"),
     ("train", "layout"),
@@ -135,6 +136,16 @@ def test_an_axis_of_the_mesh_is_asked_for_by_its_role(path):
         return
     named = {node.lineno for node in constants(ast.parse(path.read_text(encoding="utf-8"))) if node.value in AXES}
     assert not named, f"lines {sorted(named)} name an axis: ask the mesh by a Role, as in mesh.size(Role.SHARD)"
+
+
+def test_no_class_and_no_file_has_the_name_of_another():
+    classes, files = Counter(), Counter()
+    for path in MODULES:
+        files[path.name] += not path.stem.startswith("__")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    twice = {name for names in (classes, files) for name, count in names.items() if count > 1}
+    assert not twice, f"{twice}: one name for one thing"
 
 
 def attributes(path: Path) -> set[str]:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from torchacc.checkpoint.interop.consolidation import Output
+from torchacc.checkpoint.interop.rank_consolidation import Output
 from torchacc.checkpoint.interop.rank_files import Part
-from torchacc.checkpoint.interop.transfers import ConversionPlan, execute
+from torchacc.checkpoint.interop.rank_transfers import ConversionPlan, execute
 from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError, printable
 

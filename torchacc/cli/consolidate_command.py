@@ -3,7 +3,7 @@
 import argparse
 
 from torchacc.checkpoint.formats import form_of
-from torchacc.checkpoint.interop.conversion import plan_consolidation
+from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._options import named, path
 from torchacc.errors import CheckpointError

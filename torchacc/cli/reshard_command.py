@@ -3,7 +3,7 @@
 import argparse
 
 from torchacc.checkpoint.formats import form_of
-from torchacc.checkpoint.interop.conversion import plan_conversion
+from torchacc.checkpoint.interop.rank_conversion import plan_conversion
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError

@@ -2,7 +2,7 @@
 
 from torchacc.data.async_loader import AsyncLoader
 from torchacc.data.bucketing import Bucketing, make_buckets
-from torchacc.data.sharding import ShardedLoader, shard_loader
+from torchacc.data.sharded_loader import ShardedLoader, shard_loader
 from torchacc.data.tree import concat, map_tensors, num_rows, take
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from torchacc.data.sharding import ShardedLoader
+from torchacc.data.sharded_loader import ShardedLoader
 from torchacc.errors import ConfigError, DataError, NoLengthError
 
 # How long to wait for a thread that is in the middle of loading a batch when its loop is left. It is a daemon: one that

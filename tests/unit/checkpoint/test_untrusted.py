@@ -19,9 +19,9 @@ from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import locks
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.consolidation import Output
-from torchacc.checkpoint.interop.conversion import plan_consolidation
-from torchacc.checkpoint.interop.transfers import execute
+from torchacc.checkpoint.interop.rank_consolidation import Output
+from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
+from torchacc.checkpoint.interop.rank_transfers import execute
 from torchacc.errors import CheckpointError
 
 

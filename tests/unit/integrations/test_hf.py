@@ -15,9 +15,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 import torchacc.integrations.hf
 from torchacc import Config, ConfigError, DataError
 from torchacc.integrations.hf import Trainer, TrainingArguments
-from torchacc.integrations.hf.arguments import adopt
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own
 from torchacc.integrations.hf.rebind import rebound
+from torchacc.integrations.hf.training_arguments import adopt
 
 
 def arguments(tmp_path, **changed):

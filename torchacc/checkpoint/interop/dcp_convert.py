@@ -19,9 +19,9 @@ from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
-from torchacc.checkpoint.interop.consolidation import pretrained_files, tied_head
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
+from torchacc.checkpoint.interop.rank_consolidation import pretrained_files, tied_head
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
 from torchacc.checkpoint.saver import PendingSave
 from torchacc.errors import CheckpointError

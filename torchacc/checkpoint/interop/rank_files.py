@@ -19,7 +19,7 @@ import torch
 from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.pth import read_pth
-from torchacc.checkpoint.interop.transfers import Source
+from torchacc.checkpoint.interop.rank_transfers import Source
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout

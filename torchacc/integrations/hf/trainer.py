@@ -23,11 +23,11 @@ from torchacc.engines.base import Engine, sharded_model
 from torchacc.engines.device_losses import kept_by_devices
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
-from torchacc.integrations.hf.arguments import Devices, TrainingArguments, adopt
 from torchacc.integrations.hf.bridge import Bridge
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own, uneven
 from torchacc.integrations.hf.losses import MeanOf, Smoother, are_classes, class_name, find_mean, rows_of
 from torchacc.integrations.hf.rebind import rebound
+from torchacc.integrations.hf.training_arguments import Devices, TrainingArguments, adopt
 
 _Theirs: Any = transformers.Trainer
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchacc.checkpoint.interop import pth, saving, transfers
-from torchacc.checkpoint.interop.consolidation import Output
-from torchacc.checkpoint.interop.conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop import object_files, pth, rank_transfers
 from torchacc.checkpoint.interop.pth import damaged_record, read_pth, tensor_records
-from torchacc.checkpoint.interop.transfers import execute
+from torchacc.checkpoint.interop.rank_consolidation import Output
+from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.interop.rank_transfers import execute
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -550,13 +550,13 @@ class TestRefused:
         with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
             consolidate_sharded_model_checkpoints(str(tmp_path), save_path=str(fifo))
         with pytest.raises(CheckpointError, match="fifo is a device or the like, which a file would replace"):
-            saving.save({"a": 1}, fifo)
+            object_files.save({"a": 1}, fifo)
         assert fifo.is_fifo()
 
     def test_text_in_place_of_a_file(self, tmp_path):
         (tmp_path / "notes.pth").write_text("hello world")
         with pytest.raises(CheckpointError, match="notes.pth cannot be read .* not a file of torch.save"):
-            saving.load(tmp_path / "notes.pth")
+            object_files.load(tmp_path / "notes.pth")
 
     def test_two_world_sizes(self, tmp_path, paths):
         make("rows").save(tmp_path, 2)
@@ -757,13 +757,13 @@ class TestRefused:
         self.refuse(tmp_path, "cannot be written: No space left on device")
 
     def test_a_disk_that_keeps_something_else(self, tmp_path, paths, monkeypatch):
-        write = transfers.write_exactly
-        monkeypatch.setattr(transfers, "write_exactly", lambda file, data, at: write(file, bytes(len(data)), at))
+        write = rank_transfers.write_exactly
+        monkeypatch.setattr(rank_transfers, "write_exactly", lambda file, data, at: write(file, bytes(len(data)), at))
         self.refuse(tmp_path, "was written into .* and reads back otherwise")
 
     def test_too_little_room(self, tmp_path, paths, monkeypatch):
         usage = type("usage", (), {"free": 1000})
-        monkeypatch.setattr(transfers.shutil, "disk_usage", lambda folder: usage)
+        monkeypatch.setattr(rank_transfers.shutil, "disk_usage", lambda folder: usage)
         self.refuse(tmp_path, "has 1,000 bytes left, and .* are needed")
 
     def test_a_target_that_is_no_folder(self, tmp_path, paths):

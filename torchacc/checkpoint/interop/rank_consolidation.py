@@ -13,7 +13,7 @@ from torchacc.checkpoint.format.safetensors_files import FileRegion, plan_safete
 from torchacc.checkpoint.interop.pth import NewTensor
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded
 from torchacc.checkpoint.interop.rank_optimizer import OptimizerState, read_optimizer
-from torchacc.checkpoint.interop.transfers import (
+from torchacc.checkpoint.interop.rank_transfers import (
     ConversionPlan,
     NewFile,
     PthFile,

@@ -5,11 +5,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.interop.consolidation import carry
 from torchacc.checkpoint.interop.pth import NewTensor
+from torchacc.checkpoint.interop.rank_consolidation import carry
 from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded, ShardFormat
 from torchacc.checkpoint.interop.rank_optimizer import read_optimizer
-from torchacc.checkpoint.interop.transfers import ConversionPlan, PthFile, Transfer
+from torchacc.checkpoint.interop.rank_transfers import ConversionPlan, PthFile, Transfer
 from torchacc.errors import CheckpointError
 
 _ByRank = dict[str, list[NewTensor]]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.interop.consolidation import Output, full_model, plan_model, plan_optimizer
 from torchacc.checkpoint.interop.pth import NewTensor
+from torchacc.checkpoint.interop.rank_consolidation import Output, full_model, plan_model, plan_optimizer
 from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
-from torchacc.checkpoint.interop.resharding import plan_resharding
-from torchacc.checkpoint.interop.transfers import ConversionPlan, Progress, Transfer, execute, load
+from torchacc.checkpoint.interop.rank_resharding import plan_resharding
+from torchacc.checkpoint.interop.rank_transfers import ConversionPlan, Progress, Transfer, execute, load
 from torchacc.errors import CheckpointError
 
 
