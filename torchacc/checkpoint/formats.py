@@ -1,4 +1,4 @@
-"""Which form the checkpoint in a folder has."""
+"""Tell which format the checkpoint in a folder has."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,11 +7,16 @@ from torchacc.checkpoint.format.manifest import MANIFEST
 from torchacc.checkpoint.interop.dcp_files import METADATA
 from torchacc.errors import CheckpointError
 
-Form = Literal["rank-files", "torchacc", "hf", "dcp"]
-"""A file of each rank, as TorchAcc and torch_xla have them; what `torchacc.checkpoint.save()` writes, a Hugging Face
-folder with a manifest; any Hugging Face folder with safetensors; `torch.distributed.checkpoint`'s."""
+CheckpointFormat = Literal["rank-files", "torchacc", "hf", "dcp"]
+"""The checkpoints that the commands tell apart:
 
-_SIGNS: dict[Form, tuple[str, ...]] = {
+- `rank-files`: a file of each rank, as `torchacc.save()`, TorchAcc and torch_xla write them.
+- `torchacc`: what `torchacc.checkpoint.save()` writes, a Hugging Face folder with a manifest.
+- `hf`: any Hugging Face folder with safetensors.
+- `dcp`: a folder of `torch.distributed.checkpoint`.
+"""
+
+_SIGNS: dict[CheckpointFormat, tuple[str, ...]] = {
     "dcp": (METADATA, "*.distcp"),
     "torchacc": (MANIFEST,),
     "hf": ("model*.safetensors",),
@@ -19,22 +24,22 @@ _SIGNS: dict[Form, tuple[str, ...]] = {
 }
 
 
-def form_of(folder: Path) -> Form:
-    """Return the form of the checkpoint that a folder holds.
+def format_of(folder: Path) -> CheckpointFormat:
+    """Return the format of the checkpoint that a folder holds.
 
     Raises:
         CheckpointError: It holds none, or more than one.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: name the one that the checkpoint's files are in")
-    found = [form for form, patterns in _SIGNS.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
+    found = [format for format, patterns in _SIGNS.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
     if "torchacc" in found and "hf" in found:
         found.remove("hf")
     if len(found) == 1:
         return found[0]
     if found:
         raise CheckpointError(
-            f"{folder} holds checkpoints of several forms, {' and '.join(found)}: keep one of them there"
+            f"{folder} holds checkpoints of several formats, {' and '.join(found)}: keep one of them there"
         )
     inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and (path / MANIFEST).exists())
     hint = f"; {folder / inside[-1]} is a checkpoint" if inside else ""

@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchacc.checkpoint.formats import form_of
+from torchacc.checkpoint.formats import format_of
 from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._options import named, path
@@ -28,16 +28,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the whole model, and return the exit status."""
-    form = form_of(args.folder)
-    if form == "dcp":
+    format = format_of(args.folder)
+    if format == "dcp":
         raise CheckpointError(
             f"{args.folder} is a folder of torch.distributed.checkpoint: `torchacc convert {args.folder} NEW --to "
             "torchacc` puts it together"
         )
-    if form != "rank-files":
+    if format != "rank-files":
         raise CheckpointError(
             f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it, and "
-            f"`torchacc convert {args.folder} NEW --to dcp` writes it in another form"
+            f"`torchacc convert {args.folder} NEW --to dcp` writes it in another format"
         )
     plan = plan_consolidation(str(args.folder), "*.pth", args.output or "", _converting.output(args))
     return _converting.run(args, plan)

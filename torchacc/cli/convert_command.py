@@ -1,4 +1,4 @@
-"""Write a checkpoint in another form: `torchacc convert SRC DST --to dcp`."""
+"""Write a checkpoint in another format: `torchacc convert SRC DST --to dcp`."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchacc.checkpoint.format.locks import clear_unfinished
-from torchacc.checkpoint.formats import form_of
+from torchacc.checkpoint.formats import format_of
 from torchacc.checkpoint.interop.dcp_convert import export_dcp, import_dcp
 from torchacc.checkpoint.interop.rank_consolidation import Output
 from torchacc.checkpoint.interop.rank_conversion import plan_consolidation, plan_conversion
@@ -24,11 +24,11 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", type=path, metavar="SRC", help="the checkpoint's folder; its form is recognised")
+    parser.add_argument("source", type=path, metavar="SRC", help="the checkpoint's folder; its format is recognised")
     parser.add_argument("target", type=path, metavar="DST", help="what to write, which must not be there yet")
     parser.add_argument(
         "--to", required=True, choices=dict.fromkeys(to for _, to in _CONVERSIONS), metavar="FORM",
-        help="; ".join(f"{form} -> {', '.join(to)}" for form, to in _possible().items()),
+        help="; ".join(f"{format} -> {', '.join(to)}" for format, to in _possible().items()),
     )  # fmt: skip
     parser.add_argument("--ranks", type=positive, metavar="N", help="with --to rank-files: for how many, 2 or more")
     _converting.add_config_option(parser)
@@ -37,11 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, and return the exit status."""
-    form = form_of(args.source)
-    convert = _CONVERSIONS.get((form, args.to))
+    format = format_of(args.source)
+    convert = _CONVERSIONS.get((format, args.to))
     if convert is None:
-        to = ", ".join(_possible().get(form, ())) or "nothing"
-        raise CheckpointError(f"{args.source} is a {form} checkpoint, which can be made {to}, and not {args.to}")
+        to = ", ".join(_possible().get(format, ())) or "nothing"
+        raise CheckpointError(f"{args.source} is a {format} checkpoint, which can be made {to}, and not {args.to}")
     clear_unfinished(args.target)  # of a conversion that was killed there
     if args.target.is_file() or args.target.is_dir() and any(args.target.iterdir()):
         raise CheckpointError(f"{args.target} is there already: name another, or remove it first")
@@ -109,8 +109,8 @@ _CONVERSIONS: dict[tuple[str, str], Callable[[argparse.Namespace], int]] = {
 
 
 def _possible() -> dict[str, list[str]]:
-    """Return what each form can be made."""
+    """Return what each format can be made."""
     possible: dict[str, list[str]] = {}
-    for form, to in _CONVERSIONS:
-        possible.setdefault(form, []).append(to)
+    for format, to in _CONVERSIONS:
+        possible.setdefault(format, []).append(to)
     return possible

@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchacc.checkpoint.formats import form_of
+from torchacc.checkpoint.formats import format_of
 from torchacc.checkpoint.interop.rank_conversion import plan_conversion
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
@@ -25,10 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the rank files, and return the exit status."""
-    form = form_of(args.folder)
-    if form != "rank-files":
+    format = format_of(args.folder)
+    if format != "rank-files":
         raise CheckpointError(
-            f"{args.folder} is a {form} checkpoint, and no rank files: it loads at any number of ranks as it is"
+            f"{args.folder} is a {format} checkpoint, and no rank files: it loads at any number of ranks as it is"
         )
     if args.ranks == 1:
         raise CheckpointError(f"--ranks 1: for one rank there is `torchacc consolidate {args.folder}`")

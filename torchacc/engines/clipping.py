@@ -10,7 +10,7 @@ from torchacc.engines.base import ShardedModel
 from torchacc.engines.patches import torch_patches
 
 TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
-"""Returns the norm of full gradients, of an order, from the shards of them; None for others than its engine's."""
+"""Returns the norm of full gradients, of an order, from their shards; None where they belong to another engine."""
 
 _norms: WeakKeyDictionary[ShardedModel, TotalNorm] = WeakKeyDictionary()
 

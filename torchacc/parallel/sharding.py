@@ -212,7 +212,7 @@ class LocalShard:
 
 
 def unsharded(name: str, shape: tuple[int, ...]) -> LocalShard:
-    """Return what a process that drives all devices holds of a parameter."""
+    """Return the shard that is the full parameter: of a scalar, or in a process that drives all devices."""
     return LocalShard(name, ((name, shape),), prod(shape), index=0)
 
 
@@ -235,7 +235,7 @@ def local_shard(name: str, shape: tuple[int, ...], mesh: Mesh, device: int, spec
 
 
 def replicated_over(shard: LocalShard) -> tuple[Role, ...]:
-    """Return the roles of the axes along which devices hold the same as this one, of what `local_shard()` returned."""
+    """Return the roles of the axes along which all devices hold this same shard, one that `local_shard()` made."""
     roles = [Role.REPLICATE]
     if shard.within is None:
         roles.append(Role.TENSOR)

@@ -1,4 +1,4 @@
-"""`torchacc consolidate`, `reshard` and `convert`, on the forms that they tell apart."""
+"""`torchacc consolidate`, `reshard` and `convert`, on the formats that they tell apart."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from torchacc.checkpoint.formats import form_of
+from torchacc.checkpoint.formats import format_of
 from torchacc.cli.main import main
 from torchacc.errors import CheckpointError
 
@@ -101,10 +101,10 @@ def test_rank_files_become_every_form_they_can(ranks, hf, tmp_path):
 def test_dcp_there_and_back(hf, tmp_path, capsys):
     assert run("convert", hf, tmp_path / "dcp", "--to", "dcp") == 0
     assert f"100%|██████████| {WEIGHT.nbytes:.1f}/{WEIGHT.nbytes:.1f}" in capsys.readouterr().err
-    assert form_of(tmp_path / "dcp") == "dcp"
+    assert format_of(tmp_path / "dcp") == "dcp"
     assert run("convert", tmp_path / "dcp", tmp_path / "back", "--to", "torchacc", "--config-from", hf) == 0
     assert f"100%|██████████| {WEIGHT.nbytes:.1f}/{WEIGHT.nbytes:.1f}" in capsys.readouterr().err
-    assert form_of(tmp_path / "back") == "torchacc"
+    assert format_of(tmp_path / "back") == "torchacc"
     assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["w"], WEIGHT)
     assert (tmp_path / "back" / "config.json").exists()
 
@@ -123,13 +123,13 @@ def test_convert_refuses_and_says_what_it_can(ranks, hf, tmp_path, capsys):
 
 def test_a_folder_without_a_checkpoint_is_told(ranks, hf, tmp_path):
     with pytest.raises(CheckpointError, match="is not a folder"):
-        form_of(tmp_path / "nothing")
+        format_of(tmp_path / "nothing")
     (tmp_path / "runs" / "step-2").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"none of \.metadata"):
-        form_of(tmp_path / "runs")
+        format_of(tmp_path / "runs")
     (tmp_path / "runs" / "step-2" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"runs/step-2 is a checkpoint"):
-        form_of(tmp_path / "runs")
+        format_of(tmp_path / "runs")
     (hf / "rank-0-of-1.pth").touch()
-    with pytest.raises(CheckpointError, match="several forms, hf and rank-files"):
-        form_of(hf)
+    with pytest.raises(CheckpointError, match="several formats, hf and rank-files"):
+        format_of(hf)

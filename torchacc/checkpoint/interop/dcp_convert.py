@@ -66,13 +66,13 @@ def export_dcp(
         state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
         if folder.has("optimizer.json"):
             state["optim"] = _optimizer_state(folder, stored)
-        total = sum(slot.nbytes for _, slot in stored.values())
+        total = sum(region.nbytes for _, region in stored.values())
 
         def read(key: str) -> torch.Tensor:
-            name, slot = stored[key]
-            tensor = folder.read(name, slot).view(slot.shape)
+            name, region = stored[key]
+            tensor = folder.read(name, region).view(region.shape)
             if progress is not None:
-                progress(slot.nbytes, total)
+                progress(region.nbytes, total)
             return tensor
 
         write_dcp(path, state, read)
@@ -134,8 +134,8 @@ def import_dcp(
     if tensors:
         layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
     keys = {name: key for stem in stems.values() for name, key in stem.items()}
-    runs = _runs(folder, layouts, keys, tensors)
-    _write(Path(checkpoint).absolute(), layouts, files, _told(runs, layouts, progress))
+    runs = _tensors_to_write(folder, layouts, keys, tensors)
+    _write(Path(checkpoint).absolute(), layouts, files, _with_progress(runs, layouts, progress))
 
 
 def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
@@ -151,11 +151,11 @@ def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _
 def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any]:
     """Return the optimizer's state in both of the ways in which `get_state_dict()` names it; tensors as above."""
     state: dict[str, dict[str, Any]] = {}
-    for name, slot in folder.optimizer.items():
+    for name, region in folder.optimizer.items():
         parameter, _, key = name.rpartition("/")
-        state.setdefault(parameter, {})[key] = _meta(slot)
-        stored[f"optim.state.{parameter}.{key}"] = name, slot
-    tensors = {name: folder.read(name, slot).view(slot.shape) for name, slot in folder.state.items()}
+        state.setdefault(parameter, {})[key] = _meta(region)
+        stored[f"optim.state.{parameter}.{key}"] = name, region
+    tensors = {name: folder.read(name, region).view(region.shape) for name, region in folder.state.items()}
     described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
     for parameter, values in described["values"].items():
         state.setdefault(parameter, {}).update(values)
@@ -169,8 +169,8 @@ def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any
     return {"state": state, "param_groups": groups, **flattened}
 
 
-def _meta(slot: FileRegion) -> torch.Tensor:
-    return torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+def _meta(region: FileRegion) -> torch.Tensor:
+    return torch.empty(region.shape, dtype=region.dtype, device="meta")
 
 
 def _aliases(folder: CheckpointFolder) -> dict[str, str]:
@@ -197,25 +197,25 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _runs(
+def _tensors_to_write(
     folder: DcpFolder,
     layouts: Mapping[str, SafetensorsLayout],
     keys: Mapping[str, str],
     tensors: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
     for layout in layouts.values():
-        for name, slot in layout.regions.items():
-            yield slot, 0, (folder.read(keys[name]) if name in keys else tensors[name]).reshape(-1)
+        for name, region in layout.regions.items():
+            yield region, 0, (folder.read(keys[name]) if name in keys else tensors[name]).reshape(-1)
 
 
-def _told(
+def _with_progress(
     runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
     layouts: Mapping[str, SafetensorsLayout],
     progress: Progress | None,
 ) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
-    total = sum(slot.nbytes for layout in layouts.values() for slot in layout.regions.values())
-    for slot, start, run in runs:
-        yield slot, start, run
+    total = sum(region.nbytes for layout in layouts.values() for region in layout.regions.values())
+    for region, start, run in runs:
+        yield region, start, run
         if progress is not None:
             progress(run.nbytes, total)
 

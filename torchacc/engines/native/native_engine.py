@@ -289,7 +289,7 @@ class NativeModel(ShardedModel):
     @contextmanager
     def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Have full parameters on the device, contiguous, for as long as fully_shard() cuts them."""
-        parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # those are
+        parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # DTensors are there
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = parameter.data.to(self.engine.device).contiguous()

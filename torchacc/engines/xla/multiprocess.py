@@ -239,9 +239,9 @@ class MultiprocessModel(XlaModel):
     @cached_property
     def placement(self) -> ShardPlacement:
         """This process's place on the axes of shards and of replicas."""
-        mesh, through = self.engine.mesh, self._collectives
+        mesh, collectives = self.engine.mesh, self._collectives
         replica = mesh.index(self.engine.job.rank, Role.REPLICATE)
-        return ShardPlacement(through.num_shards, through.shard_index, mesh.size(Role.REPLICATE), replica)
+        return ShardPlacement(collectives.num_shards, collectives.shard_index, mesh.size(Role.REPLICATE), replica)
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}

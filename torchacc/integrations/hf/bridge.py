@@ -84,7 +84,10 @@ class Bridge:
         return self.engine.device.type == "xla"
 
     def gather(self, count: torch.Tensor) -> torch.Tensor:
-        """Return something whose sum is that of a number over all devices that see different data. Collective."""
+        """Return the sum of a count over all devices that see different data; transformers calls `.sum()` on it.
+
+        Collective: every process.
+        """
         job, mesh = self.engine.job, self.engine.mesh
         if not job.launched:
             return count
