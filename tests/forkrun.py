@@ -36,7 +36,8 @@ IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
 ROOT = Path(__file__).parents[1]
 CLIENT = Path(__file__).with_name("fork_client.py")
 SERVE = "--serve"
-SECONDS_TO_START = 120
+SECONDS_TO_START = 500
+"""In a new environment Python compiles all that is imported, and reads it from the disk."""
 
 
 def start(num_ranks: int) -> None:
@@ -204,7 +205,9 @@ class Server:
             [sys.executable, __file__, SERVE, self.path, *modules], env=env, stdin=subprocess.PIPE, stdout=2
         )
         until = time.monotonic() + SECONDS_TO_START
-        while not os.path.exists(self.path) and time.monotonic() < until and self._process.poll() is None:
+        while not os.path.exists(self.path):
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"the process that forks the tests' jobs did not start: {self._process.poll()}")
             time.sleep(0.02)
 
     def run(self, job: dict[str, Any], files: list[int], timeout: float) -> int | None:
