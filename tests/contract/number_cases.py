@@ -20,6 +20,7 @@ from casekit import (
     loss_of,
     part,
     plain_value,
+    sgd,
     sharded_and_plain,
 )
 from state_cases import shared_folder
@@ -225,6 +226,54 @@ def number_is_used_by_the_script() -> None:
     run(model, optimizer, part(X), sharded=True)
     run(plain, plain_optimizer, X, sharded=False)
     check_parameters(model, plain, ADAM_ABSOLUTE)
+
+
+class Doubled(torch.autograd.Function):
+    """Takes a parameter as it is, which PyTorch does not let a tensor's own functions see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, number)
+        return x * number * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, number = ctx.saved_tensors
+        return gradient * number * 2, (gradient * x * 2).sum()
+
+
+class Returned(nn.Module):
+    """Uses numbers in ways in which what comes of them would be a process's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.other, self.third, self.fourth = (nn.Parameter(torch.tensor(0.5 + i)) for i in range(4))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = self.linear(x)
+        features *= self.third
+        return {
+            "features": Doubled.apply(features, self.fourth),
+            "scale": self.scale.exp(),
+            "loss": self.other * x.square().mean(),
+        }
+
+
+@case()
+def number_that_the_model_returns_trains() -> None:
+    model, plain = sharded_and_plain(Returned)
+    optimizers = sgd(model), sgd(plain)
+    for _ in range(2):
+        for each, optimizer, x in ((model, optimizers[0], part(X)), (plain, optimizers[1], X)):
+            optimizer.zero_grad()
+            output = each(x)
+            (loss_of(output["features"]) * output["scale"] * 0.1 + output["loss"]).backward()
+        for name, parameter in plain.named_parameters():
+            check_equal(plain_value(model.get_parameter(name).grad), parameter.grad, f"gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+    check_parameters(model, plain)
 
 
 LISTED = {

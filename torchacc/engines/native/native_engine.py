@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -237,13 +237,17 @@ class NativeModel(ShardedModel):
         """
         from torch.distributed.tensor import DTensor, Replicate
 
+        from torchacc.engines.native.shard_arithmetic import gradient_over_data
+
         numbers = [planned for planned in self.plan.parameters if not planned.shape]
         materialise_parameters(self.model, numbers, self.plan, self.engine.device)
         mesh = self.engine.device_mesh
         for planned in numbers:
             value = self.model.get_parameter(planned.name).detach().to(self.engine.device, copy=True)
             number = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            new = nn.Parameter(number, requires_grad=planned.trainable)
+            new = nn.Parameter(number)
+            new.register_hook(partial(gradient_over_data, number._spec))
+            new.requires_grad_(planned.trainable)
             for name in planned.names:
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path)._parameters[leaf] = new
@@ -326,6 +330,8 @@ class NativeModel(ShardedModel):
             stack.enter_context(_explain_shards())
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
+        if any(not planned.shape for planned in self.plan.parameters):
+            output = _with_full_numbers(output)
         return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -459,6 +465,15 @@ def _checkpoint(module: nn.Module, forward: Callable[..., Any], args: Sequence[A
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False)
+
+
+def _with_full_numbers(output: Any) -> Any:
+    """Return an output with ordinary tensors for parameters without dimensions, and for what was computed of them."""
+    from torchacc.engines.native.shard_arithmetic import full_tensor, is_of_model
+
+    return map_tensors(
+        lambda tensor: full_tensor(tensor) if not tensor.dim() and is_of_model(tensor) else tensor, output
+    )
 
 
 def _let_pytree_see(output: Any) -> None:

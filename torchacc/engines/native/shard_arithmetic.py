@@ -30,6 +30,8 @@ OWNER = "_torchacc_owner"
 """The attribute by which a sharded parameter knows its `Owner`."""
 _COPY = "_torchacc_copy"
 """The attribute of what stands for a view of a sharded tensor, and is a copy of it."""
+_WITHOUT_GRADIENT = {"detach", "empty_like", "full_like", "ones_like", "zeros_like"}
+"""Names of element-wise functions that pass no gradient on."""
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _copied(args[0], args[1])
     targets = _targets(func, args, kwargs)
     _check_targets(func, targets)
-    if kind is FunctionKind.ELEMENTWISE and _lie_alike(func, tensors, args):
+    if kind is FunctionKind.ELEMENTWISE and not _asks_for_mean(func, shards) and _lie_alike(func, tensors, args):
         with suppress(NotImplementedError):  # of this function, or with this torch
             return _with_mark_of(args, _call_as_is(func, args, kwargs))
     if kind is FunctionKind.RANDOM:
@@ -96,7 +98,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_as_is(func, args, kwargs)
     if kind is FunctionKind.JOIN and all(map(_is_partial, shards)) and len(shards) == len(tensors):
         return _call_as_is(func, args, kwargs)
-    if targets:
+    if any(map(is_of_model, targets)):
         return _write(func, args, kwargs, targets)
     output = func(*_full_tensors(args), **_full_tensors(kwargs))
     if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
@@ -151,14 +153,26 @@ def _lie_alike(func: Function, tensors: Sequence[torch.Tensor], args: tuple[Any,
     return _row_lies_alike(tensors)
 
 
+def _asks_for_mean(func: Function, shards: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradient of what a function returns will be the process's own: that of a single element.
+
+    What comes of a shard with others is either a shard again, or is gathered. This may meet anything.
+    """
+    if not torch.is_grad_enabled() or func.__name__ in _WITHOUT_GRADIENT:
+        return False
+    return any(shard.requires_grad and not shard.dim() for shard in shards)
+
+
 def _row_lies_alike(tensors: Sequence[torch.Tensor]) -> bool:
     first: Any = next((tensor for tensor in tensors if is_of_model(tensor)), None)
+    # A number beside what has a graph may be the process's own: then the gradients have to be averaged.
+    has_graph = torch.is_grad_enabled() and any(is_of_model(each) and each.requires_grad for each in tensors)
     for tensor in tensors:
         if is_of_model(tensor):
             spec: Any = tensor._spec  # type: ignore[attr-defined]
             if _is_partial(tensor) or spec.placements != first._spec.placements or tensor.shape != first.shape:
                 return False
-        elif tensor.dim() or _needs_graph(tensor) or tensor.device != first.device:
+        elif tensor.dim() or has_graph or _needs_graph(tensor) or tensor.device != first.device:
             return False
     return True
 
@@ -274,6 +288,21 @@ def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
             torch.distributed.all_reduce(mean, group=spec.mesh.get_group(dim))
             mean /= spec.mesh.size(dim)
     return mean
+
+
+def gradient_over_data(spec: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter that every process has in full, as it lies. Collective where it is ordinary.
+
+    So it is where an autograd.Function was called with the parameter itself: it is this process's own then.
+    """
+    if is_of_model(gradient):
+        return gradient
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise EngineError(
+            "create_graph=True through an autograd.Function that was given a parameter without dimensions: its "
+            "gradient has no graph here. Use the parameter outside of the function"
+        )
+    return DTensor(mean_over_data(gradient, spec), spec, requires_grad=False)
 
 
 def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
