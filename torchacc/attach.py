@@ -65,7 +65,7 @@ def _watch_optimizers() -> None:
         _refuse_replaced_parameters(optimizer)
         for sharded in _models_of(optimizer):
             progress.stepping()
-            sharded.before_step(optimizer)
+            sharded.before_step(optimizer, makes_gradients=_has_closure(args, kwargs))
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for sharded in _models_of(optimizer):
@@ -95,6 +95,12 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(after)
     torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
     torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
+    torch_patches.hold_until_exit(torch_patches.steps_of_schedules(_refuse_replaced_parameters))
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether an optimizer's step, called with these arguments, itself among them, computes the gradients."""
+    return callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:

@@ -1,12 +1,13 @@
 """What a model keeps by which libraries know it, and what scripts call by mistake, on two devices of each engine."""
 
+import copy
 import io
 import pickle
 import weakref
 
 import pytest
 import torch
-from casekit import MLP, accelerate, case, loss_of, part
+from casekit import ADAM_ABSOLUTE, MLP, NATIVE, SPMD, X, accelerate, case, check_parameters, loss_of, part
 from torch import nn
 
 import torchacc
@@ -74,6 +75,48 @@ def optimizer_of_parameters_that_shards_have_replaced_is_refused_before_it_train
         fine.zero_grad()
         loss_of(model(part(torch.ones(4, 8)))).backward()
         fine.step()
+
+
+@case()
+def schedule_of_an_optimizer_that_was_made_before_is_refused() -> None:
+    model = MLP()
+    stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(stale, 1),
+        torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(stale, 2),
+    ]
+    accelerate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for schedule in schedules:
+        with pytest.raises(torchacc.ConfigError, match=r"SGD was made before accelerate\(\)"):
+            schedule.step()
+    with pytest.raises(torchacc.ConfigError, match=r"SGD was made before accelerate\(\)"):
+        torch.optim.lr_scheduler.ReduceLROnPlateau(stale).step(1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loss_of(model(part(torch.ones(4, 8)))).backward()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@case([SPMD, NATIVE])
+def optimizer_with_a_closure_that_was_made_before_and_handed_in_trains() -> None:
+    torch.manual_seed(1)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.LBFGS(each.parameters(), lr=0.1, max_iter=2) for each in (model, plain)]
+    accelerate(model, optimizers[0])
+    for each, optimizer, x in ((model, optimizers[0], part(X)), (plain, optimizers[1], X)):
+
+        def evaluate(each: nn.Module = each, x: torch.Tensor = x) -> torch.Tensor:
+            each.zero_grad()
+            loss = loss_of(each(x))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(evaluate)
+    check_parameters(model, plain, ADAM_ABSOLUTE)
 
 
 @case()

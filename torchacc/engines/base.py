@@ -388,8 +388,12 @@ class ShardedModel(ABC):
     def _drop_window(self) -> None:
         """Forget the unreduced gradients of an accumulation window that was not completed."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step.
+
+        Args:
+            optimizer: The optimizer.
+            makes_gradients: Whether the step calls a closure, which computes the gradients.
 
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the

@@ -49,7 +49,8 @@ def remap_optimizer(
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        group["params"] = list(dict.fromkeys(shards.get(parameter, parameter) for parameter in group["params"]))
+        # In place, as LBFGS keeps the list itself: it would go on with the parameters that are in no model any more.
+        group["params"][:] = dict.fromkeys(shards.get(parameter, parameter) for parameter in group["params"])
     flattened = len(set(shards.values())) < len(shards)
     for parameter, entries in state.items():
         if entries and flattened:

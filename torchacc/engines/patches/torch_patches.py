@@ -243,6 +243,41 @@ def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> It
 
 
 @contextmanager
+def steps_of_schedules(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Let each step of a learning-rate schedule be noticed before it is made.
+
+    Args:
+        notice: Called with the optimizer whose rates it sets.
+    """
+    from torch.optim import lr_scheduler
+
+    schedules = {
+        each
+        for each in vars(lr_scheduler).values()
+        if isinstance(each, type) and issubclass(each, lr_scheduler.LRScheduler)
+    }
+    originals: dict[Any, Callable[..., Any]] = {each: vars(each)["step"] for each in schedules if "step" in vars(each)}
+    for each, original in originals.items():
+        each.step = _noticed_by_optimizer(notice, original)
+    try:
+        yield
+    finally:
+        for each, original in originals.items():
+            each.step = original
+
+
+def _noticed_by_optimizer(
+    notice: Callable[[torch.optim.Optimizer], None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        notice(self.optimizer)
+        return original(self, *args, **kwargs)
+
+    return step
+
+
+@contextmanager
 def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]]) -> Iterator[None]:
     """Let torch.optim's optimizers update each group of parameters inside of a context.
 

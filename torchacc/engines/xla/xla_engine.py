@@ -268,10 +268,10 @@ class XlaModel(ShardedModel):
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
         return model_patches.patches()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
-        super().before_step(optimizer)
-        if optimizer not in self._open_steps:
+        super().before_step(optimizer, makes_gradients=makes_gradients)
+        if optimizer not in self._open_steps and not makes_gradients:
             self._check_gradients_are_there(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
         reason = initialize_state(optimizer, self.place, self._put)
