@@ -48,7 +48,8 @@ def choose(config: Config, job: Job) -> Choice:
 
     Backend `auto` is XLA where torch_xla is installed, PyTorch has no accelerator of its own that torch_xla would leave
     idle (unless PJRT_DEVICE=CUDA asks for it), and the config asks for nothing that the native engine alone can do;
-    else it is native. A backend that the config names is the user's choice: its engine refuses what it cannot do.
+    else it is native. For such an option it leaves no TPU idle: there it is XLA, which refuses it. A backend that the
+    config names is the user's choice: its engine refuses what it cannot do.
 
     Raises:
         ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or what drives
@@ -61,7 +62,7 @@ def choose(config: Config, job: Job) -> Choice:
         if left_idle or not xla_runtime.is_installed():
             return Choice("native")
         option = next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
-        if option is not None:
+        if option is not None and (xla_runtime.runs_on_cpu() or torch.accelerator.is_available()):
             return Choice("native", instead_of_xla=option)
     xla_runtime.check_versions()
     hardware.check_platform()

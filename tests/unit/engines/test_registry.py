@@ -75,6 +75,15 @@ def test_fsdp_chooses_like_accelerate_and_the_trainer(has_xla, monkeypatch, prec
     assert chosen[0] == ("xla-spmd" if has_xla and precision != "fp16" else "native")
 
 
+def test_auto_leaves_no_tpu_idle_for_what_xla_has_not(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    monkeypatch.setattr(hardware, "check_platform", lambda: None)
+    monkeypatch.setattr(hardware, "platform", lambda: "TPU")
+    assert registry.choose(Config(compute={"fp16": True}), Job()).kind == "xla-spmd"  # which refuses it
+
+
 def test_why_auto_is_native_is_said_where_torch_xla_would_have_been_taken(has_xla, caplog):
     with caplog.at_level("INFO", logger="torchacc"):
         registry.make_engine(Config(compute={"fp16": True}), Job())
