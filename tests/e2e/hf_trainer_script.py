@@ -103,7 +103,9 @@ def accuracy(prediction):
     return {"rows": len(labels), "accuracy": float((guesses == labels)[labels != -100].mean())}
 
 
-def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), held_out=HELD_OUT, **changed):
+def make(
+    name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), held_out=HELD_OUT, kind=Trainer, **changed
+):
     arguments = {
         "output_dir": str(FOLDER / name),
         "per_device_train_batch_size": GLOBAL_BATCH // accumulation // DEVICES,
@@ -127,7 +129,7 @@ def make(name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), hel
                 "dist": {"fsdp": {"size": DEVICES, "use_spmd": MODE == "spmd"}},
             }
         )
-    return Trainer(
+    return kind(
         model=model,
         args=TrainingArguments(**arguments),
         train_dataset=train,
@@ -290,6 +292,24 @@ def loss_function():
     trainer.train()
     trainer.evaluate()
     return {"history": history(trainer)}
+
+
+class OwnLosses(Trainer):
+    """Computes the loss by itself, from what the model returns, and remembers that."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        self.returned = [*getattr(self, "returned", []), outputs.loss.item()]
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def overridden():
+    trainer = make("overridden", gpt2(), kind=OwnLosses, max_steps=2)
+    trainer.train()
+    trainer.evaluate(HELD_OUT[:8])
+    found = [None] * DEVICES
+    torch.distributed.all_gather_object(found, trainer.returned)
+    return {"returned": found}
 
 
 def streamed():

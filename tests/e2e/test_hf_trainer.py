@@ -52,7 +52,7 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def native(folder):
     same = ("whole", "adapters", "classification", "streamed", "loss_function")
-    return run("native", folder, *same, "dropout", "by_length", "best", *UNEVEN, "numbers")
+    return run("native", folder, *same, "overridden", "dropout", "by_length", "best", *UNEVEN, "numbers")
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,12 @@ def test_a_loss_that_cannot_be_weighed_is_refused_before_the_first_step(native):
 
 def test_a_loss_function_that_divides_by_the_number_of_labels_gives_the_same_losses(plain, native):
     check_histories(native["loss_function"], plain["loss_function"])
+
+
+def test_an_override_of_compute_loss_sees_each_devices_own_losses(native):
+    one, other = native["overridden"]["returned"]
+    assert len(one) == len(other) > 4
+    assert all(a != b for a, b in zip(one, other, strict=True))
 
 
 def test_a_stream_gives_the_same_losses(plain, native):

@@ -101,6 +101,8 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self._num_parameters = count(exclude_embeddings=True) if count is not None else 0
         self._class_name = class_name(model)
         api.accelerate(model, config=self._config, optimizer=self._given_optimizer)
+        # compute_loss() weighs the losses, or what a script has in its place.
+        model.forward = kept_by_devices()(model.forward)
         self.accelerator.sharded = sharded_model(model)
         self.args._devices = Devices(self._engine.device, self._engine.mesh.num_data_shards)
 
@@ -176,7 +178,6 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self._loss_of_rows(model, inputs, num_filling)
         return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
 
-    @kept_by_devices()  # they are weighed here
     def compute_loss(
         self,
         model: nn.Module,
@@ -224,7 +225,6 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self.compute_loss(model, rows_of(inputs, slice(max(own, 1))))
         return loss * (own * self._num_losses / (num_rows * self._num_losses - num_filling))  # type: ignore[no-any-return]
 
-    @kept_by_devices()
     def _find_mean(self, model: nn.Module, inputs: dict[str, Any]) -> MeanOf:
         """Find out what a loss is the mean of, with the first batch. Collective: every process."""
         if self._mean_of is None:
