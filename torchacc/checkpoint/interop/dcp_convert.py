@@ -244,6 +244,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         clear_unfinished(target.parent, *FILES)
         made.mkdir()
         yield made
+        sync_folder(made)
         if target.exists():
             target.rmdir()
         made.rename(target)

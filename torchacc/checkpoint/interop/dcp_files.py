@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
-from torchacc.checkpoint.format.safetensors_files import read_exactly
 from torchacc.checkpoint.interop.pth import verify_records
 from torchacc.errors import CheckpointError
 
@@ -32,6 +31,8 @@ FILES = ("__0_0.distcp", METADATA, f"{METADATA}.tmp")
 """The files that `write_dcp()` makes."""
 _GARBAGE_BYTES = 64 << 20
 """How much of what was written may be left in memory."""
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
 
 
 class DcpFolder:
@@ -136,10 +137,9 @@ class DcpFolder:
         path, start, nbytes = self._locate(key, offsets)
         name = f"{path}: {key}, at byte {start},"
         try:
-            data = bytearray(nbytes)
             with open_regular(path) as file:
-                read_exactly(file.fileno(), memoryview(data), start, path)
-            saved = io.BytesIO(data)
+                file.seek(start)
+                saved = io.BytesIO(file.read(nbytes))  # bytes, which it does not copy
             verify_records(saved, name)
             return torch.load(saved, map_location="cpu", weights_only=True)
         except CheckpointError:
@@ -269,19 +269,36 @@ def _key_paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_cover(path: Path, key: str, shape: tuple[int, ...], chunks: Iterable["ChunkStorageMetadata"]) -> None:
-    """Refuse chunks that are not each element of a tensor once, as far as their numbers of elements say."""
-    begins = []
-    numel = 0
-    for offsets, sizes in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks):
+    """Refuse chunks that are not each element of a tensor once: those that are as many, and of which no two overlap."""
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    for offsets, sizes in boxes:
         inside = len(offsets) == len(sizes) == len(shape) and all(
             min(offset, size) >= 0 and offset + size <= length
             for offset, size, length in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
             raise CheckpointError(f"{path}: {key}, of shape {shape}, has a part {sizes} at {offsets}")
-        numel += prod(sizes)
-        begins += [offsets] if prod(sizes) else []
-    if numel != prod(shape) or len(set(begins)) < len(begins):
+    numel = sum(prod(sizes) for _, sizes in boxes)
+    if numel != prod(shape) or _overlap([box for box in boxes if prod(box[1])]):
         raise CheckpointError(
             f"{path}: the parts of {key}, of shape {shape}, have {numel} elements: some are missing, or there twice"
         )
+
+
+def _overlap(boxes: Sequence[_Box]) -> bool:
+    """Return whether two boxes that are not empty have an element in common."""
+    if len(boxes) < 2:
+        return False
+    dims = range(len(boxes[0][0]))
+    if not dims:
+        return True
+    # They are passed along the dimension in which most are apart, and compared with those that reach as far.
+    dim = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
+    reaching: list[_Box] = []
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
+        reaching = [(begin, size) for begin, size in reaching if begin[dim] + size[dim] > offsets[dim]]
+        for begin, size in reaching:
+            if all(begin[d] < offsets[d] + sizes[d] and offsets[d] < begin[d] + size[d] for d in dims):
+                return True
+        reaching.append((offsets, sizes))
+    return False

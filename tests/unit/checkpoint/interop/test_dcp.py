@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import json_codec
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
-from torchacc.checkpoint.interop.dcp_files import DcpFolder
+from torchacc.checkpoint.interop.dcp_files import DcpFolder, _check_cover
 from torchacc.errors import CheckpointError
 
 FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")
@@ -448,6 +449,34 @@ def test_a_shape_that_no_file_can_hold_takes_no_memory(folder):
 def test_parts_that_are_missing_are_noticed(folder):
     altered(folder, lambda metadata: metadata.state_dict_metadata["model.0.weight"].chunks.clear())
     refused(folder, r"the parts of model\.0\.weight, of shape \(4, 3\), have 0 elements")
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [
+        ((4, 6), [((0, 0), (2, 6)), ((1, 0), (2, 6))]),
+        ((4, 6), [((0, 0), (4, 3)), ((0, 2), (4, 3))]),
+        ((4, 6), [((0, 0), (2, 3)), ((0, 3), (2, 3)), ((2, 0), (2, 4)), ((1, 4), (2, 2))]),
+        ((2, 2, 2), [((0, 0, 0), (2, 2, 1)), ((0, 0, 1), (1, 2, 1)), ((0, 1, 1), (2, 1, 1))]),
+        ((4,), [((0,), (2,)), ((0,), (2,))]),
+    ],
+)
+def test_parts_that_overlap_are_noticed(size, parts):
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
+    assert sum(prod(sizes) for _, sizes in parts) == prod(size)
+    with pytest.raises(CheckpointError, match=rf"the parts of w, of shape .*, have {prod(size)} elements: some are"):
+        _check_cover(Path("dcp"), "w", size, chunks)
+
+
+def test_parts_of_any_form_that_fill_a_tensor_are_taken():
+    for size, parts in (
+        ((5, 6), [((0, 0), (2, 4)), ((0, 4), (3, 2)), ((2, 0), (3, 2)), ((3, 2), (2, 4)), ((2, 2), (1, 2))]),
+        ((3, 2), [((0, 0), (2, 2)), ((2, 0), (1, 2)), ((3, 0), (0, 2)), ((3, 0), (0, 2))]),
+        ((), [((), ())]),
+        ((0, 4), [((0, 0), (0, 4))]),
+    ):
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
+        _check_cover(Path("dcp"), "w", size, chunks)
 
 
 def test_what_is_there_is_not_overwritten(saved, folder):
