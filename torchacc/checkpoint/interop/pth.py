@@ -3,6 +3,8 @@
 PyTorch reads them; what it does not check is checked before: the checksums, and what a file says of its own size.
 """
 
+import errno
+import os
 import pickletools
 import re
 import struct
@@ -13,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from mmap import MAP_SHARED
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any, NamedTuple
@@ -82,20 +85,21 @@ def read_pth(path: Path) -> Any:
     Raises:
         CheckpointError: As `load_pth()`; or a tensor is not a plain, contiguous one of the CPU.
     """
-    tree, pickle_bytes = _load(path, path, mmap=True)
+    tree, pickle_bytes = _load(path, path, mmap=True, may_share=True)
     check_tree(tree, pickle_bytes, path)
     tensors = {id(tensor): tensor for tensor in leaves(tree, torch.Tensor)}
     slots = _slots(path, tensors)
     return replace_leaves(tree, torch.Tensor, lambda tensor: slots[id(tensor)])
 
 
-def _load(path: Path, name: Path, *, mmap: bool) -> tuple[Any, int]:
-    """Return what a file holds, and the size of its pickle."""
+def _load(path: Path, name: Path, *, mmap: bool, may_share: bool = False) -> tuple[Any, int]:
+    """Return what a file holds, and the size of its pickle; with `may_share` nothing is written into its tensors."""
     try:
         with open_regular(path) as file:
             pickle_bytes = verify_records(file, str(name), pickle_only=mmap)
-            source = path if mmap else file
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap), pickle_bytes
+            if mmap:
+                return _mapped(path, may_share=may_share), pickle_bytes
+            return torch.load(file, map_location="cpu", weights_only=True), pickle_bytes
     except CheckpointError:
         raise
     except FileNotFoundError:
@@ -107,6 +111,22 @@ def _load(path: Path, name: Path, *, mmap: bool) -> tuple[Any, int]:
     except Exception as error:  # what is no pickle fails in any way
         reason = str(error).partition("\n")[0][:300]
         raise CheckpointError(f"{name} is damaged: its pickle ends with {type(error).__name__}: {reason}") from None
+
+
+def _mapped(path: Path, *, may_share: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if not may_share or os.strerror(errno.ENOMEM) not in str(error):
+            raise
+    # Linux maps a file that is larger than the memory only where it is shared, for which it must be writable.
+    try:
+        with torch.serialization.set_default_mmap_options(MAP_SHARED):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} is larger than the memory, and can be mapped only by who may write to it: {error}"
+        ) from None
 
 
 def verify_records(file: IO[bytes], name: str, *, pickle_only: bool = False) -> int:
@@ -216,13 +236,14 @@ class RecordReader:
         """
         name = damaged_record(path)
         if name is not None:
-            raise self.damaged(path, next(record for record in tensor_records(path) if record.name == name))
+            record = next((record for record in tensor_records(path) if record.name == name), None)
+            raise self.damaged(path, record or Record(name, 0, 0, 0))  # of what is no tensor, only the name matters
 
     def damaged(self, path: Path, record: Record) -> CheckpointError:
         """Return the error of a record whose checksum is wrong."""
         names = {name for slot, name in self._names.items() if slot.path == path and slot.offset in record.span}
-        holding = f", which holds {', '.join(sorted(names))}" if names else ""
-        return CheckpointError(f"{path} is damaged: the checksum of its record {record.name}{holding}, is wrong")
+        holding = f", which holds {', '.join(sorted(names))}," if names else ""
+        return CheckpointError(f"{path} is damaged: the checksum of its record {record.name}{holding} is wrong")
 
     def _record_of(self, slot: FileRegion) -> Record:
         with self._lock:

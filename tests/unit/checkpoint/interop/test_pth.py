@@ -120,6 +120,22 @@ def test_a_file_beyond_four_gigabytes(tmp_path):
     assert read_pth(path) == {"huge": slots[huge], "after": slots[after]}
 
 
+def test_a_file_larger_than_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "file.pth"
+    torch.save({"a": torch.arange(5)}, path)
+    expected, own = read_pth(path), torch.UntypedStorage.from_file
+
+    def from_file(name, shared, size):
+        if not shared:  # as Linux has it
+            raise RuntimeError(f"unable to mmap {size} bytes from file <{name}>: Cannot allocate memory (12)")
+        return own(name, shared, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", staticmethod(from_file))
+    assert read_pth(path) == expected
+    with pytest.raises(CheckpointError, match="Cannot allocate memory"):
+        load_pth(path, mmap=True)  # whose tensors may be written to
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     path = tmp_path / "file.pth"
     torch.save({"a": torch.zeros(100), "b": torch.zeros(100)}, path)

@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import struct
+import zipfile
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -748,6 +750,13 @@ class TestRefused:
         data = paths[1].read_bytes()
         flip(paths[1], data.index(b"parameters"))
         self.refuse(tmp_path, "rank-1-of-4-model.pth cannot be read.*Bad CRC-32.*damaged")
+
+    def test_a_flipped_bit_in_a_record_that_is_no_tensor(self, tmp_path, paths):
+        with zipfile.ZipFile(paths[1]) as archive:
+            (info,) = (info for info in archive.infolist() if info.filename.endswith("/serialization_id"))
+        lengths = struct.unpack_from("<HH", paths[1].read_bytes(), info.header_offset + 26)
+        flip(paths[1], info.header_offset + 30 + sum(lengths))
+        self.refuse(tmp_path, "rank-1-of-4-model.pth is damaged: the checksum of its record .*/serialization_id is")
 
     def test_a_full_disk(self, tmp_path, paths, monkeypatch):
         def pwrite(*_):
