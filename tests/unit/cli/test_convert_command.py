@@ -64,6 +64,13 @@ def test_consolidate_writes_the_whole_model(ranks, tmp_path, capsys):
     assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True)["model"]["w"], WEIGHT.half())
 
 
+def test_a_pickle_is_not_named_as_safetensors(ranks, tmp_path, capsys):
+    for arguments in (("consolidate", ranks, "--output"), ("convert", ranks, "--to", "pth")):
+        said = refused(capsys, *arguments, tmp_path / "model.safetensors")
+        assert "model.safetensors would be a pickle, as the format is pth: name it .pth" in said
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def test_consolidate_knows_what_is_whole_and_what_is_not_its_own(hf, tmp_path, capsys):
     said = refused(capsys, "consolidate", hf, "--output", tmp_path / "out.pth")
     assert "is whole already" in said

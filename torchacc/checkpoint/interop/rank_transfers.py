@@ -123,6 +123,14 @@ class PthFile(NewFile):
     contents: Any
     """What it holds, with a `NewTensor` in the place of each tensor."""
 
+    def __post_init__(self) -> None:
+        """Refuse a name by which it would be taken for what it is not."""
+        if self.path.suffix == ".safetensors":
+            raise CheckpointError(
+                f"{self.path} would be a pickle, as the format is pth: name it .pth, or write the format safetensors "
+                "and name a folder"
+            )
+
     @property
     @override
     def tensors(self) -> Sequence[NewTensor]:
