@@ -157,11 +157,12 @@ def _copied(sharded: ShardedModel, writes: Iterator[TensorWrite]) -> list[Tensor
     """
     spare = iter(_spare.pop(sharded, []))
     copies = []
-    for region, start, data in writes:
-        room = next(spare, None)
-        if room is None or room.dtype != data.dtype or room.shape != data.shape:
-            room = torch.empty_like(data)
-        copies.append(TensorWrite(region, start, room.copy_(data)))
+    with torch.inference_mode(False), torch.no_grad():  # else what is made in that mode could not be used outside
+        for region, start, data in writes:
+            room = next(spare, None)
+            if room is None or room.dtype != data.dtype or room.shape != data.shape:
+                room = torch.empty_like(data)
+            copies.append(TensorWrite(region, start, room.copy_(data)))
     return copies
 
 

@@ -53,6 +53,15 @@ def test_what_is_saved_is_copied_before_the_save_returns(tmp_path):
     run.manager.close()
 
 
+def test_memory_of_a_save_in_inference_mode_is_used_again(tmp_path):
+    run = Run(tmp_path)
+    with torch.inference_mode():
+        run.manager.save(1)
+    run.manager.save(2)
+    run.manager.close()
+    assert tensors(tmp_path / "step-00000001") == tensors(tmp_path / "step-00000002")
+
+
 @pytest.mark.slow
 def test_a_program_may_end_right_after_a_save(tmp_path):
     program = """
