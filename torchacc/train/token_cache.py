@@ -1,5 +1,6 @@
 """Turns documents into tokens once on each machine: by `datasets`, which keeps them as mapped Arrow files."""
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ _log = get_logger(__name__)
 _QUIET_SECS = 2.0
 """How long another process may prepare the same text before that is worth a line."""
 _BATCH = 200
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""What an Arrow stream ends with; without it, one that is cut off between two batches reads as a shorter one."""
 
 
 def tokenised_documents(
@@ -52,6 +55,8 @@ def tokenised_documents(
         cache.mkdir(parents=True, exist_ok=True)
         before = [source.state_of_files() for source in sources]
         documents = [source.load(cache) for source in sources]
+        for rows, source in zip(documents, sources, strict=True):
+            _check_complete(rows, source)
         if tokenizer is None:
             share = config.validation_share if len(sources) == 1 else 0.0
             tokenizer = _trained_tokenizer(documents[0], sources[0], config.vocab_size, share, cache)
@@ -98,6 +103,10 @@ def _tokenised(
     path = cache / f"tokens-{_fingerprint(documents, tokenizer_facts(tokenizer))}.arrow"
     token = datasets.Value("uint16" if len(tokenizer) <= 2**16 else "uint32")
     with _one_process(path):
+        for file in sorted(cache.glob(f"{path.stem}*.arrow")):
+            if not _is_complete(file):
+                _log.warning("%s is truncated, as a power failure may leave it, and is made again", file)
+                file.unlink()
         is_begun = any(cache.glob(f"{path.stem}*.arrow"))
         if not is_begun:
             _log.info("tokenising %s into %s", source, cache)
@@ -115,6 +124,9 @@ def _tokenised(
             new_fingerprint=path.stem,
             desc="tokenising",
         )
+        for file in _files(tokenised):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
     if not len(tokenised):
         raise DataError(f"data: {source} has no text in its column {source.column!r}")
     return tokenised
@@ -125,6 +137,28 @@ def _tokenise_rows(
 ) -> dict[str, list[Any]]:
     rows = [text for text, index in zip(texts, indices, strict=True) if source.has_text(text, index)]
     return {"tokens": [np.asarray(tokens) for tokens in tokenise(rows, tokenizer=tokenizer)]}
+
+
+def _check_complete(documents: "datasets.Dataset", source: DocumentSource) -> None:
+    """Refuse documents of which `datasets` has kept a part only: it would be taken for all of them.
+
+    Raises:
+        DataError: A file of them is truncated.
+    """
+    for file in _files(documents):
+        if not _is_complete(file):
+            raise DataError(f"data: {source} is kept in {file}, which is truncated: remove {file.parent}")
+
+
+def _files(rows: "datasets.Dataset") -> list[Path]:
+    """Return the Arrow files that a dataset is mapped from."""
+    return [Path(file["filename"]) for file in rows.cache_files]
+
+
+def _is_complete(file: Path) -> bool:
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(_END)))
+        return stream.read() == _END
 
 
 def _fingerprint(documents: "datasets.Dataset", *facts: Any) -> str:

@@ -1,3 +1,4 @@
+import contextlib
 import gzip
 import json
 import os
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -194,6 +196,34 @@ def test_a_text_that_changes_while_it_is_read_is_refused(configure, tmp_path, mo
         load_text(configure(), seed=0)
     monkeypatch.undo()
     assert load_text(configure(), seed=0).num_documents == 58
+
+
+def cut_short(path):
+    """Leave of an Arrow file what lies before its last batch, as one that reads without an error."""
+    with pa.memory_map(str(path)) as file:
+        reader, cuts = pa.ipc.open_stream(file), [0]
+        with contextlib.suppress(StopIteration):
+            while True:
+                reader.read_next_batch()
+                cuts.append(file.tell())
+    shorter = path.with_suffix(".new")
+    shorter.write_bytes(path.read_bytes()[: cuts[-2]])
+    shorter.replace(path)  # what is mapped stays
+
+
+def test_what_is_cut_short_is_not_trained_on(configure, tmp_path, caplog):
+    write_json(tmp_path / "many.jsonl", DOCUMENTS * 10)
+    config = configure(files=str(tmp_path / "many.jsonl"), validation_share=0.0)
+    assert load_text(config, seed=0).num_documents == 600
+    (tokens,) = Path(config.cache_dir).glob("tokens-*.arrow")
+    cut_short(tokens)
+    assert 0 < len(Dataset.from_file(str(tokens))) < 600
+    assert load_text(config, seed=0).num_documents == 600
+    assert f"{tokens} is truncated" in caplog.text
+    (documents,) = Path(config.cache_dir).glob("json/**/*.arrow")
+    documents.write_bytes(documents.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"many.jsonl is kept in .*, which is truncated: remove .*/json/"):
+        load_text(config, seed=0)
 
 
 @pytest.fixture
