@@ -52,7 +52,7 @@ def start(*arguments: object, command: str = "launch", forks: bool = False) -> s
     return subprocess.Popen(
         [sys.executable, *words, command, *map(str, arguments)],
         env=environ(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Where the tests run in the background of a shell, Ctrl-C is ignored, and the launcher would leave it so.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -152,6 +152,27 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     process.kill()
     process.communicate(timeout=SECONDS)
     wait_until_gone(pids)
+
+
+def test_arguments_output_and_input_pass_as_they_are(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "print(sys.argv[1:], repr(sys.stdin.read()))\n"
+        "ends = time.monotonic() + 60\n"
+        "while not pathlib.Path(__file__).with_name('seen').exists():\n"
+        "    assert time.monotonic() < ends\n"
+        "    time.sleep(0.05)\n"
+    )
+    words = ["${local_rank}", "$local_rank", "$$", "a$b", "$"]
+    process = start("-n", 2, "--log-dir", tmp_path / "logs", script, *words)
+    process.stdin.write("typed")
+    process.stdin.close()
+    assert process.stdout.readline() == f"{words} 'typed'\n"  # at once, and not when it ends
+    (tmp_path / "seen").touch()
+    assert process.wait(SECONDS) == 0
+    (log,) = tmp_path.glob("logs/*/attempt-0/rank-1.stdout.log")
+    assert log.read_text() == f"{words} ''\n"
 
 
 def test_a_wrong_count_is_one_line_and_status_2(tmp_path):

@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from subprocess import Popen
-from typing import Any
+from subprocess import Popen, TimeoutExpired
+from typing import Any, TextIO
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -36,6 +37,10 @@ _MEETING_SECS = 900
 """How long the machines wait for one another, as with torchrun."""
 _AGENT_SECS = 10.0
 """How long the agent may take to end when all its processes have."""
+_KILL_SECS = 60.0
+"""How long a process may take to be gone once it is killed: one that waits for a device may never be."""
+_LOCAL_RANK = "${local_rank}"
+"""In whose place the agent puts a process's local rank, wherever it is in an argument."""
 _STACK_SECS = 2.0
 """How long processes may take to write their stacks."""
 
@@ -143,7 +148,10 @@ class Attempt:
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
-            process.popen.wait()
+        deadline = time.monotonic() + _KILL_SECS
+        for process in self.processes:
+            with suppress(TimeoutExpired):
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
         self.is_over()
         self._thread.join(_AGENT_SECS if self.processes else 0)
 
@@ -168,7 +176,7 @@ class Attempt:
 
     def _run(self) -> None:
         try:
-            with _log_to(self.folder / "torchrun.log"):
+            with _log_to(self.folder / "torchrun.log"), _by_lines(sys.stdout):
                 self._agent.run()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
@@ -183,13 +191,14 @@ class _Agent(LocalElasticAgent):
         self, command: Sequence[str], options: LaunchOptions, folder: Path, rendezvous: RendezvousHandler
     ) -> None:
         start_rank = str(Path(__file__).with_name("start_rank.py"))
+        program = [sys.executable, "-u", *command]
         logs = _Logs(options, folder)
         spec = WorkerSpec(
             role=logs.role,
             local_world_size=options.num_processes,
             rdzv_handler=rendezvous,
             entrypoint=sys.executable,
-            args=("-I", "-S", start_rank, str(os.getpid()), sys.executable, "-u", *command),
+            args=(*_unchanged(["-I", "-S", start_rank, str(os.getpid())]), _LOCAL_RANK, *_unchanged(program)),
             max_restarts=0,
             monitor_interval=0.01,
             master_addr=_address(options) if options.master_port else None,
@@ -263,6 +272,11 @@ class _Logs(LogsSpecs):
         return found
 
 
+def _unchanged(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return what the agent, which looks for its names in arguments, makes these of."""
+    return tuple(argument.replace("$", "$$") for argument in arguments)
+
+
 def _meet(options: LaunchOptions) -> RendezvousHandler:
     """Return how the machines find one another; on a single one without a port any that is free is taken."""
     where: dict[str, Any] = {"backend": "c10d", "endpoint": "localhost:0"}
@@ -290,6 +304,20 @@ def _log_path(folder: Path, rank: int, stream: str) -> Path:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+@contextmanager
+def _by_lines(stream: TextIO) -> Iterator[None]:
+    """Let lines that the agent copies appear at once, also where they go to a pipe or a file."""
+    if not isinstance(stream, TextIOWrapper) or stream.line_buffering:
+        yield
+        return
+    stream.reconfigure(line_buffering=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # of a pipe that nobody reads any more
+            stream.reconfigure(line_buffering=False)
 
 
 @contextmanager
