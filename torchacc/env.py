@@ -59,11 +59,6 @@ def get(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def for_child(**variables: str) -> dict[str, str]:
-    """Return this process's environment with further variables, for a process that it starts."""
-    return {**os.environ, **variables}
-
-
 def set_default(name: str, value: str) -> bool:
     """Set a variable unless the user has set it.
 

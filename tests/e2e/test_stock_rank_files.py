@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import forkrun
+from tests.trees import assert_same
 from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.checkpoint.interop.rank_transfers import execute
 
@@ -31,19 +32,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Compare two trees of tensors, bit for bit."""
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    else:
-        assert found == expected
 
 
 def reshard(old: Path, new: Path, num_ranks: int) -> None:

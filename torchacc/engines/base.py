@@ -109,9 +109,10 @@ class Engine(ABC):
         """The device that models and batches live on."""
 
     @property
-    @abstractmethod
     def data_shards(self) -> range:
-        """The data-parallel devices, by index, that this process feeds."""
+        """The data-parallel devices, by index, that this process feeds: the one at its rank, where it drives one."""
+        shard = self.mesh.data_shard(self.job.rank)
+        return range(shard, shard + 1)
 
     @abstractmethod
     def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "ShardedModel":

@@ -14,7 +14,7 @@ from torchacc.engines import registry
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 from torchacc.parallel.axes import AXES, Role
-from torchacc.parallel.mesh import Mesh, from_config
+from torchacc.parallel.mesh import Mesh
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
 _IS_SHARDED = {"fsdp": True, "ddp": False}
@@ -110,7 +110,7 @@ def make_layout(
         num_processes=job.local_num_processes,
         num_devices=total,
         config=config,
-        mesh=from_config(engine.config),
+        mesh=engine.mesh,
         notes=tuple(notes),
     )
 

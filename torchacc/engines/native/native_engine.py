@@ -125,12 +125,6 @@ class NativeEngine(Engine):
         assert kind is not None
         return torch.device(kind.type, self.job.local_rank)
 
-    @property
-    def data_shards(self) -> range:
-        """This process's one device."""
-        shard = self.mesh.data_shard(self.job.rank)
-        return range(shard, shard + 1)
-
     @cached_property
     def device_mesh(self) -> Any:
         """The DeviceMesh (replicate, shard), with the processes where the mesh has them; (shard,) without replicas.

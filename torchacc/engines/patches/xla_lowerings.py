@@ -203,7 +203,8 @@ def _ratio(before: int, after: int, scale: float | None) -> float:
     return before / after if scale is None or after == before else 1 / scale
 
 
-def _max_pool2d(
+def _max_pool(
+    num_dims: int,
     x: torch.Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
@@ -212,23 +213,11 @@ def _max_pool2d(
     ceil_mode: bool = False,
 ) -> torch.Tensor:
     arguments = (kernel_size, stride, padding, dilation, ceil_mode)
-    if set(dilation) == {1}:
-        return torch.ops.aten.max_pool2d_with_indices(x, *arguments)[0]  # type: ignore[no-any-return]
-    return _max_pool_dilated(x, 2, *arguments)
-
-
-def _max_pool3d(
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> torch.Tensor:
-    arguments = (kernel_size, stride, padding, dilation, ceil_mode)
-    if set(dilation) == {1}:
-        return torch.ops.aten.max_pool3d_with_indices(x, *arguments)[0]  # type: ignore[no-any-return]
-    return _max_pool_dilated(x, 3, *arguments)
+    if set(dilation) != {1}:
+        return _max_pool_dilated(x, num_dims, *arguments)
+    aten = torch.ops.aten
+    pool = aten.max_pool2d_with_indices if num_dims == 2 else aten.max_pool3d_with_indices
+    return pool(x, *arguments)[0]  # type: ignore[no-any-return]
 
 
 def _max_pool_dilated(
@@ -274,7 +263,12 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 """Of differentiable operations, so that autograd's part of each follows."""
 
 _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
-    "AutogradXLA": {**_COMPOSED, "cumsum": _cumsum, "max_pool2d": _max_pool2d, "max_pool3d": _max_pool3d},
+    "AutogradXLA": {
+        **_COMPOSED,
+        "cumsum": _cumsum,
+        "max_pool2d": functools.partial(_max_pool, 2),
+        "max_pool3d": functools.partial(_max_pool, 3),
+    },
     "XLA": {
         **_COMPOSED,
         "histc": _histc,

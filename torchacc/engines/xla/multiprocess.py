@@ -87,12 +87,6 @@ class MultiprocessEngine(XlaEngine):
         self.open_compile_cache()
         runtime.start(num_devices=1, spmd=False, stream=self.job.rank, job=self.job)
 
-    @property
-    def data_shards(self) -> range:
-        """This process's one device, which is on the mesh where its rank is, whatever PJRT's number of it."""
-        shard = self.mesh.data_shard(self.job.rank)
-        return range(shard, shard + 1)
-
     def make_collectives(self) -> Collectives:
         """Return the collectives for one model. Collective: every process."""
         if runtime.runs_on_cpu():

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-Spec = Sequence[str | tuple[str, ...] | None]
-"""For each dimension of a tensor the mesh axis, or axes, that it is split over; None where it is not."""
+from torchacc.parallel.axes import AxisNames, named
+
+Spec = Sequence[AxisNames]
+"""For each dimension of a tensor what it is split over."""
 
 # torch_xla.distributed.spmd.ShardingType
 REPLICATED, TILED, PARTIAL = 0, 3, 5
@@ -38,7 +40,7 @@ def partition(spec: Spec, axes: Mapping[str, int]) -> Partition:
         spec: How each dimension of the tensor is split.
         axes: Name and size of each mesh axis, the slowest first.
     """
-    by_dim = [(names,) if isinstance(names, str) else names or () for names in spec]
+    by_dim = [named(entry) for entry in spec]
     used = [name for names in by_dim for name in names]
     unused = [name for name in axes if name not in used]
     tiles = [prod(axes[name] for name in names) for names in by_dim]

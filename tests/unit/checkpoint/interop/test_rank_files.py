@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trees import assert_same
 from torchacc.checkpoint.interop import object_files, pth, rank_transfers
 from torchacc.checkpoint.interop.pth import damaged_record, read_pth, tensor_records
 from torchacc.checkpoint.interop.rank_consolidation import Output
@@ -138,23 +139,6 @@ def make(style: str, groups: int = 1) -> Made:
         moments={name: torch.randn(shape) for name, shape in SHAPES.items()},
         groups=groups,
     )
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Compare two trees of tensors, bit for bit."""
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
 
 
 def load(path: Path) -> Any:
