@@ -50,6 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("long" if config.getoption("--long") else "ci")
+    if not config.getoption("--cpu-times"):  # it counts what a process of pytest has started itself
+        from tests import forkrun
+
+        forkrun.share()
 
 
 @pytest.fixture(autouse=True)

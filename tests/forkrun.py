@@ -1,7 +1,7 @@
 """Run scripts in forks of a process that has imported PyTorch: alone, or on ranks as `torchrun --standalone` does.
 
     python forkrun.py 4 script.py [argument ...]        on a shell, one job
-    forkrun.run("script.py", "argument", num_ranks=4)   in a test: all jobs of a pytest process are forks of one
+    forkrun.run("script.py", "argument", num_ranks=4)   in a test: all jobs of a run of pytest are forks of one
     forkrun.python()                                    a `python` for commands: what it runs is a fork, too
 
 Importing PyTorch and transformers takes each process several seconds, which is most of what a short script takes. Where
@@ -14,13 +14,17 @@ in these, or in what else is to be imported, are forks of other processes.
 
 import atexit
 import contextlib
+import faulthandler
+import fcntl
 import gc
+import hashlib
 import importlib.util
 import json
 import os
 import runpy
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,10 @@ IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
 ROOT = Path(__file__).parents[1]
 CLIENT = Path(__file__).with_name("fork_client.py")
 SERVE = "--serve"
+SHARED = "TESTS_FORKS"
+"""The variable with the folder of the servers that a process and those which it starts have in common."""
+OWNER = "owner"
+"""The file in it with the id of the process with whose end they end."""
 SECONDS_TO_START = 500
 """In a new environment Python compiles all that is imported, and reads it from the disk."""
 
@@ -71,8 +80,9 @@ def start(num_ranks: int) -> None:
 class Forks:
     """Forks a job for each connection, tells how it has ended, and kills it where the connection is closed."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, owner: int) -> None:
         self._path = path
+        self._owner = os.pidfd_open(owner)
         self._own = dict(os.environ)
         self._events = selectors.DefaultSelector()
         self._connections: dict[int, socket.socket] = {}
@@ -81,13 +91,14 @@ class Forks:
         self._server.listen(64)
         os.rename(f"{path}.new", path)  # which who wants to connect waits for
         self._events.register(self._server, selectors.EVENT_READ)
-        self._events.register(sys.stdin, selectors.EVENT_READ)
+        self._events.register(self._owner, selectors.EVENT_READ)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, with whom all ends
 
     def serve(self) -> dict[str, Any]:
         """Return in each fork, with its job; in this process, never."""
         while True:
             for key, _ in self._events.select():
-                if key.fileobj is sys.stdin:  # at its end: so has pytest's process
+                if key.fileobj == self._owner:  # has ended
                     for pid in self._connections:
                         self._kill(pid)
                     sys.exit()
@@ -116,6 +127,7 @@ class Forks:
                 other.close()
             for file in files:
                 os.close(file)
+            os.close(self._owner)
             self._events.close()
             return job
         for file in files:
@@ -173,6 +185,8 @@ def execute(command: list[str]) -> None:
     """Run what follows `python` on a command line."""
     if command[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(line_buffering=True)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     command = command[command[0] == "-u" :]
     kind = command[0] if command[0] in ("-m", "-c") else ""
     sys.argv = command[1:] if kind else command
@@ -193,22 +207,32 @@ def python_of(path: str) -> str:
 
 
 class Server:
-    """A process that forks jobs of this one."""
+    """A process that forks jobs of this one and of others, until the owner of its folder ends."""
 
-    def __init__(self, env: dict[str, str], *modules: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
-        self.path = str(Path(self._folder.name, "socket"))
-        python = Path(python_of(self.path))
-        python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(CLIENT), self.path])} "$@"\n')
-        python.chmod(0o755)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, SERVE, self.path, *modules], env=env, stdin=subprocess.PIPE, stdout=2
-        )
-        until = time.monotonic() + SECONDS_TO_START
-        while not os.path.exists(self.path):
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"the process that forks the tests' jobs did not start: {self._process.poll()}")
-            time.sleep(0.02)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path = str(folder / "socket")
+
+    def start(self, env: Mapping[str, str], *modules: str) -> None:
+        """Start the process, where none of those that share the folder has done so."""
+        with open(f"{self._folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(self.path):
+                return
+            self._folder.mkdir(exist_ok=True)
+            python = Path(python_of(self.path))
+            words = [sys.executable, "-I", "-S", str(CLIENT), self.path]
+            python.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            python.chmod(0o755)
+            owner = (self._folder.parent / OWNER).read_text()
+            command = [sys.executable, __file__, SERVE, self.path, owner, *modules]
+            process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=2)
+            until = time.monotonic() + SECONDS_TO_START
+            while not os.path.exists(self.path):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"the process that forks the tests' jobs did not start: {process.poll()}")
+                time.sleep(0.02)
+            process.returncode = 0  # Popen does not complain where this process ends before it
 
     def run(self, job: dict[str, Any], files: list[int], timeout: float) -> int | None:
         """Return how a job has ended; None where it had to be killed."""
@@ -226,34 +250,35 @@ class Server:
             raise RuntimeError("the process that forks the tests' jobs has ended")
         return int(line)
 
-    def close(self) -> None:
-        """Let the process end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._folder.cleanup()
+
+def share() -> None:
+    """Let the processes that this one starts have its servers."""
+    os.environ[SHARED] = str(_folder())
+
+
+@cache
+def _folder() -> Path:
+    """Return the folder of the servers, whose owner is this process unless it shares that of another."""
+    if SHARED in os.environ:
+        return Path(os.environ[SHARED])
+    folder = Path(tempfile.mkdtemp(prefix="forks-"))
+    (folder / OWNER).write_text(str(os.getpid()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 _servers: dict[tuple[Any, ...], Server] = {}
-"""Those that are running, by the values of `IMPORT_VARIABLES` and what else they have imported."""
-
-
-@atexit.register
-def _close() -> None:
-    while _servers:
-        _servers.popitem()[1].close()
+"""Those in use, by the values of `IMPORT_VARIABLES` and what else they have imported."""
 
 
 def _server(env: Mapping[str, str], imports: Sequence[str]) -> Server:
     modules = tuple(name for name in imports if importlib.util.find_spec(name.partition(".")[0]))
     key = (*(env.get(name) for name in IMPORT_VARIABLES), modules)
     if key not in _servers:
-        while len(_servers) > 1:  # each has its memory, and a file of tests needs two at most
-            _servers.pop(next(iter(_servers))).close()
         shared = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
         own = {name: env[name] for name in IMPORT_VARIABLES if name in env}
-        _servers[key] = Server(shared | own | {"HF_HUB_OFFLINE": "1"}, *modules)
-    _servers[key] = _servers.pop(key)  # the last one used is closed last
+        _servers[key] = Server(_folder() / hashlib.sha256(repr(key).encode()).hexdigest()[:16])
+        _servers[key].start(shared | own | {"HF_HUB_OFFLINE": "1"}, *modules)
     return _servers[key]
 
 
@@ -316,12 +341,12 @@ def python(*imports: str) -> str:
 def main() -> None:
     serves = sys.argv[1] == SERVE
     sys.path.insert(1, str(ROOT))
-    for name in (*IMPORTED, *(sys.argv[3:] if serves else [])):
+    for name in (*IMPORTED, *(sys.argv[4:] if serves else [])):
         importlib.import_module(name)
     del sys.path[1]
     if serves:
         gc.freeze()
-        job = Forks(sys.argv[2]).serve()
+        job = Forks(sys.argv[2], int(sys.argv[3])).serve()
         number, command = job["num_ranks"], job["command"]
     else:
         number, command = int(sys.argv[1]), sys.argv[2:]

@@ -1,13 +1,11 @@
 """What `fsdp()` makes of its arguments, without starting anything."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 import torchacc
+from tests import forkrun
 from torchacc import functional
 
 
@@ -107,5 +105,5 @@ scaler.update()
 after = torchacc.full_state_dict(model)["weight"]
 print(output.dtype, after.dtype, not torch.equal(before, after))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    done = forkrun.run("-c", program)
     assert done.stdout.split() == ["torch.float16", "torch.float32", "True"], done.stderr[-3000:]

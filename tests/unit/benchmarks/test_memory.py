@@ -1,8 +1,11 @@
 """The pure half of the memory benchmark, and the plans of a model that is small enough to compile here."""
 
+import sys
 from dataclasses import asdict, replace
 
 import pytest
+
+from tests import forkrun
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, parameter 1, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
@@ -128,6 +131,7 @@ def test_the_report_has_every_case_of_the_parts_that_ran():
 @pytest.mark.xla
 def test_xla_plans_what_the_strategies_promise(monkeypatch):
     pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "executable", forkrun.python("torch_xla"))
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import Case, Workload
     from memory import measure, started
@@ -156,6 +160,7 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
 @pytest.mark.xla
 def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
     pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "executable", forkrun.python("torch_xla"))
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import PLAN_TOLERANCE, Case, Workload
     from memory import started

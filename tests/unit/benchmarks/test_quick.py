@@ -2,10 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forkrun
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUICK = {
@@ -24,7 +25,8 @@ def test_a_program_measures_checks_and_hands_over(name, tmp_path):
     from _results import read
 
     path = tmp_path / f"{name}.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--json", str(path), *QUICK[name]]
+    python = forkrun.python("torch_xla")
+    command = [python, str(BENCHMARKS / f"{name}.py"), "--quick", "--json", str(path), *QUICK[name]]
     done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = read(path)
@@ -43,7 +45,7 @@ def test_without_a_gpu_the_gpus_profile_says_so_and_keeps_what_was_measured(tmp_
     kept = tmp_path / "gpu.json"
     shutil.copy(RESULTS / "compile.json", kept)
     hidden = checkout_environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "benchmarks", "--profile", "gpu", "--results", str(tmp_path)]
+    command = [forkrun.python(), "-m", "benchmarks", "--profile", "gpu", "--results", str(tmp_path)]
     done = subprocess.run(
         command, cwd=BENCHMARKS.parent, env=hidden, capture_output=True, text=True, timeout=300, check=False
     )

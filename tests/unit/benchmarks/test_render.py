@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkrun
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -189,7 +191,7 @@ def test_the_committed_report_is_what_the_committed_results_say():
 
 
 def run(*arguments, **options):
-    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    command = [forkrun.python(), "-m", "benchmarks", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
 
 
@@ -272,7 +274,7 @@ def processes_of(session):
 def test_the_runner_writes_results_and_a_report_of_its_own(tmp_path):
     from _results import read
 
-    command = [sys.executable, "-m", "benchmarks", "step_time", "--quick", "--results", str(tmp_path)]
+    command = [forkrun.python(), "-m", "benchmarks", "step_time", "--quick", "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "[1/1] step_time ended with 0" in done.stderr

@@ -1,8 +1,6 @@
 """The commands that convert rank files: what they write, say, and exit with."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
+from tests import forkrun
 from torchacc.cli import consolidate_and_reshard_fsdp_ckpts, consolidate_sharded_model_checkpoints
 
 ROOT = Path(__file__).parents[3]
@@ -136,7 +135,7 @@ def test_an_option_that_makes_no_sense(folder, args, match, capsys):
 
 
 def test_as_a_module(folder):
-    command = [sys.executable, "-m", "torchacc.cli.consolidate_sharded_model_checkpoints", "--ckpt_prefix", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    module = "torchacc.cli.consolidate_sharded_model_checkpoints"
+    done = forkrun.run("-m", module, "--ckpt_prefix", folder, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert torch.equal(weight(folder / "consolidated.pth"), WEIGHT)

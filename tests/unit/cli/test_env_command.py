@@ -2,12 +2,12 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forkrun
 from torchacc.cli import env_command, main
 from torchacc.engines import survey
 from torchacc.errors import ConfigError
@@ -19,7 +19,7 @@ KINDS = ["native", "xla-multiprocess", "xla-spmd"]
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "torchacc", *arguments],
+        [forkrun.python("torch_xla"), "-m", "torchacc", *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

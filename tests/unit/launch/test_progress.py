@@ -1,11 +1,11 @@
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import forkrun
 from torchacc.launch import progress
 from torchacc.launch.progress import Phase
 
@@ -58,7 +58,7 @@ def process(tmp_path):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, progress.FOLDER: str(tmp_path), "PYTHONPATH": path}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], env=environ,
+        [forkrun.python(), "-c", PROGRAM, str(tmp_path)], env=environ,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         yield running

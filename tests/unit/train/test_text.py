@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, OPTConfig
 
+from tests import forkrun
 from torchacc.errors import ConfigError, DataError
 from torchacc.train.blocks import IGNORED
 from torchacc.train.config import TextConfig
@@ -235,7 +235,7 @@ def start(configure, tmp_path):
 
     def make():
         return subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("text_program.py"), json.dumps(config.model_dump())],
+            [forkrun.python("datasets"), Path(__file__).with_name("text_program.py"), json.dumps(config.model_dump())],
             env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,8 +4,6 @@ import os
 import pickle
 import re
 import runpy
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
@@ -519,10 +517,8 @@ def test_fsdp2_and_torchacc_go_on_from_each_other(tmp_path):
 @pytest.mark.xla
 def test_what_torch_xla_saves_under_spmd_is_imported_whole(tmp_path):
     environ = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
-    done = subprocess.run(
-        [sys.executable, SPMD_PROGRAM, tmp_path / "dcp", tmp_path / "whole.pth"],
-        env=environ, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    files = (tmp_path / "dcp", tmp_path / "whole.pth")
+    done = forkrun.run(SPMD_PROGRAM, *files, imports=["torch_xla"], env=environ, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     import_dcp(tmp_path / "dcp", tmp_path / "saved")
     for stem, expected in torch.load(tmp_path / "whole.pth", weights_only=True).items():

@@ -3,12 +3,11 @@
 import ast
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forkrun
 from torchacc.engines.patches import private_names
 from torchacc.engines.patches.private_names import PRIVATE_NAMES
 from torchacc.errors import EngineError
@@ -46,7 +45,7 @@ print(json.dumps([str(each) for each in PRIVATE_NAMES if each.of_instances and n
 
 @pytest.fixture(scope="module")
 def missing_from_instances():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = forkrun.run("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

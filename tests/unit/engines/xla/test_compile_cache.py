@@ -1,9 +1,8 @@
 """XLA's CPU client writes compiled programs, and cannot read them: what can be seen here is that they are written."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests import forkrun
 
 PROGRAM = """
 import sys
@@ -27,9 +26,8 @@ except EngineError as error:
 @pytest.mark.slow
 @pytest.mark.xla
 def test_programs_are_kept_in_one_folder_for_the_life_of_a_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
-    )
+    done = forkrun.run("-c", PROGRAM, tmp_path, imports=["torch_xla"], timeout=300)
+    assert done.returncode == 0, done.stderr
     assert [*(tmp_path / "mine").iterdir()]
     assert not (tmp_path / "other").exists()
     assert "refused: compute.compile_cache asks for" in done.stdout

@@ -4,12 +4,11 @@ No machine with several PJRT processes is at hand; XLA's CPU client has one. So 
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forkrun
 from torchacc.engines.xla.device_collectives import DeviceCollectives
 from torchacc.parallel.mesh import Mesh
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.xla
 @pytest.fixture(scope="module")
 def result():
     program = Path(__file__).with_name("device_collectives_program.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=200, check=False)
+    done = forkrun.run(program, imports=["torch_xla"], timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

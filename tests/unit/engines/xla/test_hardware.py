@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 from torch import nn
 
 import torchacc
+from tests import forkrun
 from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.engines.xla import cuda, hardware, runtime, tpu
@@ -210,14 +210,8 @@ def test_one_process_that_finds_several_chips_is_told_what_it_can_do(libtpu, chi
 
 def run(*arguments: str) -> dict:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = forkrun.run(PROGRAM, *arguments, imports=["torch_xla"], env=environ, timeout=200)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stdout + done.stderr
     return json.loads(found[-1])
