@@ -1,7 +1,12 @@
-"""What the cases of `behaviour_worker.py` are made of: their registry, tiny models, and comparisons."""
+"""The table of the contract's cases, and what they are made of: tiny models, and comparisons with plain copies of them.
+
+A case is a function in one of the `*_cases.py` that is registered by `@case(...)`. `contract_worker.py` runs those of
+an engine in one launch; a test looks at how its case ended, on every rank. Most compare with a plain copy of their
+model on the CPU of the same process, which trains on the whole batch: after the runtime has started, as XLA cannot
+start later.
+"""
 
 import copy
-import json
 import os
 import sys
 import traceback
@@ -19,13 +24,16 @@ import torchacc
 from torchacc.engines import registry
 
 RANK = int(os.environ.get("RANK", "0"))
-ENGINE = sys.argv[1] if len(sys.argv) > 2 else ""
+ENGINE, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
+NUM_DEVICES = int(_NUMBER) if _NUMBER.isdigit() else 2
 NATIVE, MULTIPROCESS, SPMD = "native", "xla-multiprocess", "xla-spmd"
 ALL = (NATIVE, MULTIPROCESS, SPMD)
 XLA = (MULTIPROCESS, SPMD)
+REFERENCE = "reference"
+"""In place of an engine: plain PyTorch in a process that never starts XLA."""
 
 # The sums of a gradient run in another order over two devices. Adam divides by a gradient's own size, so that it needs
-# an eps above that rounding, as in `worker.py`, and is compared less closely.
+# an eps above that rounding, as in `training_cases.py`, and is compared less closely.
 RELATIVE = 1e-5
 ABSOLUTE = 1e-6
 ADAM_ABSOLUTE = 5e-6
@@ -37,10 +45,11 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 
 @dataclass(frozen=True)
 class Case:
-    """A function to run, and the kinds of engines that it is about."""
+    """A function to run, and the kinds of engines that it is about, with how many devices."""
 
     run: Callable[[], Any]
     engines: Collection[str]
+    num_devices: int = 2
     is_left_out: bool = False
     """Whether it runs with `--full-contract` only."""
 
@@ -49,7 +58,10 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    engines: Collection[str] = ALL, each: Mapping[str, Any] | None = None, left_out: Collection[str] = ()
+    engines: Collection[str] = ALL,
+    each: Mapping[str, Any] | None = None,
+    left_out: Collection[str] = (),
+    num_devices: int = 2,
 ) -> Callable[..., Any]:
     """Register a function as a case, or as one for each entry of a mapping, whose value it is called with.
 
@@ -57,34 +69,44 @@ def case(
         engines: The kinds of engines that it is about.
         each: The entries.
         left_out: Those of them that run with `--full-contract` only.
+        num_devices: On how many devices it runs.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if each is None:
-            CASES[function.__name__] = Case(function, engines)
+            add_case(function.__name__, Case(function, engines, num_devices))
         for key, value in (each or {}).items():
-            CASES[f"{function.__name__}-{key}"] = Case(partial(function, value), engines, key in left_out)
+            add_case(
+                f"{function.__name__}-{key}", Case(partial(function, value), engines, num_devices, key in left_out)
+            )
         return function
 
     return register
 
 
-def main(start: Callable[[], Any] = lambda: accelerate(MLP())) -> None:
-    """Run the cases that are asked for, after a call that starts the runtime."""
-    out, chosen = Path(sys.argv[2]), sys.argv[3:]
+def add_case(name: str, case: Case) -> None:
+    assert name not in CASES, f"there are two cases {name}"
+    CASES[name] = case
+
+
+def main() -> None:
+    """Run the cases that are asked for, in the table's order, once the runtime has started."""
+    out, chosen = Path(sys.argv[2]), set(sys.argv[3:])
+    assert chosen <= CASES.keys(), f"no such cases: {chosen - CASES.keys()}"
     torch.manual_seed(0)
-    start()
-    for name, each in CASES.items():
-        if ENGINE not in each.engines or (chosen and name not in chosen):
-            continue
+    if ENGINE != REFERENCE:
+        accelerate(MLP(), size=NUM_DEVICES)
+    for name in (name for name in CASES if name in chosen):
         print(f"case {name}", flush=True)
         outcome: dict[str, Any] = {"failed": None, "returned": None}
         try:
-            outcome["returned"] = each.run()
+            outcome["returned"] = CASES[name].run()
         except (Exception, pytest.fail.Exception):  # the latter where pytest.raises() waits in vain
             outcome["failed"] = traceback.format_exc()
-        (out / f"{name}.{RANK}.json").write_text(json.dumps(outcome))
-        torchacc.dist.rendezvous(name)
+        torch.save(outcome, out / f"{name}.{RANK}.part")
+        (out / f"{name}.{RANK}.part").rename(out / f"{name}.{RANK}.pt")
+        if ENGINE != REFERENCE:
+            torchacc.dist.rendezvous(name)
 
 
 # What cases are made of

@@ -1,13 +1,20 @@
-"""How workers of the contract run, and in which environment."""
+"""How workers of the contract run, in which environment, and what came of their cases."""
 
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests import forkrun
 
 ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("contract_worker.py")
+SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
 
 
 def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
@@ -18,7 +25,12 @@ def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
 
 
 def run_all(
-    worker: Path, *arguments: object, num_ranks: int = 0, imports: Sequence[str] = (), seconds: float, **variables: str
+    worker: Path,
+    *arguments: object,
+    num_ranks: int = 0,
+    imports: Sequence[str] = (),
+    seconds: float,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """Run a worker to its end, or until its time is up; return what it printed."""
     try:
@@ -27,9 +39,80 @@ def run_all(
             *arguments,
             num_ranks=num_ranks,
             imports=imports,
-            env=environment(**variables),
+            env=env or environment(),
             timeout=seconds,
             merged=True,
         ).stdout
     except subprocess.TimeoutExpired as late:
         return f"{late.output}\n(ended after {seconds} s)"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What came of the cases of an engine."""
+
+    engine: str
+    num_ranks: int
+    outcomes: Mapping[str, Sequence[Mapping[str, Any]]]
+    """How each case ended, by name and rank."""
+    printed: str
+
+    def returned(self, name: str) -> Any:
+        """Return what a case did on rank 0; fail the test where it failed on any."""
+        ended = self.outcomes.get(name, [])
+        failures = [f"rank {rank}: {each['failed']}" for rank, each in enumerate(ended) if each["failed"]]
+        assert not failures, "\n".join(failures)
+        unfinished = f"{self.engine} did not come as far as {name}; it printed:\n{self.printed[-6000:]}"
+        assert len(ended) == self.num_ranks, unfinished
+        return ended[0]["returned"]
+
+
+def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool = False, dumps: bool = False) -> Launch:
+    """Run cases on an engine.
+
+    Args:
+        engine: Its kind and its number of devices, such as `native-2`.
+        out: A folder for what they came to.
+        names: The cases.
+        with_torchrun: Whether ranks are started as users do, and not as forks.
+        dumps: Whether XLA writes the programs that it compiles, into the folder that the worker finds in
+            `TORCHACC_TEST_PROGRAMS`.
+    """
+    out.mkdir()
+    kind, _, number = engine.rpartition("-")
+    is_launched = kind == "xla-multiprocess" or (kind == "native" and number != "1")
+    env = environment()
+    if dumps:
+        programs = out / "programs"
+        dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
+        env = environment(dump, TORCHACC_TEST_PROGRAMS=str(programs))
+    if with_torchrun:
+        printed = _torchrun(int(number), env, engine, out, *names)
+    else:
+        num_ranks = int(number) if is_launched else 0
+        imports = ["torch_xla"] if kind.startswith("xla") else []
+        printed = run_all(
+            WORKER, engine, out, *names, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN, env=env
+        )
+    outcomes: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(out.glob("*.pt")):  # <case>.<rank>.pt
+        outcomes.setdefault(file.stem.rpartition(".")[0], []).append(torch.load(file, weights_only=True))
+    return Launch(engine, int(number) if is_launched else 1, outcomes, printed)
+
+
+def _torchrun(num_ranks: int, env: Mapping[str, str], *arguments: object) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *map(str, [WORKER, *arguments])],
+        env=dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        return process.communicate(timeout=SECONDS_TO_RUN)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        return process.communicate()[0] + f"\n(ended after {SECONDS_TO_RUN} s)"
+    finally:  # of an interrupted session, too; the launcher ends its processes
+        process.terminate()

@@ -1,4 +1,4 @@
-"""Cases about precision, offload and prefetch; `behaviour_worker.py` runs them."""
+"""Cases about precision, offload and prefetch."""
 
 import logging
 from typing import Any

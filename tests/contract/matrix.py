@@ -3,18 +3,19 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import pytest
+from casekit import REFERENCE
 from covering import Pair, covering, pairs
+from launching import SECONDS_TO_RUN
 
-SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
-
+FACTORS = ("engines", "models", "variants")
 FAST_ENGINES = {"native-1", "native-2", "xla-multiprocess-2", "xla-spmd-2"}
 FAST_MODEL = "gpt2"
 FAST_VARIANTS = {"adamw", "sgd"}
-REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """One training run of one engine."""
 
     engine: str
@@ -91,6 +92,11 @@ class Case:
     @property
     def id(self) -> str:
         return f"{self.engine}-{self.model}-{self.variant}"
+
+    @property
+    def name(self) -> str:
+        """Its name in the table of all cases."""
+        return f"train-{self.model}-{self.variant}"
 
     @property
     def kind(self) -> str:
@@ -152,25 +158,37 @@ class Case:
         }
 
 
-def all_cases(marks: Iterable[pytest.Mark]) -> Iterator[Case]:
+def all_references(models: Iterable[str]) -> list[dict[str, Any]]:
+    """Return what the worker reads of each unsharded run that some training is compared with."""
+    every = (
+        each
+        for model in models
+        for variant in VARIANTS
+        for number in (1, 2, 4)
+        for case in [TrainingCase(f"{REFERENCE}-{number}", model, variant)]
+        for each in (case.as_reference(), case.as_plain_reference())
+    )
+    return [*{each["id"]: each for each in every}.values()]
+
+
+def all_cases(marks: Iterable[pytest.Mark]) -> Iterator[TrainingCase]:
     """Return every combination that a test's `covers` marks name, some of them more than once."""
     for mark in marks:
         if mark.name != "covers":
             continue
-        engines, models, variants = (mark.kwargs[key] for key in ("engines", "models", "variants"))
-        yield from (Case(engine, model, variant) for engine in engines for model in models for variant in variants)
+        yield from (TrainingCase(*each) for each in product(*(mark.kwargs[key] for key in FACTORS)))
 
 
 @cache
-def chosen_cases(module: ModuleType) -> frozenset[Case]:
+def chosen_cases(module: ModuleType) -> frozenset[TrainingCase]:
     """Return the cases that are run of those which a module's tests are about, whatever of it is selected."""
     every = cases_with_pairs(module)
     return frozenset(covering(every, [case for case in every if case.is_fast]))
 
 
-def cases_with_pairs(module: ModuleType) -> dict[Case, set[Pair]]:
+def cases_with_pairs(module: ModuleType) -> dict[TrainingCase, set[Pair]]:
     """Return what a module's tests are about, each with the pairs of values that it has."""
-    tests: dict[Case, list[str]] = {}
+    tests: dict[TrainingCase, list[str]] = {}
     for name, test in vars(module).items():
         if name.startswith("test_"):
             for case in dict.fromkeys(all_cases(getattr(test, "pytestmark", []))):
@@ -178,7 +196,7 @@ def cases_with_pairs(module: ModuleType) -> dict[Case, set[Pair]]:
     return {case: _pairs(case, names) for case, names in tests.items()}
 
 
-def _pairs(case: Case, tests: list[str]) -> set[Pair]:
+def _pairs(case: TrainingCase, tests: list[str]) -> set[Pair]:
     return pairs(
         {
             "engine": [case.kind],

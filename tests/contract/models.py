@@ -1,6 +1,6 @@
 """The models and the data of the contract tests: small, seeded, and different in what is hard to shard.
 
-Imported by `worker.py` only, which runs beside it as a script.
+For `training_cases.py`.
 """
 
 from pathlib import Path
@@ -113,15 +113,16 @@ def make_model(name: str, *, chooses_experts: bool) -> nn.Module:
         name: `cnn-batchnorm`, or a key of `FROZEN`.
         chooses_experts: Whether to choose the experts that can run on a CPU, as accelerate() does by itself under XLA.
     """
-    makers = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral, "bert": make_bert, "t5": make_t5}
     if name.startswith("cnn"):
         return Cnn(batch_norm=name == "cnn-batchnorm")
-    model = makers[name]()
+    model = _MAKERS[name]()
     if name == "mixtral" and chooses_experts:
         model.set_experts_implementation("batched_mm")
     return model
 
 
+_MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral, "bert": make_bert, "t5": make_t5}
+MODELS = (*_MAKERS, "cnn", "cnn-batchnorm")
 FROZEN = {
     "gpt2": "transformer.h.0.",
     "llama": "model.embed_tokens.",

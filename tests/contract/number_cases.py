@@ -171,7 +171,7 @@ def rank_files_hold_numbers(
     torchacc.dist.rendezvous("consolidated")
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def make_clip() -> nn.Module:

@@ -5,7 +5,7 @@ the same everywhere. What is compared, and how closely:
 
 - losses and gradient norms: relative 1e-5, at every step;
 - parameters after the last step: relative 1e-5, or absolute 1e-6 with SGD, and 5e-6 with AdamW, of which one step alone
-  moves a parameter by up to 3e-3. Its eps is chosen so that it does not blow up rounding errors (see `worker.py`).
+  moves a parameter by up to 3e-3. Its eps is chosen so that it does not blow up rounding errors (`training_cases.py`).
 
 BatchNorm and losses over ragged labels are where the engines differ by nature, and the last tests here say how.
 """
@@ -16,7 +16,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import contract_worker  # noqa: F401 - registers the cases
 
+WITH_TORCHRUN = ["native-2", "xla-multiprocess-2"]  # as users do
 ENGINES = [
     "native-1",
     "native-2",
@@ -275,8 +277,8 @@ def test_groups_made_after_flattening_are_refused(refusal):
 
 
 @covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds"])
-def test_processes_that_start_from_other_values_are_told_of_it(launcher, case):
-    assert "differ between the ranks" in launcher.printed(case)
+def test_processes_that_start_from_other_values_are_told_of_it(launched, case):
+    assert "differ between the ranks" in launched(case.engine).printed
 
 
 @covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-shapes"])

@@ -1,4 +1,4 @@
-"""Cases about what XLA does in another way than PyTorch in a forward; `behaviour_worker.py` runs them."""
+"""Cases about what XLA does in another way than PyTorch in a forward."""
 
 from collections.abc import Callable
 from typing import Any

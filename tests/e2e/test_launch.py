@@ -44,13 +44,10 @@ def environ() -> dict[str, str]:
 
 
 def start(*arguments: object, command: str = "launch", forks: bool = False) -> subprocess.Popen[str]:
-    """Start a command of torchacc; with `forks` its ranks are those of forkrun.py, which have imported PyTorch."""
-    words = ["-m", "torchacc"]
-    if forks:
-        told = f"import sys; sys.executable = {forkrun.python()!r}"
-        words = ["-c", f"{told}; from torchacc.cli.main import main; sys.exit(main())"]
+    """Start a command of torchacc; with `forks` it and its ranks are those of forkrun.py, with PyTorch imported."""
+    python = forkrun.python() if forks else sys.executable
     return subprocess.Popen(
-        [sys.executable, *words, command, *map(str, arguments)],
+        [python, "-m", "torchacc", command, *map(str, arguments)],
         env=environ(),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Where the tests run in the background of a shell, Ctrl-C is ignored, and the launcher would leave it so.
@@ -123,7 +120,7 @@ def test_a_job_runs_and_shows_rank_0(tmp_path):
     ],
 )
 def test_one_rank_ends_all_and_is_named(tmp_path, told, status, words, options):
-    done = launch("-n", 2, *options, SCRIPT, told, tmp_path)
+    done = launch("-n", 2, *options, SCRIPT, told, tmp_path, forks=True)
     assert done.returncode == status
     assert words in done.stderr
     assert f"torchacc launch: rank 1 on {socket.gethostname()} " in done.stderr
@@ -165,7 +162,7 @@ def test_arguments_output_and_input_pass_as_they_are(tmp_path):
         "    time.sleep(0.05)\n"
     )
     words = ["${local_rank}", "$local_rank", "$$", "a$b", "$"]
-    process = start("-n", 2, "--log-dir", tmp_path / "logs", script, *words)
+    process = start("-n", 2, "--log-dir", tmp_path / "logs", script, *words, forks=True)
     process.stdin.write("typed")
     process.stdin.close()
     assert process.stdout.readline() == f"{words} 'typed'\n"  # at once, and not when it ends
@@ -176,7 +173,7 @@ def test_arguments_output_and_input_pass_as_they_are(tmp_path):
 
 
 def test_a_wrong_count_is_one_line_and_status_2(tmp_path):
-    done = launch("-n", 0, SCRIPT, "end", tmp_path)
+    done = launch("-n", 0, SCRIPT, "end", tmp_path, forks=True)
     assert done.returncode == 2
     assert done.stderr == "error: num_processes = 0: write a whole number of 1 or more\n"
     assert not list(tmp_path.iterdir())
@@ -241,7 +238,8 @@ def test_a_stage_goes_on_when_one_of_its_ranks_is_killed(tmp_path):
     (tmp_path / "config.yaml").write_text(STAGE.format(folder=tmp_path, text=ROOT / "docs" / "launch.md"))
     process = start("--max-restarts", 1, "--config", tmp_path / "config.yaml", command="train", forks=True)
     wait_for(tmp_path / "runs" / "stage1" / "checkpoints" / "step-00000010" / "manifest.json")
-    (rank1,) = (child for child in psutil.Process(process.pid).children() if child.environ()["RANK"] == "1")
+    own = {"TMPDIR": str(tmp_path), "RANK": "1"}.items()
+    (rank1,) = (each for each in psutil.process_iter(["environ"]) if own <= (each.info["environ"] or {}).items())
     rank1.kill()
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err

@@ -1,26 +1,22 @@
-"""Run cases of the contract in one process, or under `torchrun`, and write what came of each to a file.
+"""Training runs of the contract: each model with each variant, and in plain PyTorch what these are compared with.
 
-    python worker.py cases.json out/
-    python -m torch.distributed.run --standalone --nproc_per_node=2 worker.py cases.json out/
-
-A case whose `config` is None is the reference: plain PyTorch in float32, unsharded, which concatenates the batches of
-all devices. It needs a launch of its own, as XLA cannot start where autograd already has.
+The latter is in float32, unsharded, and concatenates the batches of all devices. It has a launch of its own, as XLA
+cannot start where autograd already has.
 """
 
 import json
-import os
-import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from models import FROZEN, NUM_SAMPLES, make_data, make_model
+from casekit import ENGINE, NUM_DEVICES, RANK, Case, add_case
+from matrix import VARIANTS, TrainingCase, all_references
+from models import FROZEN, MODELS, NUM_SAMPLES, make_data, make_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
@@ -29,7 +25,6 @@ import torchacc
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
-RANK = int(os.environ.get("RANK", "0"))
 
 # Adam divides a gradient by its own size: where a gradient is as small as the rounding of its sums, two right answers
 # differ by as much as the learning rate. With an eps above that size an error stays as small as it was, while most
@@ -43,22 +38,6 @@ SCALE = 2.0**10  # of float16; small enough to overflow nowhere, as a step that 
 Batch = dict[str, torch.Tensor]
 
 
-def main() -> None:
-    cases_file, out = map(Path, sys.argv[1:])
-    transformers.logging.set_verbosity_error()
-    for case in json.loads(cases_file.read_text()):
-        print(f"case {case['id']}", flush=True)
-        try:
-            outcome = run(case)
-        except torchacc.ConfigError as error:
-            outcome = {"refused": str(error)}
-        except Exception:
-            outcome = {"failed": traceback.format_exc()}
-        if RANK == 0:
-            torch.save(outcome, out / f"{case['id']}.part")
-            (out / f"{case['id']}.part").rename(out / f"{case['id']}.pt")
-
-
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Train, and return what can be compared.
 
@@ -68,6 +47,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             `unequal-shapes`, `evaluate`, `ragged`, and for the reference also `per-device`, and `autocast-` with a
             dtype.
     """
+    transformers.logging.set_verbosity_error()
     options = case["options"]
     is_reference = case["config"] is None
     torch.manual_seed(RANK if "unequal-seeds" in options else 0)
@@ -326,5 +306,16 @@ def meet(found: dict[str, Any]) -> dict[str, Any]:
     return mean | {"losses_by_rank": [other["losses"] for other in by_rank]}
 
 
-if __name__ == "__main__":
-    main()
+def train_model(model: str, variant: str) -> dict[str, Any] | None:
+    """Return what `run()` does, or `refused`; None on other ranks than the first."""
+    try:
+        found = run(TrainingCase(f"{ENGINE}-{NUM_DEVICES}", model, variant).as_input())
+    except torchacc.ConfigError as error:
+        found = {"refused": str(error)}
+    return found if RANK == 0 else None
+
+
+for each in (TrainingCase("-0", model, variant) for model in MODELS for variant in VARIANTS):
+    add_case(each.name, Case(partial(train_model, each.model, each.variant), ()))
+for reference in all_references(MODELS):
+    add_case(reference["id"], Case(partial(run, reference), ()))

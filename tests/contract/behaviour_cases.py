@@ -1,12 +1,4 @@
-"""Run the cases of `test_behaviour.py` on one engine, and write for each how it ended on this rank.
-
-    python behaviour_worker.py xla-spmd out/ [case ...]
-    python -m torch.distributed.run --standalone --nproc_per_node=2 behaviour_worker.py native out/ [case ...]
-
-A case is a function below, or in one of the `*_cases.py`, and passes if it returns on every rank. It compares with a
-plain copy of its model on the CPU of the same process, which trains on the whole batch: after the runtime has started,
-as XLA cannot start later.
-"""
+"""What scripts do beside training: clipping, optimizers, models of other kinds, and what is changed for XLA."""
 
 import copy
 import gc
@@ -41,7 +33,6 @@ from casekit import (
     check_still_trains,
     check_training,
     loss_of,
-    main,
     part,
     plain_value,
     sgd,
@@ -776,26 +767,3 @@ def shard_output_callable_is_called() -> None:
     assert any(given is output for given, _ in calls), "not called with the model's output"
     assert all(mesh.get_logical_mesh().size == 2 and "fsdp" in mesh.axis_names for _, mesh in calls)
     check_still_trains(model, plain)
-
-
-# These register their cases, after those about random numbers.
-import background_cases  # noqa: E402, F401
-import compile_cases  # noqa: E402, F401
-import deferred_cases  # noqa: E402, F401
-import dtensor_cases  # noqa: E402, F401
-import family_cases  # noqa: E402, F401
-import gathered_loss_cases  # noqa: E402, F401
-import lever_cases  # noqa: E402, F401
-import mistake_cases  # noqa: E402, F401
-import native_limits_cases  # noqa: E402, F401
-import number_cases  # noqa: E402, F401
-import order_cases  # noqa: E402, F401
-import ordinal_cases  # noqa: E402, F401
-import recompute_cases  # noqa: E402, F401
-import scan_cases  # noqa: E402, F401
-import shard_reading_cases  # noqa: E402, F401
-import state_cases  # noqa: E402, F401
-import xla_forward_cases  # noqa: E402, F401
-
-if __name__ == "__main__":
-    main()

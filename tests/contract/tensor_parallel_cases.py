@@ -1,16 +1,18 @@
-"""Look at how layers lie split over four devices; `test_tensor_parallel.py` launches this on each engine."""
+"""How layers lie split over four devices, what a step sends between them, and checkpoints of such models."""
 
 import copy
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from casekit import ADAM, ADAM_ABSOLUTE, ENGINE, NATIVE, RANK, RELATIVE, SPMD, by_rank, case, check_parameters, main
+from casekit import ADAM, ADAM_ABSOLUTE, ENGINE, NATIVE, RANK, RELATIVE, SPMD, by_rank, check_parameters
+from casekit import case as case_of
 from torch import nn
 
 import torchacc
@@ -20,6 +22,7 @@ from torchacc.engines.base import sharded_model
 PROGRAMS = Path(os.environ.get("TORCHACC_TEST_PROGRAMS", os.devnull))
 """Where XLA writes the programs that it compiles."""
 BOTH = (NATIVE, SPMD)
+case = partial(case_of, num_devices=4)
 VOCAB, LENGTH = 132, 16
 IDS = torch.randint(0, VOCAB, (8, LENGTH), generator=torch.Generator().manual_seed(3))
 
@@ -251,7 +254,3 @@ def what_a_step_sends(how: tuple[int, int, bool]) -> dict[str, list[str]]:
     for kind, groups in re.findall(r" ([a-z-]+)\(.*(?:replica_groups|source_target_pairs)=(\S+)", step):
         found.setdefault(kind, []).append(groups.removesuffix(","))
     return found
-
-
-if __name__ == "__main__":
-    main(lambda: accelerate(make_llama(1), fsdp=2, tp=2))
