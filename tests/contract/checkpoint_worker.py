@@ -36,7 +36,7 @@ class Run:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(
             GPT2Config(
-                n_layer=2,
+                n_layer=1,
                 n_embd=36,
                 n_head=4,
                 n_positions=16,

@@ -12,7 +12,7 @@ from tests import forkrun
 WORKER = Path(__file__).with_name("train_worker.py")
 ROOT = Path(__file__).parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from an old oak tree"
-MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
+MODEL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32}
 IMPORTS = ("torch_xla", "datasets")
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
