@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUICK = {
     "scaling": [],
     "fsdp_claims": [],
+    "beside": [str(BENCHMARKS.parent)],
     "trainer_overhead": [],
     "input_pipeline": [],
     "gpu": ["--device", "cpu", "--models", "Llama 1.2B"],
