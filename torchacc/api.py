@@ -41,7 +41,7 @@ def accelerate(
 
     Args:
         model: The model, on the CPU. Processes whose models differ all take rank 0's. One that was built on the meta
-            device never needs memory for the whole; `torchacc.checkpoint.load()` gives it its weights. One that
+            device never needs memory for all of it; `torchacc.checkpoint.load()` gives it its weights. One that
             `deferred_init()` has built needs no more, and starts from its own initialisation.
         dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
             comes back gives each process its part of every global batch, on the device.
@@ -82,8 +82,8 @@ def accelerate(
         sharded = engine.apply(model, plan, optimizer)
     attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
-    if plan.split.unsplit:
-        _log.info("not split over tp: %s", plan.split.listed_unsplit)
+    if plan.tensor_parallel.unsplit:
+        _log.info("not split over tp: %s", plan.tensor_parallel.listed_unsplit)
     _log.debug("%s", plan)
 
     given = [part for part in (loader, optimizer) if part is not None]
@@ -107,7 +107,7 @@ def accumulate(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context for all but the last micro-batch of an accumulation window.
 
     Inside, `backward()` adds to the gradients. The first `backward()` outside completes them for the step. Divide the
-    loss by the number of micro-batches yourself. In engines with one process per device the whole gradients stay on
+    loss by the number of micro-batches yourself. In engines with one process per device the full gradients stay on
     the device for the window; leave the context out to reduce after each micro-batch, which needs less memory and more
     communication, and gives the same numbers.
 
@@ -128,7 +128,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: 
 
     Args:
         model: The model that accelerate() returned.
-        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for the whole.
+        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for them.
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
 
     Returns:
@@ -148,7 +148,7 @@ def state_dict(
 
     Args:
         model: The model that accelerate() returned.
-        state_dict_type: Whole tensors by original name; what this process holds of each, as a `TensorShard`; or what
+        state_dict_type: Full tensors by original name; what this process holds of each, as a `TensorShard`; or what
             this process keeps, flattened and padded, by its own names. The last two load at this number of devices.
         config: Who gets a full state, and where.
     """
@@ -265,7 +265,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 
     sharded = data.shard_loader(
         dataloader,
-        num_shards=engine.mesh.num_data_shards,
+        num_data_shards=engine.mesh.num_data_shards,
         shards=engine.data_shards,
         agree=engine.group.broadcast_object if engine.job.launched else None,
     )

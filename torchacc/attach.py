@@ -51,7 +51,7 @@ def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -
     if kwargs.get("state_dict") is None:
         raise CheckpointError(
             "model.save_pretrained() would write the shards of this process alone: torchacc.checkpoint.save(folder, "
-            "model=model), called by every process, writes a folder that from_pretrained() opens. Or hand it whole "
+            "model=model), called by every process, writes a folder that from_pretrained() opens. Or hand it full "
             "weights: model.save_pretrained(folder, state_dict=torchacc.full_state_dict(model))"
         )
     return own(save_directory, *args, **kwargs)

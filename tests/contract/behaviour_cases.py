@@ -412,7 +412,7 @@ def optimizer_of_whole_weights_is_refused(make: Callable[[Any], torch.optim.Opti
     model, _ = sharded_and_plain()
     optimizer = make(model.parameters())
     loss_of(model(part(X))).backward()
-    with pytest.raises(torchacc.ConfigError, match="whole weights"):
+    with pytest.raises(torchacc.ConfigError, match="full weights"):
         optimizer.step(lambda: None)
 
 

@@ -135,7 +135,7 @@ def an_own_plan_trains_the_same() -> None:
             each(data).square().mean().backward()
             optimizer.step()
     check_parameters(model, plain)
-    specs = sharded_model(model).plan.split.specs
+    specs = sharded_model(model).plan.tensor_parallel.specs
     assert specs["layers.0.0.weight"] == ("tp", "fsdp")
 
 

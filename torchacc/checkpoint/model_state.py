@@ -296,7 +296,7 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},
-        "world_size": sharded.placement.num_shards,
+        "world_size": sharded.placement.processes_per_replica,
         "rank": sharded.placement.shard_index,
         "replica": sharded.placement.replica,
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
@@ -407,7 +407,7 @@ def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any]
         if given != shapes.get(name):
             raise CheckpointError(
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
-                f"{sharded.placement.num_shards} processes keeps {local_shard.shard_numel} elements"
+                f"{sharded.placement.processes_per_replica} processes keeps {local_shard.shard_numel} elements"
             )
     parts = [_elements_of(found[part.name], part) for part in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)

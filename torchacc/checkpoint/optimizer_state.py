@@ -355,7 +355,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of full rows or columns, where there are full ones."""
-    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.placement.num_shards > 1:
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.placement.processes_per_replica > 1:
         return False
     shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))

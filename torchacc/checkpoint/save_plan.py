@@ -116,7 +116,7 @@ def plan_save(
     tensors["model"] |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
     if optimizer is not None:
         tensors["optimizer"] = _described(states)
-    files = _lay_out(tensors, sharded.placement.num_shards * sharded.placement.num_replicas, max_shard_size)
+    files = _lay_out(tensors, sharded.placement.processes_per_replica * sharded.placement.num_replicas, max_shard_size)
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
@@ -146,7 +146,7 @@ def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
 
 def _check_lies_like_parameter(sharded: ShardedModel, entry: StateEntry) -> None:
     value = entry.value
-    is_split = sharded.placement.num_shards > 1 and not optimizer_state.is_ordinary(entry.parameter, value)
+    is_split = sharded.placement.processes_per_replica > 1 and not optimizer_state.is_ordinary(entry.parameter, value)
     if value.dim() and is_split and not entry.is_sharded:
         raise CheckpointError(
             f"the optimizer's {entry.key!r} of {entry.local_shard.key!r} has the shape {tuple(value.shape)}, which is "

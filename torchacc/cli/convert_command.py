@@ -50,17 +50,17 @@ def run(args: argparse.Namespace) -> int:
     return convert(args)
 
 
-def _to_whole(args: argparse.Namespace, output: Output) -> int:
+def _to_one_file(args: argparse.Namespace, output: Output) -> int:
     output = replace(output, config_from=args.config_from)
     return _converting.run(args, plan_consolidation(str(args.source), "*.pth", str(args.target), output))
 
 
 def _to_pth(args: argparse.Namespace) -> int:
-    return _to_whole(args, Output())
+    return _to_one_file(args, Output())
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    return _to_whole(args, Output("safetensors"))
+    return _to_one_file(args, Output("safetensors"))
 
 
 def _to_rank_files(args: argparse.Namespace) -> int:

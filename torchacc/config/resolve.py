@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from torchacc.config.root import Config
+from torchacc.config.sections import Section
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 
-_AXES = ("dp", "fsdp", "tp", "pp", "sp")
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
 _RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt")
 
@@ -64,7 +64,8 @@ def requested_devices(config: Config) -> int:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    return {axis: getattr(config.dist, axis).size or 1 for axis in _AXES}
+    """Return the size of each axis, in the order of the sections of `config.dist`, of which each axis has one."""
+    return {name: section.size or 1 for name, section in config.dist if isinstance(section, Section)}
 
 
 def _refuse_contradictions(config: Config) -> None:

@@ -444,13 +444,13 @@ class DistConfig(Section):
 
     dp: DPConfig = Field(default_factory=DPConfig)
     """Replicas, each with its own data."""
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    """Parameters, gradients and optimizer state sharded."""
     tp: TPConfig = Field(default_factory=TPConfig)
     """Weights split inside of a layer."""
     pp: PPConfig = Field(default_factory=PPConfig)
     """Layers split into stages."""
     sp: SPConfig = Field(default_factory=SPConfig)
     """Samples split along their length."""
-    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
-    """Parameters, gradients and optimizer state sharded."""
     topology: AxisOrder = ["dp", "fsdp", "pp", "sp", "tp"]
     """Axes from the slowest (devices far apart) to the fastest (neighbours)."""

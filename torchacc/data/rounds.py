@@ -10,7 +10,7 @@ from torchacc.errors import DataError
 
 def make_rounds(
     batches: Iterator[Any],
-    num_shards: int,
+    num_data_shards: int,
     *,
     drop_last: bool,
     batch_size: int | None = None,
@@ -20,32 +20,32 @@ def make_rounds(
 
     Args:
         batches: All the batches of the epoch.
-        num_shards: How many make a round.
+        num_data_shards: How many make a round.
         drop_last: Whether to drop an incomplete round.
         batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
         skip: How many batches to leave out. They are read at once, the rest as the rounds are asked for.
     """
-    first = list(itertools.islice(batches, num_shards)) if skip else []
+    first = list(itertools.islice(batches, num_data_shards)) if skip else []
     left = itertools.chain(first, batches)
     next(itertools.islice(left, skip, skip), None)
-    return _grouped(left, first, num_shards, drop_last, batch_size)
+    return _grouped(left, first, num_data_shards, drop_last, batch_size)
 
 
 def _grouped(
-    batches: Iterator[Any], first: list[Any], num_shards: int, drop_last: bool, batch_size: int | None
+    batches: Iterator[Any], first: list[Any], num_data_shards: int, drop_last: bool, batch_size: int | None
 ) -> Iterator[list[Any]]:
     """Group batches into rounds, and complete the last one with the first batches of the epoch, where known."""
     count = len(first)
-    while found := list(itertools.islice(batches, num_shards)):
+    while found := list(itertools.islice(batches, num_data_shards)):
         count += len(found)
-        if len(found) < num_shards and drop_last:
+        if len(found) < num_data_shards and drop_last:
             break
         first = first or found
         if batch_size is None:
-            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_shards))
+            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_data_shards))
         else:
             samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
-            yield [list(itertools.islice(samples, batch_size)) for _ in range(num_shards)]
+            yield [list(itertools.islice(samples, batch_size)) for _ in range(num_data_shards)]
     if not count:
         raise DataError(
             "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something of "
@@ -53,15 +53,15 @@ def _grouped(
         )
     if not first:
         raise DataError(
-            f"The loader gave {count} batches for {num_shards} data-parallel devices, and drop_last=True drops an "
-            f"incomplete round: {count} // {num_shards} = 0 steps. Write drop_last=False to complete it, or a "
-            f"batch_size of at most 1/{-(-num_shards // count)} of this one."
+            f"The loader gave {count} batches for {num_data_shards} data-parallel devices, and drop_last=True drops an "
+            f"incomplete round: {count} // {num_data_shards} = 0 steps. Write drop_last=False to complete it, or a "
+            f"batch_size of at most 1/{-(-num_data_shards // count)} of this one."
         )
 
 
-def num_rounds(batches: int, num_shards: int, drop_last: bool) -> int:
+def num_rounds(batches: int, num_data_shards: int, drop_last: bool) -> int:
     """Return how many rounds an epoch of so many batches has."""
-    return batches // num_shards if drop_last else -(-batches // num_shards)
+    return batches // num_data_shards if drop_last else -(-batches // num_data_shards)
 
 
 def fill(batch: Any, first: Any) -> Any:

@@ -33,13 +33,13 @@ class ShardSampler:
     """
 
     def __init__(
-        self, loader: "DataLoader[Any]", num_shards: int, shards: range, *, drop_last: bool, agree: Agree | None
+        self, loader: "DataLoader[Any]", num_data_shards: int, shards: range, *, drop_last: bool, agree: Agree | None
     ) -> None:
         self.collates = loader.batch_sampler is not None
         self._order: Any = loader.batch_sampler if self.collates else loader.sampler
         self._batch_size = self._order.batch_size if type(self._order) is BatchSampler else None
         self._steerable = next(filter(_is_steerable, reversed(samplers(loader))), None)
-        self._num_shards = num_shards
+        self._num_data_shards = num_data_shards
         self._shards = shards
         self._drop_last = drop_last
         self._agree: Agree = agree or (lambda payload: payload)
@@ -60,7 +60,7 @@ class ShardSampler:
         return self._indices
 
     def __len__(self) -> int:
-        rounds = num_rounds(len(self._order), self._num_shards, self._drop_last)
+        rounds = num_rounds(len(self._order), self._num_data_shards, self._drop_last)
         return rounds if self.collates else rounds * len(self._shards)
 
     def in_own_batches(self, state: Any) -> Any:
@@ -91,7 +91,7 @@ class ShardSampler:
             at = replace(at, seed=self._agree_on_seed())
         with self._agreed_draws(at):
             batches = iter(self._order)
-            opening = list(itertools.islice(batches, max(self._num_shards, _COMPARED_BATCHES)))
+            opening = list(itertools.islice(batches, max(self._num_data_shards, _COMPARED_BATCHES)))
         # Where batches are only cut from the samples' order, it is that which is found again at another batch size.
         begin: Iterable[Any] = itertools.chain.from_iterable(opening) if self._batch_size else opening
         digest = self._compare(list(itertools.islice(begin, _COMPARED_BATCHES)))
@@ -103,7 +103,7 @@ class ShardSampler:
             )
         rounds = make_rounds(
             itertools.chain(opening, batches),
-            self._num_shards,
+            self._num_data_shards,
             drop_last=self._drop_last,
             batch_size=self._batch_size,
             skip=at.batches,

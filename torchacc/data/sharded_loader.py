@@ -29,7 +29,7 @@ _END = object()
 def shard_loader(
     loader: Iterable[Any],
     *,
-    num_shards: int,
+    num_data_shards: int,
     shards: range,
     agree: Agree | None = None,
 ) -> "ShardedLoader":
@@ -46,7 +46,7 @@ def shard_loader(
 
     Args:
         loader: The user's loader. It is left alone, but for its samplers' and dataset's `set_epoch`.
-        num_shards: W, the number of data-parallel devices of the job.
+        num_data_shards: W, the number of data-parallel devices of the job.
         shards: The devices that this process feeds.
         agree: A collective that returns rank 0's argument on every rank; None where there is one process. Called only
             in the thread that calls `iter()`, and as often on each rank.
@@ -58,11 +58,11 @@ def shard_loader(
         DataError: For a loader that cannot be sharded.
     """
     assert shards.step == 1, shards
-    assert 0 <= shards.start < shards.stop <= num_shards, (shards, num_shards)
+    assert 0 <= shards.start < shards.stop <= num_data_shards, (shards, num_data_shards)
     _check(loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _IndexLoader(loader, num_shards, shards, agree)
-    return _StreamLoader(loader, num_shards, shards, agree)
+        return _IndexLoader(loader, num_data_shards, shards, agree)
+    return _StreamLoader(loader, num_data_shards, shards, agree)
 
 
 def _check(loader: Any) -> None:
@@ -86,14 +86,14 @@ class ShardedLoader(ABC):
 
     Attributes:
         loader: The user's loader.
-        num_shards: The number of data-parallel devices of the job.
+        num_data_shards: The number of data-parallel devices of the job.
         shards: Those that this process feeds.
         drop_last: Whether an incomplete round is dropped, instead of completed.
     """
 
-    def __init__(self, loader: Any, num_shards: int, shards: range, agree: Agree | None) -> None:
+    def __init__(self, loader: Any, num_data_shards: int, shards: range, agree: Agree | None) -> None:
         self.loader = loader
-        self.num_shards = num_shards
+        self.num_data_shards = num_data_shards
         self.shards = shards
         self.drop_last = any(getattr(source, "drop_last", False) for source in (loader, *samplers(loader)))
         self._agree = agree or (lambda payload: payload)
@@ -126,7 +126,7 @@ class ShardedLoader(ABC):
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return num_rounds(len(self.loader), self.num_shards, self.drop_last)
+        return num_rounds(len(self.loader), self.num_data_shards, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch, or go on with one that was loaded; collective where there are several processes."""
@@ -160,7 +160,7 @@ class ShardedLoader(ABC):
             own = tuple(pack(generator) for generator in self._generators()[1:])
             at = Position(epochs=self._at.epochs + 1, epoch=self._epoch, seed=self._at.seed, random=(None, *own))
         else:
-            at = replace(self._at, batches=self._at.batches + delivered * self.num_shards)
+            at = replace(self._at, batches=self._at.batches + delivered * self.num_data_shards)
         return replace(at, loader=self._traits())
 
     def resume(self, state: Any) -> None:
@@ -224,7 +224,7 @@ class _StreamLoader(ShardedLoader):
     def _begin(self) -> Iterator[Any]:
         # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
         stream = self._filled(iter(self.loader))
-        rounds = make_rounds(stream, self.num_shards, drop_last=self.drop_last, skip=self._at.batches)
+        rounds = make_rounds(stream, self.num_data_shards, drop_last=self.drop_last, skip=self._at.batches)
         return (join([found[shard] for shard in self.shards]) for found in rounds)
 
     def _traits(self) -> dict[str, Any]:
@@ -249,9 +249,9 @@ class _StreamLoader(ShardedLoader):
 class _IndexLoader(ShardedLoader):
     """Has the user's DataLoader load by our indices: those of this process, in the order of the user's own samplers."""
 
-    def __init__(self, loader: "DataLoader[Any]", num_shards: int, shards: range, agree: Agree | None) -> None:
-        super().__init__(loader, num_shards, shards, agree)
-        self._sampler = ShardSampler(loader, num_shards, shards, drop_last=self.drop_last, agree=agree)
+    def __init__(self, loader: "DataLoader[Any]", num_data_shards: int, shards: range, agree: Agree | None) -> None:
+        super().__init__(loader, num_data_shards, shards, agree)
+        self._sampler = ShardSampler(loader, num_data_shards, shards, drop_last=self.drop_last, agree=agree)
         self._inner = with_sampler(loader, self._sampler)
 
     def _begin(self) -> Iterator[Any]:

@@ -180,14 +180,14 @@ class Engine(ABC):
 class ShardPlacement:
     """Where a process stands among those that hold a model."""
 
-    num_shards: int = 1
-    """Processes that hold the parameters together."""
+    processes_per_replica: int = 1
+    """Processes that hold one copy of the parameters together."""
     shard_index: int = 0
-    """Which of the shards this process holds."""
+    """Which of these processes this one is."""
     num_replicas: int = 1
-    """Copies of the shards."""
+    """Copies of the parameters in the job."""
     replica: int = 0
-    """Which of the copies this process holds."""
+    """Which of the copies this process holds a part of."""
     is_contiguous: bool = True
     """Whether a process holds consecutive elements of a parameter, as rank files and `TensorShard`s have them."""
 
@@ -256,7 +256,7 @@ class ShardedModel(ABC):
             local: What `fetch()` gave.
             rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
         """
-        if self.placement.num_shards == 1:
+        if self.placement.processes_per_replica == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
         padded = local if len(local) == local_shard.shard_numel else local.new_zeros(local_shard.shard_numel)
         padded[: len(local)] = local
@@ -308,7 +308,7 @@ class ShardedModel(ABC):
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
         model, inner = self.model, self.model.forward
-        sees_a_part = self.engine.job.launched and self.engine.mesh.num_data_shards > 1
+        sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
         balances = modules_with_balance(model) if sees_a_part else []
 
         @functools.wraps(inner)

@@ -118,9 +118,9 @@ class ProcessGroup:
             return gathered
         if group is not None and dist.get_global_rank(group, 0) != 0:
             return None
-        whole = shard.new_empty(dist.get_world_size(group), shard.numel()) if self.job.rank == 0 else None
-        dist.gather(shard, None if whole is None else list(whole), dst=0, group=group)
-        return None if whole is None else whole.view(-1)
+        full = shard.new_empty(dist.get_world_size(group), shard.numel()) if self.job.rank == 0 else None
+        dist.gather(shard, None if full is None else list(full), dst=0, group=group)
+        return None if full is None else full.view(-1)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes. Collective: every process."""

@@ -34,7 +34,7 @@ _EXPENSIVE = {
 _OPERANDS_IN_MEMORY = {
     "mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "embedding_dense_backward",
 }  # fmt: skip
-"""Operations that read tensors in memory, whole and one after another, and not what is still to be computed."""
+"""Operations that read tensors in memory, in full and one after another, and not what is still to be computed."""
 _LOOKUPS = {"embedding_dense_backward"}
 """Operations whose result is rows that are added into something."""
 _MASKED = {"_safe_softmax"}
@@ -205,7 +205,7 @@ class _Fusion:
     def _needs_memory(self, time: int, name: str, value: int, nbytes: int, sources: tuple[int, ...]) -> bool:
         users = self._users.get(value, [])
         operations = [self._trace.operations[user] for user in users]
-        whole = [
+        in_full = [
             operation
             for operation in operations
             if _short(operation) in _OPERANDS_IN_MEMORY
@@ -215,9 +215,9 @@ class _Fusion:
         kept_bytes = sum(size for size in kept if size * _ROW > nbytes)
         is_cheap = name not in _EXPENSIVE and kept_bytes <= nbytes
         is_cheap |= name in _WITH_SIGMOID and self._is_read_at_once(time, users)
-        if whole and is_cheap:
+        if in_full and is_cheap:
             self._cheaper[value] = sources
-        return bool(whole) or (len(users) > 1 and not is_cheap)
+        return bool(in_full) or (len(users) > 1 and not is_cheap)
 
     def _is_read_at_once(self, time: int, users: Sequence[int]) -> bool:
         """Return whether nothing in memory lies between a value and any of its readers, so that all can compute it."""

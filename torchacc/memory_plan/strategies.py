@@ -68,7 +68,7 @@ def _size(plan: ShardingPlan, buffer: Buffer) -> int:
     """Return what a buffer takes: a lookup's gradient is added into the shard, or into what is there of it."""
     if buffer.lookup_of is None:
         return buffer.nbytes
-    if buffer.joins_another and plan.mesh.num_data_shards == 1:
+    if buffer.joins_another and not plan.mesh.averages_gradients:
         return 0
     parameter = next(each for each in plan.parameters if each.name == buffer.lookup_of)
     return buffer.nbytes * _partition(plan, parameter).shard_numel // parameter.numel
@@ -128,7 +128,7 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         for parameter in unit:
             yield _Interval("gradients", parameter.numel * compute, lifetimes.gradients[parameter.name], done)
         following = min((time for time in complete if time > done), default=done)
-        if plan.mesh.num_data_shards > 1:
+        if plan.mesh.averages_gradients:
             yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
         shards = sum(_rows(plan, parameter).shard_numel for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, lifetimes.num_operations)
@@ -175,7 +175,7 @@ def _gradient(
     if parameter.name not in lifetimes.gradients:
         return
     time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
-    if plan.mesh.num_data_shards > 1 and not added:
+    if plan.mesh.averages_gradients and not added:
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
     late = max(0, num_states - 1) * _partition(plan, parameter).shard_numel * master

@@ -60,6 +60,11 @@ class Mesh:
         return self.size(Role.BATCH)
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients are averaged over devices, as several see different data."""
+        return self.num_data_shards > 1
+
+    @property
     def num_shards(self) -> int:
         """Parts into which each parameter, or what tensor parallelism leaves of it, is sharded."""
         return self.size(Role.SHARD)

@@ -84,7 +84,7 @@ class ShardingPlan:
     """Whether each unit's forward begins with the gather of the next unit."""
     backward_prefetch: bool
     """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
-    split: TensorParallelPlan = field(default_factory=TensorParallelPlan)
+    tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     """How tensor parallelism splits the layers."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
@@ -133,7 +133,7 @@ class ShardingPlan:
         lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
-        lines += [str(self.split)] if self.split.size > 1 else []
+        lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
         lines += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
         return "\n".join(lines)
@@ -179,7 +179,7 @@ def make_plan(model: nn.Module, config: Config, mesh: Mesh) -> ShardingPlan:
         activations_on_host=config.memory.offload_activations,
         forward_prefetch=config.dist.fsdp.forward_prefetch,
         backward_prefetch=config.dist.fsdp.backward_prefetch != "NONE",
-        split=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
+        tensor_parallel=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
         recomputed=recomputed,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
     )

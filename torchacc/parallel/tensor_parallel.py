@@ -142,7 +142,7 @@ class TensorParallelPlan:
                 for name, spec in self.specs.items()
             }
         )
-        lines += _listed({name: f"whole: {reason}" for name, reason in self.unsplit.items()})
+        lines += _listed({name: f"not split: {reason}" for name, reason in self.unsplit.items()})
         return "\n".join(lines)
 
 

@@ -51,23 +51,23 @@ def read(loader) -> list[list[int]]:
     return [(batch["y"] if isinstance(batch, dict | UserDict) else batch).tolist() for batch in loader]
 
 
-def read_shards(make, num_shards: int) -> list[list[list[int]]]:
+def read_shards(make, num_data_shards: int) -> list[list[list[int]]]:
     """Return what each device sees, each fed by a process of its own with the same random state."""
     state = torch.get_rng_state()
     shards = []
-    for shard in range(num_shards):
+    for shard in range(num_data_shards):
         torch.set_rng_state(state)
-        shards.append(read(shard_loader(make(), num_shards=num_shards, shards=range(shard, shard + 1))))
+        shards.append(read(shard_loader(make(), num_data_shards=num_data_shards, shards=range(shard, shard + 1))))
     return shards
 
 
-def expected(order: list[int], batch_size: int, num_shards: int) -> list[list[list[int]]]:
+def expected(order: list[int], batch_size: int, num_data_shards: int) -> list[list[list[int]]]:
     """Return what each device is to see of an order that wraps around."""
-    per_round = batch_size * num_shards
+    per_round = batch_size * num_data_shards
     rounds = -(-len(order) // per_round)
     samples = list(itertools.islice(itertools.cycle(order), rounds * per_round))
     batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
-    return [batches[shard::num_shards] for shard in range(num_shards)]
+    return [batches[shard::num_data_shards] for shard in range(num_data_shards)]
 
 
 class Ranks:
@@ -107,16 +107,16 @@ def flat(batches):
 # Order
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_data_shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("count", [24, 25, 5])
-def test_devices_share_the_order_of_the_plain_loader(num_shards, shuffle, count):
+def test_devices_share_the_order_of_the_plain_loader(num_data_shards, shuffle, count):
     torch.manual_seed(3)
     order = flat(read(DataLoader(Numbers(count), batch_size=2, shuffle=shuffle)))
     assert (order != sorted(order)) is shuffle
     torch.manual_seed(3)
-    shards = read_shards(lambda: DataLoader(Numbers(count), batch_size=2, shuffle=shuffle), num_shards)
-    assert shards == expected(order, 2, num_shards)
+    shards = read_shards(lambda: DataLoader(Numbers(count), batch_size=2, shuffle=shuffle), num_data_shards)
+    assert shards == expected(order, 2, num_data_shards)
     assert set(flat(flat(shards))) == set(range(count))
 
 
@@ -133,7 +133,7 @@ def test_one_device_is_the_plain_loader_epoch_after_epoch(num_workers, make_gene
     epochs = [read(plain) for _ in range(3)]
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    sharded = shard_loader(make(), num_shards=1, shards=range(1))
+    sharded = shard_loader(make(), num_data_shards=1, shards=range(1))
     assert [read(sharded) for _ in range(3)] == epochs
     assert torch.equal(torch.get_rng_state(), state)
     assert epochs[0] != epochs[1]
@@ -147,21 +147,21 @@ def test_persistent_workers_serve_several_epochs():
     plain = make()
     epochs = [read(plain) for _ in range(2)]
     torch.manual_seed(0)
-    sharded = shard_loader(make(), num_shards=1, shards=range(1))
+    sharded = shard_loader(make(), num_data_shards=1, shards=range(1))
     assert [read(sharded) for _ in range(2)] == epochs
 
 
 def test_a_loader_with_workers_that_has_run_before():
     loader = DataLoader(Numbers(8), 2, num_workers=1, persistent_workers=True)
     assert len(read(loader)) == 4
-    assert read(shard_loader(loader, num_shards=2, shards=range(1, 2))) == [[2, 3], [6, 7]]
+    assert read(shard_loader(loader, num_data_shards=2, shards=range(1, 2))) == [[2, 3], [6, 7]]
 
 
 def test_draws_are_made_by_iter_not_by_next():
     torch.manual_seed(0)
-    expected_order = read(shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_shards=1, shards=range(1)))
+    expected_order = read(shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1)))
     torch.manual_seed(0)
-    batches = iter(shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_shards=1, shards=range(1)))
+    batches = iter(shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1)))
     state = torch.get_rng_state()
     assert read(batches) == expected_order
     assert torch.equal(torch.get_rng_state(), state)
@@ -173,7 +173,7 @@ def test_a_process_of_several_devices_gets_their_batches_joined(shards):
         return DataLoader(Numbers(22), 3, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
     alone = read_shards(make, 4)
-    together = read(shard_loader(make(), num_shards=4, shards=shards))
+    together = read(shard_loader(make(), num_data_shards=4, shards=shards))
     assert together == [flat(alone[shard][step] for shard in shards) for step in range(2)]
 
 
@@ -193,31 +193,31 @@ def test_samplers_of_torch_keep_their_draws():
 
 @pytest.mark.parametrize(("count", "steps"), [(16, 2), (15, 1), (23, 2)])
 def test_drop_last_drops_an_incomplete_round(count, steps):
-    loader = shard_loader(DataLoader(Numbers(count), 2, drop_last=True), num_shards=4, shards=range(4))
+    loader = shard_loader(DataLoader(Numbers(count), 2, drop_last=True), num_data_shards=4, shards=range(4))
     assert read(loader) == [list(range(8 * step, 8 * step + 8)) for step in range(steps)]
     assert len(loader) == steps
 
 
 def test_nothing_left_is_an_error_with_the_arithmetic():
-    loader = shard_loader(DataLoader(Numbers(6), 2, drop_last=True), num_shards=4, shards=range(4))
+    loader = shard_loader(DataLoader(Numbers(6), 2, drop_last=True), num_data_shards=4, shards=range(4))
     with pytest.raises(DataError, match=r"3 batches for 4 data-parallel devices.*3 // 4 = 0 steps.*at most 1/2"):
         iter(loader)
     with pytest.raises(DataError, match="gave no batch"):
-        iter(shard_loader(DataLoader(Numbers(0), 2), num_shards=2, shards=range(2)))
+        iter(shard_loader(DataLoader(Numbers(0), 2), num_data_shards=2, shards=range(2)))
     with pytest.raises(DataError, match="gave no batch"):
-        list(shard_loader([], num_shards=2, shards=range(2)))
+        list(shard_loader([], num_data_shards=2, shards=range(2)))
     with pytest.raises(DataError, match="3 // 4 = 0 steps"):
-        list(shard_loader(DataLoader(Stream(6), 2, drop_last=True), num_shards=4, shards=range(4)))
+        list(shard_loader(DataLoader(Stream(6), 2, drop_last=True), num_data_shards=4, shards=range(4)))
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9])
 def test_len_is_the_number_of_steps(count):
-    for num_shards in (1, 2, 3):
+    for num_data_shards in (1, 2, 3):
         for loader in (DataLoader(Numbers(count), 2), [torch.ones(2)] * count):
-            sharded = shard_loader(loader, num_shards=num_shards, shards=range(1))
+            sharded = shard_loader(loader, num_data_shards=num_data_shards, shards=range(1))
             assert len(sharded) == len(list(sharded))
     with pytest.raises(TypeError):
-        len(shard_loader(DataLoader(Stream(3), 2), num_shards=2, shards=range(1)))
+        len(shard_loader(DataLoader(Stream(3), 2), num_data_shards=2, shards=range(1)))
 
 
 # Agreement
@@ -239,7 +239,10 @@ def test_rank_0_decides_on_the_order_and_other_ranks_keep_their_stream(make_samp
     def epoch(rank, agree):
         seeded(rank)
         loader = shard_loader(
-            DataLoader(Numbers(12), 2, sampler=make_sampler()), num_shards=3, shards=range(rank, rank + 1), agree=agree
+            DataLoader(Numbers(12), 2, sampler=make_sampler()),
+            num_data_shards=3,
+            shards=range(rank, rank + 1),
+            agree=agree,
         )
         return read(loader), torch.rand(1).item()
 
@@ -259,7 +262,7 @@ def test_ranks_that_are_seeded_alike_stay_alike():
     def epoch(rank, agree):
         torch.manual_seed(0)
         loader = DataLoader(Numbers(12), 2, shuffle=True)
-        read(shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree))
+        read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
         return torch.rand(1).item()
 
     first, second = Ranks(2).run(epoch)
@@ -270,7 +273,7 @@ def test_a_generator_of_the_users_own_follows_rank_0():
     def epochs(rank, agree):
         generator = torch.Generator().manual_seed(rank)
         loader = DataLoader(Numbers(12), 2, shuffle=True, generator=generator)
-        sharded = shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree)
+        sharded = shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree)
         return [read(sharded) for _ in range(2)]
 
     results = Ranks(2).run(epochs)
@@ -284,7 +287,7 @@ def test_agreement_happens_in_the_thread_that_starts_the_epoch():
 
     def epoch(_, agree):
         loader = DataLoader(Numbers(8), 2, shuffle=True, num_workers=1)
-        return list(AsyncLoader(shard_loader(loader, num_shards=1, shards=range(1), agree=agree)))
+        return list(AsyncLoader(shard_loader(loader, num_data_shards=1, shards=range(1), agree=agree)))
 
     ranks.run(epoch)
     assert ranks.threads == {threading.main_thread()}
@@ -306,7 +309,7 @@ def test_agreement_with_ranks_that_run_at_once():
             return agreed
 
         loader = DataLoader(Numbers(9), 2, shuffle=True, generator=torch.Generator().manual_seed(rank))
-        return read(shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
 
     with ThreadPoolExecutor(2) as pool:
         shards = list(pool.map(epoch, range(2)))
@@ -329,7 +332,7 @@ class Shuffled(Sampler):
 def test_samplers_that_disagree_are_refused():
     def epoch(rank, agree, seeds=(0, 1)):
         loader = DataLoader(Numbers(12), 2, sampler=Shuffled(12, seeds[rank]))
-        return read(shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
 
     with pytest.raises(DataError, match="disagree on the order.*Seed the sampler alike"):
         Ranks(2).run(epoch)
@@ -340,7 +343,7 @@ def test_samplers_that_disagree_are_refused():
 def test_datasets_of_different_lengths_are_refused():
     def epoch(rank, agree):
         loader = DataLoader(Numbers(1000 + rank), 2)
-        return read(shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
 
     with pytest.raises(DataError, match="gives 500 batches .* but 501"):
         Ranks(2).run(epoch)
@@ -353,9 +356,11 @@ def test_double_sharding_is_refused():
         DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, False)),
     ):
         with pytest.raises(DataError, match="one sample in 2.*Pass a plain sampler"):
-            shard_loader(loader, num_shards=2, shards=range(1))
+            shard_loader(loader, num_data_shards=2, shards=range(1))
     alone = DistributedSampler(Numbers(8), num_replicas=1, rank=0, shuffle=False)
-    assert read(shard_loader(DataLoader(Numbers(8), 4, sampler=alone), num_shards=2, shards=range(2))) == [[*range(8)]]
+    assert read(shard_loader(DataLoader(Numbers(8), 4, sampler=alone), num_data_shards=2, shards=range(2))) == [
+        [*range(8)]
+    ]
 
 
 # Epochs
@@ -366,7 +371,7 @@ def test_an_epochs_order_does_not_depend_on_those_before(generator):
     def make():
         torch.manual_seed(1)
         own = None if generator is None else torch.Generator().manual_seed(generator)
-        return shard_loader(DataLoader(Numbers(10), 5, shuffle=True, generator=own), num_shards=1, shards=range(1))
+        return shard_loader(DataLoader(Numbers(10), 5, shuffle=True, generator=own), num_data_shards=1, shards=range(1))
 
     through, orders = make(), []
     for epoch in range(3):
@@ -384,7 +389,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
     def epoch(rank, agree):
         seeded(rank)
         loader = DataLoader(Numbers(8), 2, shuffle=True)
-        sharded = shard_loader(loader, num_shards=2, shards=range(rank, rank + 1), agree=agree)
+        sharded = shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree)
         sharded.set_epoch(3)
         return read(sharded)
 
@@ -393,7 +398,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
 
     def order(seed):
         torch.manual_seed(seed)
-        sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_shards=1, shards=range(1))
+        sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1))
         sharded.set_epoch(3)
         return flat(read(sharded))
 
@@ -403,7 +408,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
 
 def test_set_epoch_leaves_the_models_stream_alone():
     torch.manual_seed(0)
-    sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_shards=1, shards=range(1))
+    sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1))
     sharded.set_epoch(1)
     read(sharded)
     after = torch.rand(1)
@@ -424,10 +429,10 @@ def test_set_epoch_reaches_samplers_and_datasets():
             told.append(("sampler", epoch))
 
     loader = DataLoader(Told(4), batch_sampler=BatchSampler(ToldSampler(4, 0), 2, False))
-    shard_loader(loader, num_shards=2, shards=range(1)).set_epoch(5)
+    shard_loader(loader, num_data_shards=2, shards=range(1)).set_epoch(5)
     assert Counter(told) == {("dataset", 5): 1, ("sampler", 5): 1}
     stream = type("ToldStream", (Stream,), {"set_epoch": Told.set_epoch})(4)
-    shard_loader(DataLoader(stream, 2), num_shards=2, shards=range(1)).set_epoch(6)
+    shard_loader(DataLoader(stream, 2), num_data_shards=2, shards=range(1)).set_epoch(6)
     assert told[-1] == ("dataset", 6)
 
 
@@ -440,7 +445,7 @@ def double(samples):
 
 def test_collate_fn_sees_the_samples_of_all_devices_once():
     loader = DataLoader(Numbers(8), 2, collate_fn=double)
-    batches = list(shard_loader(loader, num_shards=2, shards=range(2)))
+    batches = list(shard_loader(loader, num_data_shards=2, shards=range(2)))
     assert [batch["n"] for batch in batches] == [4, 4]
     assert batches[1]["y"].tolist() == [8, 10, 12, 14]
 
@@ -455,9 +460,9 @@ def test_the_users_settings_and_class_are_kept():
         pass
 
     loader = Doubling(Numbers(8), 2, num_workers=1, prefetch_factor=3, worker_init_fn=init, timeout=9)
-    sharded = shard_loader(loader, num_shards=2, shards=range(1, 2))
+    sharded = shard_loader(loader, num_data_shards=2, shards=range(1, 2))
     assert read(sharded) == [[4, 6], [12, 14]]
-    assert (sharded.batch_size, sharded.num_shards, sharded.dataset) == (2, 2, loader.dataset)
+    assert (sharded.batch_size, sharded.num_data_shards, sharded.dataset) == (2, 2, loader.dataset)
     assert (sharded.prefetch_factor, sharded.worker_init_fn, sharded.timeout) == (3, init, 9)
     assert flat(batch.tolist() for batch in loader) == [2 * i for i in range(8)]
 
@@ -478,7 +483,7 @@ def test_batches_of_a_custom_batch_sampler_stay_as_they_are():
 
     assert read_shards(make, 2) == [[[0], [3, 4, 5]], [[1, 2], [0]]]
     with pytest.raises(DataError, match=r"have \[1, 2\] rows"):
-        read(shard_loader(make(), num_shards=2, shards=range(2)))
+        read(shard_loader(make(), num_data_shards=2, shards=range(2)))
 
 
 def test_a_batch_sampler_of_torchs_own_is_completed():
@@ -487,7 +492,7 @@ def test_a_batch_sampler_of_torchs_own_is_completed():
 
     assert read_shards(make, 2) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     dropping = DataLoader(Numbers(5), batch_sampler=BatchSampler(range(5), 2, True))
-    assert read(shard_loader(dropping, num_shards=2, shards=range(2))) == [[0, 1, 2, 3]]
+    assert read(shard_loader(dropping, num_data_shards=2, shards=range(2))) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("shards", [range(1, 2), range(2)])
@@ -501,7 +506,7 @@ def test_map_style_without_collation(shards):
         def __getitem__(self, index):
             return torch.tensor([10 * index, 10 * index + 1])
 
-    got = read(shard_loader(DataLoader(Whole(), batch_size=None), num_shards=2, shards=shards))
+    got = read(shard_loader(DataLoader(Whole(), batch_size=None), num_data_shards=2, shards=shards))
     alone = [[[0, 1], [20, 21]], [[10, 11], [0, 1]]]
     assert got == [flat(alone[shard][step] for shard in shards) for step in range(2)]
 
@@ -515,38 +520,40 @@ def test_map_style_without_collation(shards):
     torch.manual_seed(0)
     plain = flat(read(loader))
     torch.manual_seed(0)
-    sharded = shard_loader(loader, num_shards=2, shards=shards)
+    sharded = shard_loader(loader, num_data_shards=2, shards=shards)
     alone = expected(plain, 2, 2)
     assert read(sharded) == [flat(alone[shard][step] for shard in shards) for step in range(2)]
     assert len(sharded) == 2
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_a_stream_is_completed_with_its_first_batches(num_shards):
+@pytest.mark.parametrize("num_data_shards", [1, 2, 3])
+def test_a_stream_is_completed_with_its_first_batches(num_data_shards):
     batches = [[0, 1], [2, 3], [4, 5], [6, 0]]
-    batches += batches[: -len(batches) % num_shards]
+    batches += batches[: -len(batches) % num_data_shards]
     for make in (
         lambda: DataLoader(Stream(7), 2),
         lambda: [{"y": torch.tensor(values)} for values in ([0, 1], [2, 3], [4, 5], [6])],
         lambda: DataLoader([torch.tensor(values) for values in ([0, 1], [2, 3], [4, 5], [6, 0])], batch_size=None),
     ):
-        assert read_shards(make, num_shards) == [batches[shard::num_shards] for shard in range(num_shards)]
-        together = read(shard_loader(make(), num_shards=num_shards, shards=range(num_shards)))
-        assert together == [flat(batches[i : i + num_shards]) for i in range(0, len(batches), num_shards)]
+        assert read_shards(make, num_data_shards) == [
+            batches[shard::num_data_shards] for shard in range(num_data_shards)
+        ]
+        together = read(shard_loader(make(), num_data_shards=num_data_shards, shards=range(num_data_shards)))
+        assert together == [flat(batches[i : i + num_data_shards]) for i in range(0, len(batches), num_data_shards)]
 
 
 def test_a_stream_smaller_than_a_round_wraps_several_times():
-    loader = shard_loader([torch.tensor([0, 1]), torch.tensor([2])], num_shards=5, shards=range(5))
+    loader = shard_loader([torch.tensor([0, 1]), torch.tensor([2])], num_data_shards=5, shards=range(5))
     assert read(loader) == [[0, 1, 2, 0, 0, 1, 2, 0, 0, 1]]
 
 
 def test_a_stream_with_workers_keeps_one_shape():
     """Each worker ends on a short batch, which is then not the last."""
-    loader = shard_loader(DataLoader(Stream(10), 2, num_workers=2), num_shards=2, shards=range(2))
+    loader = shard_loader(DataLoader(Stream(10), 2, num_workers=2), num_data_shards=2, shards=range(2))
     batches = read(loader)
     assert [len(batch) for batch in batches] == [4] * len(batches)
     assert set(flat(batches)) == set(range(10))
-    assert read(shard_loader(DataLoader(Stream(11), 2, num_workers=2), num_shards=1, shards=range(1)))[:2] == [
+    assert read(shard_loader(DataLoader(Stream(11), 2, num_workers=2), num_data_shards=1, shards=range(1)))[:2] == [
         [0, 2],
         [1, 3],
     ]
@@ -558,22 +565,22 @@ def test_streams_of_the_users_own_batch_sizes_are_left_alone():
     def pack(samples):
         return torch.tensor([samples])
 
-    packed = list(shard_loader(DataLoader(Stream(8), 4, collate_fn=pack), num_shards=1, shards=range(1)))
+    packed = list(shard_loader(DataLoader(Stream(8), 4, collate_fn=pack), num_data_shards=1, shards=range(1)))
     assert [batch.tolist() for batch in packed] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     uneven = [torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3, 4])]
-    assert read(shard_loader(uneven, num_shards=1, shards=range(1))) == [[0, 1], [2], [3, 4]]
+    assert read(shard_loader(uneven, num_data_shards=1, shards=range(1))) == [[0, 1], [2], [3, 4]]
     with pytest.raises(DataError, match=r"have \[2, 1\] rows"):
-        read(shard_loader(uneven, num_shards=2, shards=range(2)))
+        read(shard_loader(uneven, num_data_shards=2, shards=range(2)))
 
 
 def test_a_short_last_batch_of_another_length_repeats_its_own_rows():
     batches = [torch.zeros(4, 3), torch.arange(2).view(2, 1)]
-    last = list(shard_loader(batches, num_shards=1, shards=range(1)))[-1]
+    last = list(shard_loader(batches, num_data_shards=1, shards=range(1)))[-1]
     assert last.tolist() == [[0], [1], [0], [1]]
 
 
 def test_a_loop_may_change_its_batches():
-    loader = shard_loader([{"y": torch.tensor([1, 2])}, {"y": torch.tensor([3])}], num_shards=1, shards=range(1))
+    loader = shard_loader([{"y": torch.tensor([1, 2])}, {"y": torch.tensor([3])}], num_data_shards=1, shards=range(1))
     seen = [batch.pop("y").add_(100).tolist() for batch in loader]
     assert seen == [[101, 102], [103, 101]]
 
@@ -586,12 +593,12 @@ def test_a_stream_is_read_one_round_and_one_batch_ahead():
             read_so_far.append(value)
             yield torch.tensor([value])
 
-    next(iter(shard_loader(batches(), num_shards=4, shards=range(4))))
+    next(iter(shard_loader(batches(), num_data_shards=4, shards=range(4))))
     assert len(read_so_far) == 5
 
 
 def test_an_exhausted_iterator_is_explained():
-    loader = shard_loader(iter([torch.ones(1)]), num_shards=1, shards=range(1))
+    loader = shard_loader(iter([torch.ones(1)]), num_data_shards=1, shards=range(1))
     assert len(list(loader)) == 1
     with pytest.raises(DataError, match="an iterator, which lasts for one epoch"):
         list(loader)
@@ -600,7 +607,7 @@ def test_an_exhausted_iterator_is_explained():
 @pytest.mark.parametrize("loader", [Numbers(3), {"x": torch.ones(2)}, "text", 3])
 def test_what_is_no_loader_is_refused(loader):
     with pytest.raises(DataError, match=r"DataLoader"):
-        shard_loader(loader, num_shards=1, shards=range(1))
+        shard_loader(loader, num_data_shards=1, shards=range(1))
 
 
 @pytest.fixture
@@ -617,7 +624,7 @@ def test_hugging_face_dataset(datasets):
     torch.manual_seed(0)
     order = flat(read(DataLoader(dataset, 2, shuffle=True)))
     torch.manual_seed(0)
-    loader = shard_loader(DataLoader(dataset, 2, shuffle=True), num_shards=2, shards=range(2))
+    loader = shard_loader(DataLoader(dataset, 2, shuffle=True), num_data_shards=2, shards=range(2))
     batches = list(loader)
     assert flat(batch["y"].tolist() for batch in batches) == order + order[:2]
     assert batches[0]["text"] == [f"t{i}" for i in order[:4]]
@@ -635,7 +642,7 @@ def test_error_of_a_worker_reaches_the_loop():
                 raise RuntimeError("sample 4 is damaged")
             return index
 
-    loader = shard_loader(DataLoader(Damaged(8), 2), num_shards=2, shards=range(2))
+    loader = shard_loader(DataLoader(Damaged(8), 2), num_data_shards=2, shards=range(2))
     batches = iter(AsyncLoader(loader))
     assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="sample 4 is damaged"):

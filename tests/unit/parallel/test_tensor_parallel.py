@@ -68,7 +68,7 @@ def refusal(*args, **options):
 
 def kinds(model, **options):
     """Return the specs by the names of a layer's parameters, those of repeated layers once."""
-    specs = plan(model, **options).split.specs
+    specs = plan(model, **options).tensor_parallel.specs
     return {re.sub(r"^.*\.\d+\.", "", name): spec for name, spec in specs.items()}
 
 
@@ -138,7 +138,7 @@ def test_nearly_all_of_each_layer_is_split(name):
     layers = [unit for unit in found.units if "." in unit.name and unit.name[-1].isdigit()]
     assert layers
     for layer in layers:
-        split = sum(p.numel for p in layer.parameters if "tp" in found.split.spec_of(p.name))
+        split = sum(p.numel for p in layer.parameters if "tp" in found.tensor_parallel.spec_of(p.name))
         assert split > 0.95 * layer.numel
 
 
@@ -151,7 +151,7 @@ def test_a_model_inside_of_another_is_known_too():
         def forward(self, **batch):
             return self.inner(**batch)
 
-    assert plan(Wrapper()).split.specs["inner.lm_head.weight"] == BY_OUTPUT
+    assert plan(Wrapper()).tensor_parallel.specs["inner.lm_head.weight"] == BY_OUTPUT
 
 
 def test_a_model_may_declare_its_plan_itself():
@@ -162,7 +162,7 @@ def test_a_model_may_declare_its_plan_itself():
 
 def test_without_tensor_parallelism_nothing_is_asked_of_the_model():
     found = plan(Mlp(), tp=1)
-    assert found.split.specs == {}
+    assert found.tensor_parallel.specs == {}
     assert "tp" not in str(found)
 
 
@@ -170,13 +170,13 @@ def test_without_tensor_parallelism_nothing_is_asked_of_the_model():
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
-    split = plan(make("gpt2", vocab_size=97)).split
+    split = plan(make("gpt2", vocab_size=97)).tensor_parallel
     assert split.unsplit == {"transformer.wte.weight": "97 is no multiple of 2"}
     assert "transformer.wte.weight" not in split.specs
 
 
 def test_too_few_key_value_heads_stay_whole():
-    split = plan(make("llama"), tp=4).split
+    split = plan(make("llama"), tp=4).tensor_parallel
     assert {re.sub(r"\.\d\.", ".*.", name) for name in split.unsplit} == {
         "model.layers.*.self_attn.k_proj.weight",
         "model.layers.*.self_attn.v_proj.weight",
@@ -200,14 +200,14 @@ def test_a_layer_that_does_not_divide_is_refused():
 
 
 def test_the_first_pattern_that_fits_decides():
-    found = plan(Mlp(), plan={r"up\.weight": [None, None], r"weight$": ["tp", "fsdp"]}, fsdp=2).split
+    found = plan(Mlp(), plan={r"up\.weight": [None, None], r"weight$": ["tp", "fsdp"]}, fsdp=2).tensor_parallel
     assert found.specs == {"up.weight": (None, None), "down.weight": ("tp", "fsdp")}
     assert found.source == "config.dist.tp.plan"
 
 
 def test_a_tied_parameter_is_found_by_each_of_its_names():
     found = plan(make("gpt2"), plan={r"^lm_head": ["tp", None]})
-    assert found.split.specs == {"transformer.wte.weight": BY_OUTPUT}
+    assert found.tensor_parallel.specs == {"transformer.wte.weight": BY_OUTPUT}
 
 
 def test_a_pattern_that_is_found_nowhere_is_refused():
@@ -283,6 +283,6 @@ def test_a_plan_in_words():
         "    model.layers.*.mlp.gate_proj.weight (2)  (tp, -)",
         "    model.layers.*.mlp.up_proj.weight (2)  (tp, -)",
         "    model.layers.*.mlp.down_proj.weight (2)  (-, tp)",
-        "    model.embed_tokens.weight  whole: 97 is no multiple of 2",
-        "    lm_head.weight  whole: 97 is no multiple of 2",
+        "    model.embed_tokens.weight  not split: 97 is no multiple of 2",
+        "    lm_head.weight  not split: 97 is no multiple of 2",
     ]

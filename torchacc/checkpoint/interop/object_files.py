@@ -112,7 +112,7 @@ def _is_sharded(tree: Any) -> bool:
     tensors = _tensors(tree)
     owners = map(model_state.shard_of, tensors)
     return any(hasattr(tensor, "to_local") for tensor in tensors) or any(
-        owner is not None and owner[0].placement.num_shards > 1 for owner in owners
+        owner is not None and owner[0].placement.processes_per_replica > 1 for owner in owners
     )
 
 

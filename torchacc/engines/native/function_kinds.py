@@ -26,7 +26,7 @@ class FunctionKind(Enum):
     """On parts of a sum or norm, if all are; else on full tensors."""
     VIEW = auto()
     """On full tensors; what comes out would share memory with them, and is not to be written to."""
-    WHOLE = auto()
+    UNSHARDED = auto()
     """On full tensors."""
     ITERATE = auto()
     PICKLE = auto()
@@ -97,7 +97,7 @@ def kind_of(func: Function) -> FunctionKind:
         return FunctionKind.VIEW
     if name.startswith("_fused_") or (_plain_name(name) in _ELEMENTWISE and name not in _CONVERSIONS):
         return FunctionKind.ELEMENTWISE
-    return FunctionKind.WHOLE
+    return FunctionKind.UNSHARDED
 
 
 def _plain_name(name: str) -> str:

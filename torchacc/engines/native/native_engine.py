@@ -194,7 +194,7 @@ class NativeModel(ShardedModel):
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
         self._move_buffers()
-        if self.plan.split.size > 1:
+        if self.plan.tensor_parallel.size > 1:
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         self._install_forward(self._run)
@@ -252,8 +252,8 @@ class NativeModel(ShardedModel):
         module = self.model.get_submodule(unit.name)
         # Here and not for all of the model, so that no more than one unit is ever unsharded.
         materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
-        if self.plan.split.size > 1:
-            split_layers.distribute(self.model, unit.parameters, self.plan.split, self.engine.tp_mesh)
+        if self.plan.tensor_parallel.size > 1:
+            split_layers.distribute(self.model, unit.parameters, self.plan.tensor_parallel, self.engine.tp_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -315,7 +315,7 @@ class NativeModel(ShardedModel):
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
         device = self.engine.device.type
-        if self.plan.split.size > 1 and self.model.training:
+        if self.plan.tensor_parallel.size > 1 and self.model.training:
             split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
@@ -335,18 +335,18 @@ class NativeModel(ShardedModel):
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that gathers unsharded weights, and of float16 gradients that nothing scales."""
-        is_split = self.placement.num_shards > 1
+        is_split = self.placement.processes_per_replica > 1
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
-            if self.plan.split.size > 1:
+            if self.plan.tensor_parallel.size > 1:
                 raise ConfigError(
                     f"{name} is not known to update each element by itself, as it would have to where layers are split "
                     "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
                     "element-wise optimizer such as AdamW"
                 )
             _log.warning(
-                "%s is not known to update each element by itself: norms, means and products of whole weights are "
-                "right, but each gathers the whole weight, in time and memory",
+                "%s is not known to update each element by itself: norms, means and products of full weights are "
+                "right, but each gathers the full weight, in time and memory",
                 name,
             )
         if self.plan.compute_dtype == "float16" and not self.status.has_scaler:
@@ -371,8 +371,11 @@ class NativeModel(ShardedModel):
     def placement(self) -> ShardPlacement:
         """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
         (replica, num_replicas), (shard_index, _) = self._place_among(Role.REPLICATE), self._place_among(Role.SHARD)
-        num_shards, is_contiguous = self.engine.mesh.size(Role.SHARD, Role.TENSOR), self.plan.split.size == 1
-        return ShardPlacement(num_shards, shard_index, num_replicas, replica, is_contiguous)
+        num_processes, is_contiguous = (
+            self.engine.mesh.size(Role.SHARD, Role.TENSOR),
+            self.plan.tensor_parallel.size == 1,
+        )
+        return ShardPlacement(num_processes, shard_index, num_replicas, replica, is_contiguous)
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard."""
@@ -388,11 +391,11 @@ class NativeModel(ShardedModel):
             yield self.model.get_parameter(planned.name), self._shard_of(planned.name, planned.shape, rank)
 
     def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
-        return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.split.spec_of(name))
+        return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.tensor_parallel.spec_of(name))
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
-        if self.plan.split.size == 1:
+        if self.plan.tensor_parallel.size == 1:
             return super()._joined(local_shard, shards)
         groups = self.engine.mesh.groups(Role.SHARD, Role.TENSOR)
         ranks = next(group for group in groups if self.engine.job.rank in group)

@@ -78,7 +78,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise CheckpointError(
             "torch.save() or pickle of a sharded tensor would write this process's part alone, which loads nowhere. "
             "For a checkpoint, torchacc.checkpoint.save(folder, model=model, optimizer=optimizer) on every process; "
-            "for a file of whole weights, torch.save(torchacc.full_state_dict(model), file), where full_state_dict() "
+            "for a file of full weights, torch.save(torchacc.full_state_dict(model), file), where full_state_dict() "
             "is called by every process; of an optimizer, torchacc.optim_state_dict(model, optimizer)"
         )
     if kind is FunctionKind.GRADIENTS:
@@ -137,7 +137,7 @@ def _check_targets(func: Function, targets: Sequence[torch.Tensor]) -> None:
             raise EngineError(
                 f"{func.__name__}() would write to a part of a sharded tensor that was taken by indexing, view() or "
                 "the like: that is a copy here, and the tensor would stay as it is. Write `tensor[index] = values`, "
-                "or compute a whole tensor and tensor.copy_() it; to change the copy itself, clone() it first"
+                "or compute a full tensor and tensor.copy_() it; to change the copy itself, clone() it first"
             )
         if _is_partial(target):
             _finish(target)
@@ -312,7 +312,7 @@ def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
             continue
         if type(placement).__name__ != "Shard" or sum(not isinstance(p, Replicate) for p in spec.placements) > 1:
             raise EngineError(
-                "a whole tensor cannot be cut up for a weight whose layer is split over dist.tp: change such weights "
+                "a full tensor cannot be cut up for a weight whose layer is split over dist.tp: change such weights "
                 "by functions that work element by element, on tensors that lie like them, or by load_state_dict()"
             )
         own = chunk(values.shape[placement.dim], spec.mesh.size(dim), spec.mesh.get_local_rank(dim))
@@ -407,7 +407,7 @@ def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...]
     if kind is FunctionKind.HOOK:
         if owner is not None:
             raise EngineError(
-                "register_hook() on a sharded parameter: autograd sees the whole weight only, so that the hook would "
+                "register_hook() on a sharded parameter: autograd sees the full weight only, so that the hook would "
                 "never run. Use parameter.register_post_accumulate_grad_hook(), which sees parameter.grad"
             )
         return _call_as_is(func, args, kwargs)

@@ -39,32 +39,32 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     Raises:
         ConfigError: The plan is not that of a family that is known to compute right, or asks for more.
     """
-    split, instead = plan.split, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
-    if split.source not in _FAMILIES:
+    tp, instead = plan.tensor_parallel, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
+    if tp.source not in _FAMILIES:
         raise ConfigError(
-            f"config.dist.tp.size = {split.size} by the plan of {split.source}: the native engine splits the layers of "
+            f"config.dist.tp.size = {tp.size} by the plan of {tp.source}: the native engine splits the layers of "
             f"{', '.join(_FAMILIES)} only, whose modules compute with the part of the heads that they are given; "
             f"{instead}"
         )
     number = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if number is not None:
         raise ConfigError(
-            f"config.dist.tp.size = {split.size}, and the parameter {number!r} has no dimension, which the native "
-            f"engine keeps whole only where layers are not split: give it the shape (1,), or {instead}"
+            f"config.dist.tp.size = {tp.size}, and the parameter {number!r} has no dimension, which the native "
+            f"engine keeps on every device only where layers are not split: give it the shape (1,), or {instead}"
         )
     adapter = next((type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")), None)
     if adapter is not None:
         raise ConfigError(
-            f"config.dist.tp.size = {split.size} with an adapter of peft ({adapter}): the native engine splits the "
-            "layers of the family itself, and would leave those that have an adapter whole. Put these devices on "
+            f"config.dist.tp.size = {tp.size} with an adapter of peft ({adapter}): the native engine splits the "
+            "layers of the family itself, and would leave those that have an adapter unsplit. Put these devices on "
             "config.dist.fsdp.size, or split the merged model, model.merge_and_unload()"
         )
-    if split.sequence_parallel:
+    if tp.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
-    for name, reason in split.unsplit.items():
+    for name, reason in tp.unsplit.items():
         if _KEYS_OR_VALUES.search(name):
             raise ConfigError(
-                f"config.dist.tp.size = {split.size}, and {reason}: the native engine splits keys and values as "
+                f"config.dist.tp.size = {tp.size}, and {reason}: the native engine splits keys and values as "
                 f"queries. Choose a size that divides, or {instead}"
             )
 
@@ -80,29 +80,29 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
     specs: dict[nn.Module, dict[str, ParameterSpec]] = {}
     for planned in plan.parameters:
         for owner, leaf in _slots(model, planned):
-            specs.setdefault(owner, {})[leaf] = plan.split.spec_of(planned.name)
+            specs.setdefault(owner, {})[leaf] = plan.tensor_parallel.spec_of(planned.name)
     for name, module in model.named_modules():
         if module in specs:
             module.forward = functools.wraps(module.forward)(_split_forward(module, name, specs[module], mesh))
         if hasattr(module, _HEAD_COUNT) and any(
             dim_over(specs.get(child, {}).get("weight", ()), Role.TENSOR) is not None for child in module.children()
         ):
-            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.split.size)
+            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.tensor_parallel.size)
 
 
-def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], split: TensorParallelPlan, mesh: Any) -> None:
+def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: TensorParallelPlan, mesh: Any) -> None:
     """Replace full parameters by distributed tensors on the device, in place.
 
     Args:
         model: The model, the same on each process.
         parameters: What to replace.
-        split: Says how.
+        plan: Says over which dimension each is split.
         mesh: The DeviceMesh of the axis `tp`.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for planned in parameters:
-        old, spec = model.get_parameter(planned.name), split.spec_of(planned.name)
+        old, spec = model.get_parameter(planned.name), plan.spec_of(planned.name)
         dim = dim_over(spec, Role.TENSOR)
         placement = Replicate() if dim is None else Shard(dim)
         full = old.detach().contiguous()

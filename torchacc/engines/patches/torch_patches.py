@@ -52,7 +52,7 @@ def knows_clipping() -> bool:
 def total_norm_over_shards(
     total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Let `torch.nn.utils.clip_grad_norm_()` take the norm of whole gradients where it is given shards of them.
+    """Let `torch.nn.utils.clip_grad_norm_()` take the norm of full gradients where it is given shards of them.
 
     Args:
         total_norm: Returns the norm of gradients, given them and the norm's order; None where they are no shards.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchacc.engines.xla.flat_parameters import ParameterShard
+from torchacc.engines.xla.flat_parameters import GatheredParameter
 from torchacc.engines.xla.gather import Gatherer, Weight
 from torchacc.engines.xla.shards import Reader
 from torchacc.parallel.axes import Role
@@ -15,12 +15,12 @@ from torchacc.parallel.mesh import Mesh
 class ParameterGatherer(Gatherer):
     """A unit whose weights lie in sharded parameters, of which this process holds shards."""
 
-    def __init__(self, parameters: list[ParameterShard]) -> None:
+    def __init__(self, parameters: list[GatheredParameter]) -> None:
         super().__init__([weight for parameter in parameters for weight in parameter.weights])
         self.parameters = parameters
 
     @abstractmethod
-    def read(self, parameter: ParameterShard) -> torch.Tensor:
+    def read(self, parameter: GatheredParameter) -> torch.Tensor:
         """Return a full parameter in the dtype of its shards, connected to them for autograd. Collective."""
 
 
@@ -53,7 +53,7 @@ class Collectives(Reader):
         self._meet(what)
 
     @abstractmethod
-    def make_gatherer(self, parameters: list[ParameterShard], *, reshard_after_forward: bool) -> ParameterGatherer:
+    def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters."""
 
     def forget_failed_backward(self) -> None:
@@ -67,6 +67,6 @@ class Collectives(Reader):
         """Return the mean over all devices of a device tensor of shape (n,). Collective: every process."""
 
 
-def weight_places(parameters: Sequence[ParameterShard]) -> dict[Weight, tuple[ParameterShard, int]]:
+def weight_places(parameters: Sequence[GatheredParameter]) -> dict[Weight, tuple[GatheredParameter, int]]:
     """Return for each weight its parameter, and its index in there."""
     return {weight: (parameter, index) for parameter in parameters for index, weight in enumerate(parameter.weights)}

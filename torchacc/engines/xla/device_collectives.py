@@ -9,7 +9,7 @@ import torch
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer, weight_places
-from torchacc.engines.xla.flat_parameters import ParameterShard
+from torchacc.engines.xla.flat_parameters import GatheredParameter
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
 from torchacc.parallel.axes import Role
@@ -35,7 +35,7 @@ class DeviceCollectives(Collectives):
         self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.SHARD)]
         self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.REPLICATE)]
 
-    def make_gatherer(self, parameters: list[ParameterShard], *, reshard_after_forward: bool) -> ParameterGatherer:
+    def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters."""
         return _DeviceGatherer(parameters, self, reshard_after_forward=reshard_after_forward)
 
@@ -56,20 +56,20 @@ class DeviceCollectives(Collectives):
         total: torch.Tensor = xm.all_reduce(kind, local, groups=self._shards, pin_layout=False)
         return total if norm_type == inf else total.pow(1 / norm_type)
 
-    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
+    def unshard(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor from this process's shard of it."""
         import torch_xla.core.xla_model as xm
 
         gathered = xm.all_gather(shard, dim=0, groups=self._shards, pin_layout=False)
         return rows.unshard(gathered.reshape(self.num_shards, -1))
 
-    def reduce_scatter_mean(self, parameter: ParameterShard, whole: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_mean(self, parameter: GatheredParameter, full: torch.Tensor) -> torch.Tensor:
         """Return this process's shard of the mean of a full parameter over all devices."""
         import torch_xla.core.xla_model as xm
 
         shard: torch.Tensor = xm.reduce_scatter(
             xm.REDUCE_SUM,
-            parameter.rows.pad(whole),
+            parameter.rows.pad(full),
             scale=1 / self.num_devices,
             scatter_dim=0,
             shard_count=self.num_shards,
@@ -118,7 +118,7 @@ class DeviceRowGatherer(RowGatherer):
 
 class _DeviceGatherer(ParameterGatherer):
     def __init__(
-        self, parameters: list[ParameterShard], collectives: DeviceCollectives, *, reshard_after_forward: bool
+        self, parameters: list[GatheredParameter], collectives: DeviceCollectives, *, reshard_after_forward: bool
     ) -> None:
         super().__init__(parameters)
         self.keeps_weights = not reshard_after_forward
@@ -126,15 +126,15 @@ class _DeviceGatherer(ParameterGatherer):
         self._places = weight_places(parameters)
 
     def gather(self) -> list[torch.Tensor]:
-        whole = [
+        full = [
             _DeviceGather.apply(parameter.shard, parameter, self._collectives, parameter.dtype)
             for parameter in self.parameters
         ]
         return [
-            part for parameter, tensor in zip(self.parameters, whole, strict=True) for part in parameter.parts(tensor)
+            part for parameter, tensor in zip(self.parameters, full, strict=True) for part in parameter.parts(tensor)
         ]
 
-    def read(self, parameter: ParameterShard) -> torch.Tensor:
+    def read(self, parameter: GatheredParameter) -> torch.Tensor:
         """Return a full parameter in the dtype of its shards, connected to them for autograd."""
         read: torch.Tensor = _DeviceGather.apply(parameter.shard, parameter, self._collectives, parameter.shard.dtype)
         return read
@@ -146,18 +146,18 @@ class _DeviceGatherer(ParameterGatherer):
         shard = local_of(parameter.shard).clone()
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
-        return parameter.parts(self._collectives.whole(shard.to(parameter.dtype), parameter.rows))[index]
+        return parameter.parts(self._collectives.unshard(shard.to(parameter.dtype), parameter.rows))[index]
 
 
 class _DeviceGather(torch.autograd.Function):
-    """The whole of a parameter; its gradient is the mean over all devices of the parameter's."""
+    """Return a parameter unsharded; its gradient is the mean over all devices of the parameter's."""
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, parameter: ParameterShard, collectives: DeviceCollectives, dtype: torch.dtype
+        ctx: Any, shard: torch.Tensor, parameter: GatheredParameter, collectives: DeviceCollectives, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.parameter, ctx.collectives = parameter, collectives
-        return collectives.whole(local_of(shard).to(dtype), parameter.rows)
+        return collectives.unshard(local_of(shard).to(dtype), parameter.rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -24,8 +24,8 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tor
 
 
 @dataclass(eq=False)
-class ParameterShard:
-    """A parameter, or those of a unit that are flattened together."""
+class GatheredParameter:
+    """What is gathered as one tensor: a parameter, or those of a unit that are flattened together."""
 
     shard: nn.Parameter
     rows: RowLayout
@@ -37,7 +37,7 @@ class ParameterShard:
         """The dtype that the parameter travels in."""
         return self.shard.dtype if self.is_flat else self.weights[0].dtype
 
-    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the weights in the whole parameter, in the dtypes that they are computed with."""
-        parts = unflatten(whole, [weight.shape for weight in self.weights]) if self.is_flat else [whole]
+    def parts(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the weights in the full parameter, in the dtypes that they are computed with."""
+        parts = unflatten(full, [weight.shape for weight in self.weights]) if self.is_flat else [full]
         return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]

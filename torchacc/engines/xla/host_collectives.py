@@ -15,7 +15,7 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
-from torchacc.engines.xla.flat_parameters import ParameterShard, flatten
+from torchacc.engines.xla.flat_parameters import GatheredParameter, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
@@ -38,12 +38,12 @@ class HostCollectives(Collectives):
         self._is_queued = False
         self._keeps_all = False
 
-    def make_gatherer(self, parameters: list[ParameterShard], *, reshard_after_forward: bool) -> ParameterGatherer:
+    def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters; its weights are the program's input, and stay for it."""
         if reshard_after_forward and self.num_shards > 1 and not self._keeps_all:
             self._keeps_all = True
             _log.info(
-                "XLA's CPU client has no collectives of its own, so that whole weights stay from forward to backward, "
+                "XLA's CPU client has no collectives of its own, so that full weights stay from forward to backward, "
                 "as with SHARD_GRAD_OP; config.dist.fsdp.use_spmd = True frees them in between"
             )
         self._gatherers.append(_HostGatherer(parameters, self))
@@ -62,7 +62,7 @@ class HostCollectives(Collectives):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=self._shards)
         return runtime.to_device([(total if norm_type == inf else total.pow(1 / norm_type)).float()])[0]
 
-    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
+    def unshard(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor on the device. Collective: every process."""
         host = runtime.to_host([shard])[0].reshape(-1)
         # As bytes: gloo does not know all dtypes.
@@ -73,16 +73,16 @@ class HostCollectives(Collectives):
         """Return the shards, of shape (n,) each, as a tensor of shape (num_shards, n)."""
         if self.num_shards == 1:
             return shard.unsqueeze(0)
-        whole = shard.new_empty(self.num_shards * shard.numel())
-        dist.all_gather_into_tensor(whole, shard, group=self._shards)
-        return whole.view(self.num_shards, -1)
+        full = shard.new_empty(self.num_shards * shard.numel())
+        dist.all_gather_into_tensor(full, shard, group=self._shards)
+        return full.view(self.num_shards, -1)
 
-    def reduce_scatter_mean(self, whole: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_mean(self, full: torch.Tensor) -> torch.Tensor:
         """Average a tensor of shape (num_shards, n) over all devices, and return this device's row of the result."""
-        shard = whole[0]
+        shard = full[0]
         if self.num_shards > 1:
-            shard = whole.new_empty(whole.shape[1])
-            dist.reduce_scatter_tensor(shard, whole.view(-1), group=self._shards)
+            shard = full.new_empty(full.shape[1])
+            dist.reduce_scatter_tensor(shard, full.view(-1), group=self._shards)
         if self.num_devices > self.num_shards:
             dist.all_reduce(shard, group=self._replicas)
         return shard.div_(self.num_devices)
@@ -139,32 +139,32 @@ class XlaRowGatherer(RowGatherer):
 class _HostGatherer(ParameterGatherer):
     keeps_weights = True
 
-    def __init__(self, parameters: list[ParameterShard], collectives: HostCollectives) -> None:
+    def __init__(self, parameters: list[GatheredParameter], collectives: HostCollectives) -> None:
         super().__init__(parameters)
         self._collectives = collectives
-        self.gradients: dict[ParameterShard, torch.Tensor] = {}
+        self.gradients: dict[GatheredParameter, torch.Tensor] = {}
         """The full gradients of this process that have not been reduced yet."""
-        self._trained: set[ParameterShard] = set()
+        self._trained: set[GatheredParameter] = set()
         """What was gathered for gradients since the last reduction, also where it is frozen by now."""
 
     def gather(self) -> list[torch.Tensor]:
-        whole = runtime.to_device(self._gather(self.parameters, [parameter.dtype for parameter in self.parameters]))
+        full = runtime.to_device(self._gather(self.parameters, [parameter.dtype for parameter in self.parameters]))
         parts = []
-        for parameter, tensor in zip(self.parameters, whole, strict=True):
+        for parameter, tensor in zip(self.parameters, full, strict=True):
             if parameter.shard.requires_grad and torch.is_grad_enabled():
                 self._trained.add(parameter)
                 tensor = _HostGather.apply(parameter.shard, tensor, parameter, self)
             parts += parameter.parts(tensor)
         return parts
 
-    def read(self, parameter: ParameterShard) -> torch.Tensor:
+    def read(self, parameter: GatheredParameter) -> torch.Tensor:
         """Return a full parameter in the dtype of its shards, connected to them for autograd."""
-        (whole,) = runtime.to_device(self._gather([parameter], [parameter.shard.dtype]))
+        (full,) = runtime.to_device(self._gather([parameter], [parameter.shard.dtype]))
         self._trained.add(parameter)
-        read: torch.Tensor = _HostGather.apply(parameter.shard, whole, parameter, self)
+        read: torch.Tensor = _HostGather.apply(parameter.shard, full, parameter, self)
         return read
 
-    def add_gradient(self, parameter: ParameterShard, gradient: torch.Tensor) -> None:
+    def add_gradient(self, parameter: GatheredParameter, gradient: torch.Tensor) -> None:
         """Keep a full gradient for the reduction, unless the parameter has been frozen since the forward."""
         self._collectives.queue_reduction()
         if not parameter.shard.requires_grad:
@@ -211,27 +211,27 @@ class _HostGatherer(ParameterGatherer):
             gradient = as_shard_like(shard, gradient)
             shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
-    def _gather(self, parameters: Sequence[ParameterShard], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def _gather(self, parameters: Sequence[GatheredParameter], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return full parameters in these dtypes; those of one dtype travel together."""
         shards = runtime.to_host([local_of(parameter.shard) for parameter in parameters])
-        whole: dict[int, torch.Tensor] = {}
+        full: dict[int, torch.Tensor] = {}
         for dtype in dict.fromkeys(dtypes):
             chosen = [index for index, other in enumerate(dtypes) if other == dtype]
             gathered = self._collectives.all_gather(flatten([shards[index].to(dtype) for index in chosen]))
             parts = gathered.split([parameters[index].rows.shard_numel for index in chosen], dim=1)
-            whole |= {index: parameters[index].rows.unshard(part) for index, part in zip(chosen, parts, strict=True)}
-        return [whole[index] for index in range(len(parameters))]
+            full |= {index: parameters[index].rows.unshard(part) for index, part in zip(chosen, parts, strict=True)}
+        return [full[index] for index in range(len(parameters))]
 
 
 class _HostGather(torch.autograd.Function):
-    """Stands between a shard and its whole parameter; keeps its gradient for the reduction after backward."""
+    """Pass on the full parameter of a shard; keep its gradient for the reduction after backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, shard: torch.Tensor, whole: torch.Tensor, parameter: ParameterShard, owner: _HostGatherer
+        ctx: Any, shard: torch.Tensor, full: torch.Tensor, parameter: GatheredParameter, owner: _HostGatherer
     ) -> Any:
         ctx.parameter, ctx.owner = parameter, owner
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:

@@ -20,10 +20,10 @@ from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
 from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
-from torchacc.engines.xla.flat_parameters import ParameterShard, flatten
+from torchacc.engines.xla.flat_parameters import GatheredParameter, flatten
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGatherer
-from torchacc.engines.xla.shards import Reader, ShardOrigin, ShardTensor, as_shard, without_padding
+from torchacc.engines.xla.shards import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -34,7 +34,7 @@ from torchacc.parallel.sharding import LocalShard, RowLayout
 
 _log = get_logger(__name__)
 
-# These compute with whole weights (means of rows, norms), and would silently take a shard for one.
+# These compute with full weights (means of rows, norms), and would silently take a shard for one.
 _NOT_ELEMENTWISE = {
     "adafactor", "dadaptadam", "dadaptlion", "dadaptsgd", "lamb", "lars", "lbfgs", "muon", "novograd", "prodigy",
     "shampoo", "soap",
@@ -151,7 +151,7 @@ class MultiprocessModel(XlaModel):
             )
             self._install_unit(module, self._gatherers[-1])
             for parameter in parameters:
-                assert isinstance(parameter.shard, ShardTensor)
+                assert isinstance(parameter.shard, ShardedTensor)
                 names = [weight.name for weight in parameter.weights]
                 parameter.shard._name = f"the parameter {names[0]!r}" if len(names) == 1 else f"a parameter of {names}"
                 parameter.shard._read = partial(self._gatherers[-1].read, parameter)
@@ -162,13 +162,13 @@ class MultiprocessModel(XlaModel):
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 
-    def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], ParameterShard]]:
+    def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], GatheredParameter]]:
         for original, weight in self._make_weights(unit.parameters, self._place):
-            yield [original], ParameterShard(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
+            yield [original], GatheredParameter(weight.shard, self._rows(weight.shape), [weight], is_flat=False)
 
     def _flattened_parameters(
         self, unit: Unit, module: nn.Module
-    ) -> Iterator[tuple[list[nn.Parameter], ParameterShard]]:
+    ) -> Iterator[tuple[list[nn.Parameter], GatheredParameter]]:
         """Flatten what is trained alike: one parameter for each optimizer group, and one for what is frozen."""
         groups = self._flattened_for.param_groups if self._flattened_for is not None else []
         group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -177,27 +177,27 @@ class MultiprocessModel(XlaModel):
             parameter, weight = pair
             return not parameter.requires_grad, group_of.get(parameter, 0), str(weight.shard.dtype)
 
-        pairs = sorted(self._make_weights(unit.parameters, lambda whole: whole), key=alike)
+        pairs = sorted(self._make_weights(unit.parameters, lambda full: full), key=alike)
         for index, (_, members) in enumerate(groupby(pairs, key=alike)):
             originals, weights = map(list, zip(*members, strict=True))
-            whole = flatten([weight.shard.detach() for weight in weights])
-            shard = nn.Parameter(self._place(whole), requires_grad=originals[0].requires_grad)
+            full = flatten([weight.shard.detach() for weight in weights])
+            shard = nn.Parameter(self._place(full), requires_grad=originals[0].requires_grad)
             module.register_parameter(f"flat_param_{index}", shard)
             for weight in weights:
                 weight.shard = shard
                 for owner, name in weight.slots:
                     del owner._parameters[name]
-            yield originals, ParameterShard(shard, self._rows(whole.shape), weights, is_flat=True)
+            yield originals, GatheredParameter(shard, self._rows(full.shape), weights, is_flat=True)
 
     def _rows(self, shape: Sequence[int]) -> RowLayout:
         return RowLayout(tuple(shape), self._collectives.num_shards)
 
-    def _place(self, whole: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(whole.shape)
-        if whole.is_meta:
-            shard = torch.zeros(rows.shard_shape, dtype=whole.dtype)
+    def _place(self, full: torch.Tensor) -> torch.Tensor:
+        rows = self._rows(full.shape)
+        if full.is_meta:
+            shard = torch.zeros(rows.shard_shape, dtype=full.dtype)
         else:
-            shard = rows.shard(whole.detach().cpu(), self._collectives.shard_index)
+            shard = rows.shard(full.detach().cpu(), self._collectives.shard_index)
         return as_shard(self.engine.to_device([shard])[0], ShardOrigin(rows, self._collectives))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ class MultiprocessModel(XlaModel):
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies like a parameter's shard, the padding zeros."""
-        assert isinstance(parameter, ShardTensor)
+        assert isinstance(parameter, ShardedTensor)
         rows, padded = parameter._origin.rows, local
         if len(local) < rows.shard_numel:
             padded = local.new_zeros(rows.shard_numel)
@@ -277,7 +277,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Te
     of_model: dict[Reader, list[torch.Tensor]] = {}
     others: list[torch.Tensor] = []
     for gradient in gradients:
-        if isinstance(gradient, ShardTensor):
+        if isinstance(gradient, ShardedTensor):
             of_model.setdefault(gradient._origin.reader, []).append(without_padding(gradient))
         else:
             others.append(gradient)
@@ -301,12 +301,12 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     names = [base.__name__ for base in type(optimizer).__mro__]
     if any(name.casefold() in _NOT_ELEMENTWISE for name in names):
         raise ConfigError(
-            f"{names[0]} computes with whole weights, and each process here holds a shard of them, which gives other "
+            f"{names[0]} computes with full weights, and each process here holds a shard of them, which gives other "
             "numbers: use config.dist.fsdp.use_spmd = True, or an element-wise optimizer such as AdamW"
         )
     if not is_elementwise(optimizer):
         _log.warning(
             "%s is not known here: its numbers are right only if it updates each element by itself, without norms or "
-            "means of whole weights, of which each process holds a shard. Otherwise use SPMD or the native engine",
+            "means of full weights, of which each process holds a shard. Otherwise use SPMD or the native engine",
             names[0],
         )

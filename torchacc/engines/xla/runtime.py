@@ -302,12 +302,12 @@ def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             joined += to_host([tensor])
             continue
         found, where = next(shards), next(places)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for (shard, _), (replica, indices) in zip(found, where, strict=True):
             if replica == 0:
-                # An ellipsis, where the tensor lies whole on each device.
-                whole[indices if indices is ... else tuple(indices)] = shard
-        joined.append(whole)
+                # An ellipsis, where the tensor is replicated on each device.
+                full[indices if indices is ... else tuple(indices)] = shard
+        joined.append(full)
     return joined
 
 

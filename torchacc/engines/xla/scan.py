@@ -1,8 +1,8 @@
 """Run layers that are alike as one loop of the program, so that compiling takes as long for many as for one.
 
 The layers' shards are stacked, and the loop's body is the first layer's forward with one slice of each in the place of
-its weights, gathered inside of the body: no more than one layer is whole at once. Backward is a second loop, from the
-last layer to the first, which computes each layer again from its input: what forward keeps is the inputs alone.
+its weights, gathered inside of the body: no more than one layer is unsharded at once. Backward is a second loop, from
+the last layer to the first, which computes each layer again from its input: what forward keeps is the inputs alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ from torchacc.errors import EngineError
 
 Patches = Callable[[], AbstractContextManager[None]]
 """Makes the context of patches that a model's forward runs in."""
-Whole = Callable[[str, torch.Tensor], torch.Tensor]
-"""Returns the whole weight from its name in a layer and its shard, connected to it for autograd."""
+Unshard = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns the unsharded weight from its name in a layer and its shard, connected to it for autograd."""
 
 
 class ScannedList(nn.ModuleList):
@@ -52,7 +52,7 @@ class LayerScan:
         self,
         layers: nn.ModuleList,
         *,
-        whole: Whole,
+        unshard: Unshard,
         annotate_stack: Callable[[str, torch.Tensor], None],
         annotate_output: Callable[[torch.Tensor], None],
         patches: Patches,
@@ -61,7 +61,7 @@ class LayerScan:
 
         Args:
             layers: Layers of one class, with parameters of the same names, shapes and dtypes.
-            whole: Gathers a weight.
+            unshard: Gathers a weight.
             annotate_stack: Says how the stacked shards of the parameter of a name are split.
             annotate_output: Says how a layer's output is split.
             patches: Makes the context of patches that the model's forward runs in.
@@ -72,7 +72,7 @@ class LayerScan:
         self._num_hooks = _count_hooks(self._layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._slots = {name: find_slots(layers[0], [name]) for name in self._names}
-        self._whole, self._annotate_stack, self._annotate_output = whole, annotate_stack, annotate_output
+        self._unshard, self._annotate_stack, self._annotate_output = unshard, annotate_stack, annotate_output
         self._patches = patches
         layers.__class__ = ScannedList
         vars(layers)["scan"] = self
@@ -136,7 +136,7 @@ class LayerScan:
         places = [slot for name in self._names for slot in self._slots[name]]
         laid: list[tuple[str, torch.Tensor, Any]] = []
         for name, shard in zip(self._names, shards, strict=True):
-            tensor = self._whole(name, shard)
+            tensor = self._unshard(name, shard)
             laid.append((name, tensor, storage_and_edits(tensor)))
             for owner, attribute in self._slots[name]:
                 owner.__dict__[attribute] = tensor

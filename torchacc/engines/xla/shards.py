@@ -46,7 +46,7 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def whole(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
+    def unshard(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:
         """Return the unsharded tensor on the device. Collective: every process."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class ShardOrigin:
         """Return this process's part of an operand that is broadcast against the unsharded tensor."""
         shape = self.rows.shape
         if tensor.dim() > len(shape) or any(
-            size not in (1, whole) for size, whole in zip(reversed(tensor.shape), reversed(shape), strict=False)
+            size not in (1, full) for size, full in zip(reversed(tensor.shape), reversed(shape), strict=False)
         ):
             raise EngineError(
                 f"a tensor of shape {tuple(tensor.shape)} beside a sharded one, whose unsharded shape is {shape}: give "
@@ -85,7 +85,7 @@ class ShardOrigin:
         return self.rows.shard(tensor, self.reader.shard_index) if is_cut else tensor
 
 
-class ShardTensor(torch.Tensor):
+class ShardedTensor(torch.Tensor):
     """This process's shard of a tensor, padding included, under the shape of the unsharded one."""
 
     _origin: ShardOrigin
@@ -134,7 +134,7 @@ class ShardTensor(torch.Tensor):
         """The gradient, as a shard like this one."""
         with DisableTorchFunctionSubclass():
             gradient = _GRAD.__get__(self)
-            if gradient is not None and not isinstance(gradient, ShardTensor):
+            if gradient is not None and not isinstance(gradient, ShardedTensor):
                 gradient = as_shard(gradient, self._origin)  # autograd's own, once: its identity is to last
                 _GRAD.__set__(self, gradient)
         return gradient  # type: ignore[no-any-return]
@@ -161,7 +161,7 @@ class ShardTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             _DATA.__set__(self, value)
 
-    def detach(self) -> "ShardTensor":
+    def detach(self) -> "ShardedTensor":
         """Return the same shard without autograd."""
         with DisableTorchFunctionSubclass():
             return as_shard(super().detach(), self._origin, self._name)
@@ -172,7 +172,7 @@ class ShardTensor(torch.Tensor):
             return super().detach()
 
     def _own_part(self, value: torch.Tensor, attribute: str) -> torch.Tensor:
-        if isinstance(value, ShardTensor):
+        if isinstance(value, ShardedTensor):
             if not value._origin.fits(self._origin):
                 raise EngineError(f"{self._name}.{attribute} was given a shard of shape {tuple(value.shape)}")
             return value
@@ -199,9 +199,9 @@ class ShardTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(whole_of(self), spec) if spec else repr(self)
+        return format(full_tensor(self), spec) if spec else repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
         if id(self) not in memo:
             with torch.no_grad():
                 copied = as_shard(self.to_local().clone(), self._origin, self._name)
@@ -234,20 +234,20 @@ class ShardTensor(torch.Tensor):
         if call.is_question:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        method = vars(ShardTensor).get(call.name)
+        method = vars(ShardedTensor).get(call.name)
         if callable(method) and call.name != "__torch_function__":
             return method(*args, **kwargs)
         written = _written(args, kwargs) if call.writes else kwargs.get("out")
         if call.is_each:
             return _run_each(call, func, args, kwargs)
-        if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(written)):
+        if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(written)):
             return _write(call, func, written, args, kwargs)
         if call.is_elementwise and (origin := _common_origin(args, kwargs, call)) is not None:
             return _run_on_shards(func, args, kwargs, origin)
-        return _run_on_whole(call, func, args, kwargs)
+        return _run_on_unsharded(call, func, args, kwargs)
 
 
-class WholeCopy(torch.Tensor):
+class UnshardedCopy(torch.Tensor):
     """A view of an unsharded copy, which is not to be changed in place, as nobody would see it."""
 
     __hash__ = object.__hash__
@@ -258,7 +258,7 @@ class WholeCopy(torch.Tensor):
     ) -> Any:
         """Run a function of PyTorch, unless it changes the copy."""
         call = traits_of(func)
-        if call.writes and isinstance(_written(args, kwargs or {}), WholeCopy):
+        if call.writes and isinstance(_written(args, kwargs or {}), UnshardedCopy):
             raise EngineError(f"{call.name}() on a part of a sharded tensor would change a copy of it. {_INSTEAD}")
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -270,10 +270,10 @@ def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def as_shard(local: torch.Tensor, origin: ShardOrigin, name: str | None = None) -> ShardTensor:
-    """Return what this process holds of a tensor, padding included, as a `ShardTensor` of the same memory."""
+def as_shard(local: torch.Tensor, origin: ShardOrigin, name: str | None = None) -> ShardedTensor:
+    """Return what this process holds of a tensor, padding included, as a `ShardedTensor` of the same memory."""
     with DisableTorchFunctionSubclass():
-        shard: ShardTensor = torch.Tensor._make_subclass(ShardTensor, local)
+        shard: ShardedTensor = torch.Tensor._make_subclass(ShardedTensor, local)
     shard._origin = origin
     if name is not None:
         shard._name = name
@@ -282,15 +282,15 @@ def as_shard(local: torch.Tensor, origin: ShardOrigin, name: str | None = None) 
 
 def as_shard_like(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor that lies like another."""
-    return as_shard(local, other._origin) if isinstance(other, ShardTensor) else local
+    return as_shard(local, other._origin) if isinstance(other, ShardedTensor) else local
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor, as a plain one without autograd."""
-    return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor.detach()
 
 
-def without_padding(shard: ShardTensor) -> torch.Tensor:
+def without_padding(shard: ShardedTensor) -> torch.Tensor:
     """Return what this process holds of a tensor, as a plain one, with zeros for padding, whatever came to be there.
 
     Every process runs the same program, as collectives on devices ask for.
@@ -303,7 +303,7 @@ def without_padding(shard: ShardTensor) -> torch.Tensor:
     return torch.where(mask, local, torch.zeros((), dtype=local.dtype, device=local.device))
 
 
-def whole_of(shard: ShardTensor) -> torch.Tensor:
+def full_tensor(shard: ShardedTensor) -> torch.Tensor:
     """Return the unsharded tensor, connected to a parameter's shard for autograd. Collective: every process."""
     origin = shard._origin
     origin.reader.meet(f"{shard._name}, shape {tuple(shard.shape)}")
@@ -314,11 +314,11 @@ def whole_of(shard: ShardTensor) -> torch.Tensor:
                 "compute with the model's own parameters, or with a copy from torchacc.full_state_dict(model)"
             )
         return shard._read()
-    return origin.reader.whole(shard.to_local(), origin.rows)
+    return origin.reader.unshard(shard.to_local(), origin.rows)
 
 
-def _shards_in(*trees: Any) -> Iterator[ShardTensor]:
-    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, ShardTensor))
+def _shards_in(*trees: Any) -> Iterator[ShardedTensor]:
+    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, ShardedTensor))
 
 
 def _common_origin(args: Sequence[Any], kwargs: Mapping[str, Any], call: FunctionTraits) -> ShardOrigin | None:
@@ -329,7 +329,7 @@ def _common_origin(args: Sequence[Any], kwargs: Mapping[str, Any], call: Functio
     grad_enabled = torch.is_grad_enabled() and call.base not in WITHOUT_GRADIENT
     origin = None
     for leaf in (*args, *kwargs.values()):
-        if isinstance(leaf, ShardTensor):
+        if isinstance(leaf, ShardedTensor):
             origin = origin or leaf._origin
             if not leaf._origin.fits(origin) or (grad_enabled and leaf.requires_grad):
                 return None
@@ -344,14 +344,14 @@ def _common_origin(args: Sequence[Any], kwargs: Mapping[str, Any], call: Functio
 def _run_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: ShardOrigin) -> Any:
     with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    if isinstance(result, ShardTensor) or not isinstance(result, torch.Tensor):
+    if isinstance(result, ShardedTensor) or not isinstance(result, torch.Tensor):
         return result
     if result.device.type != "xla":  # a copy on the host is one that is read
-        return _run_on_whole(traits_of(func), func, args, kwargs)
+        return _run_on_unsharded(traits_of(func), func, args, kwargs)
     return as_shard(result, origin)
 
 
-def _run_on_whole(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_on_unsharded(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if call.is_random and any(True for _ in _shards_in(args, kwargs)):
         raise EngineError(
             f"{call.name}() of a sharded tensor: each process would draw numbers of its own, also for copies of one "
@@ -360,23 +360,23 @@ def _run_on_whole(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: 
         )
     found: dict[int, torch.Tensor] = {}
 
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, ShardTensor):
+    def unshard(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensor):
             return leaf
         if id(leaf) not in found:
-            found[id(leaf)] = whole_of(leaf)
+            found[id(leaf)] = full_tensor(leaf)
         return found[id(leaf)]
 
-    args, kwargs = tree_map(whole, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map(unshard, (tuple(args), dict(kwargs)))
     result = func(*args, **kwargs)
     return _as_copies(result) if call.is_view else result
 
 
 def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Change a shard in place, element by element."""
-    if call.name == "__setitem__" and (same := _as_whole_assignment(*args)) is not None:
+    if call.name == "__setitem__" and (same := _as_full_assignment(*args)) is not None:
         return getattr(written, same[0])(*same[1:])
-    if not isinstance(written, ShardTensor) or not call.is_elementwise:
+    if not isinstance(written, ShardedTensor) or not call.is_elementwise:
         raise EngineError(
             f"{call.name}() of {getattr(written, '_name', 'sharded tensors')}: this process holds a shard of it, and "
             f"what it computes is not element by element, or random. {_INSTEAD}"
@@ -384,10 +384,10 @@ def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], k
     origin = written._origin
 
     def part(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, ShardTensor) and leaf._origin.fits(origin)):
+        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, ShardedTensor) and leaf._origin.fits(origin)):
             return leaf
-        whole = whole_of(leaf) if isinstance(leaf, ShardTensor) else leaf
-        return origin.part_of(whole) if whole.dim() else whole
+        full = full_tensor(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        return origin.part_of(full) if full.dim() else full
 
     args, kwargs = tree_map(part, (tuple(args), dict(kwargs)))
     with DisableTorchFunctionSubclass():
@@ -395,9 +395,9 @@ def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], k
     return written
 
 
-def _as_whole_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
+def _as_full_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
     """Return the method and its arguments that stand for an assignment to all elements, or to those of a mask."""
-    if isinstance(index, ShardTensor) and index.dtype == torch.bool and index._origin.fits(target._origin):
+    if isinstance(index, ShardedTensor) and index.dtype == torch.bool and index._origin.fits(target._origin):
         return ("masked_fill_", index, value) if not isinstance(value, torch.Tensor) or not value.dim() else None
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return ("copy_", value) if isinstance(value, torch.Tensor) else ("fill_", value)
@@ -411,7 +411,7 @@ def _run_each(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapp
     if not call.is_elementwise:
         if call.writes:
             raise EngineError(f"{call.name}() of sharded tensors is not element by element. {_INSTEAD}")
-        return _run_on_whole(call, func, args, kwargs)
+        return _run_on_unsharded(call, func, args, kwargs)
     origins = [_common_origin((*each, *rest), kwargs, call) for each in zip(*lists, strict=True)]
     mixed = [index for index, origin in enumerate(origins) if origin is None and _are_sharded(lists, index)]
     if mixed and (call.writes or len(mixed) < len(origins)):
@@ -420,24 +420,26 @@ def _run_each(call: FunctionTraits, func: Any, args: Sequence[Any], kwargs: Mapp
             "tensor, gives each what belongs to it"
         )
     if mixed:
-        return _run_on_whole(call, func, args, kwargs)
+        return _run_on_unsharded(call, func, args, kwargs)
     with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if not isinstance(result, list | tuple):
         return result
     return [
-        as_shard(each, origin) if origin is not None and not isinstance(each, ShardTensor) else each
+        as_shard(each, origin) if origin is not None and not isinstance(each, ShardedTensor) else each
         for each, origin in zip(result, origins, strict=True)
     ]
 
 
 def _are_sharded(lists: Sequence[Sequence[Any]], index: int) -> bool:
-    return any(isinstance(each[index], ShardTensor) for each in lists)
+    return any(isinstance(each[index], ShardedTensor) for each in lists)
 
 
 def _as_copies(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        return result.as_subclass(WholeCopy) if result._is_view() else result  # an index by a tensor gives a new one
+        return (
+            result.as_subclass(UnshardedCopy) if result._is_view() else result
+        )  # an index by a tensor gives a new one
     if isinstance(result, list | tuple):
         return [_as_copies(part) for part in result]
     return map(_as_copies, result) if isinstance(result, Iterator) else result

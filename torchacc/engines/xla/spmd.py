@@ -181,7 +181,7 @@ class SpmdModel(XlaModel):
             module = self.model.get_submodule(unit.name)
             weights: list[Weight] = []
             for planned in unit.parameters:
-                spec = partition_spec(planned.shape, engine.mesh, self.plan.split.spec_of(planned.name))
+                spec = partition_spec(planned.shape, engine.mesh, self.plan.tensor_parallel.spec_of(planned.name))
                 for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
                     replaced[original] = weight.shard
                     self._specs[weight.shard] = spec
@@ -192,7 +192,7 @@ class SpmdModel(XlaModel):
                 again = self.plan.is_resharded_after_forward(unit)
                 self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
                 self._constrain_output(module, along_sequence=bool(unit.name))
-        if self.plan.split.sequence_parallel:
+        if self.plan.tensor_parallel.sequence_parallel:
             self._constrain_embeddings()
         self._install_recompute()
         self._scans = [self._make_scan(name) for name in self.plan.scanned]
@@ -206,7 +206,7 @@ class SpmdModel(XlaModel):
     def patched(self) -> Iterator[None]:
         """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
         with ExitStack() as stack:
-            if self.plan.split.size > 1:
+            if self.plan.tensor_parallel.size > 1:
                 stack.enter_context(HeadsStayApart())
             for scan in self._scans:
                 stack.enter_context(scan.running())
@@ -220,7 +220,7 @@ class SpmdModel(XlaModel):
         units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
         gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
 
-        def whole(parameter: str, shard: torch.Tensor) -> torch.Tensor:
+        def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
             how = gathered.get(first[parameter])
             return shard if how is None else _Gather.apply(shard, *how)
 
@@ -230,7 +230,7 @@ class SpmdModel(XlaModel):
 
         return LayerScan(
             layers,  # type: ignore[arg-type]
-            whole=whole,
+            unshard=unshard,
             annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
             annotate_output=lambda output: annotate(output, self.engine.batch_spec(output)),
             patches=self.patched,
@@ -268,7 +268,7 @@ class SpmdModel(XlaModel):
     def _activation_spec(self, tensor: torch.Tensor, along_sequence: bool) -> Spec | None:
         """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
         spec, size = self.engine.batch_spec(tensor), self.engine.mesh.size(Role.TENSOR)
-        if spec is None or not along_sequence or not self.plan.split.sequence_parallel or tensor.dim() != 3:
+        if spec is None or not along_sequence or not self.plan.tensor_parallel.sequence_parallel or tensor.dim() != 3:
             return spec
         if tensor.shape[1] % size:
             _warn_of_length(tensor.shape[1], size)
@@ -286,7 +286,7 @@ class SpmdModel(XlaModel):
             yield self.model.get_parameter(planned.name), unsharded(planned.name, planned.shape)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole tensors, flat, on the host."""
+        """Return full tensors, flat, on the host."""
         if not self.engine.is_partitioned:
             return super().fetch(tensors)
         runtime.sync(wait=True)  # shards are only there once they are computed
@@ -303,7 +303,7 @@ class SpmdModel(XlaModel):
 
 
 class _SpmdGatherer(Gatherer):
-    """Whole weights by annotation: XLA turns the change of sharding into an all-gather."""
+    """Unshards weights by annotation: XLA turns the change of sharding into an all-gather."""
 
     def __init__(
         self,
@@ -327,9 +327,9 @@ class _SpmdGatherer(Gatherer):
         shard = weight.shard.detach().clone()
         # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
         xm.optimization_barrier_([shard])
-        return self.whole(shard, weight)
+        return self.unshard(shard, weight)
 
-    def whole(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
         if shard.dtype == weight.dtype:
             copy = shard.clone()
@@ -340,10 +340,10 @@ class _SpmdGatherer(Gatherer):
         self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
         return copy
 
-    def keep_edit(self, weight: Weight, whole: torch.Tensor) -> None:
-        if whole.dtype != weight.shard.dtype:
-            raise lost_edit(weight.name, f"it computes with a copy in {whole.dtype}, of fewer digits")
-        kept = whole.detach().clone()
+    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
+        if full.dtype != weight.shard.dtype:
+            raise lost_edit(weight.name, f"it computes with a copy in {full.dtype}, of fewer digits")
+        kept = full.detach().clone()
         self.split(kept, weight)
         # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
         weight.shard.data.copy_(kept)
@@ -353,12 +353,12 @@ class _SpmdGatherer(Gatherer):
 
 
 class _Gather(torch.autograd.Function):
-    """The whole of a split parameter; the gradient is split again, which makes XLA reduce it."""
+    """Return a split parameter unsharded; split its gradient again, which makes XLA reduce it."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
         ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
-        return gatherer.whole(shard, weight)
+        return gatherer.unshard(shard, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -377,7 +377,7 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
 @functools.cache  # once for each length
 def _warn_of_length(length: int, size: int) -> None:
     _log.warning(
-        "sequences of length %d are no multiple of tp's %d devices, so that their activations stay whole on each: pad "
+        "sequences of length %d are no multiple of tp's %d devices, so that their activations are not split: pad "
         "them, as config.dataloader.buckets does",
         length,
         size,

@@ -216,7 +216,7 @@ class XlaModel(ShardedModel):
 
         Args:
             parameters: What to replace.
-            shard: Turns a whole parameter into this device's shard of it.
+            shard: Turns a full parameter into this device's shard of it.
 
         Yields:
             The original parameter, and the weight that stands for it.

@@ -56,10 +56,10 @@ def load(folder: Path, run: Run) -> Any:
     return checkpoint.load(folder, **vars(run))
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return on rank 0 the weights that `save_pretrained()` writes, or those of adapters. Collective: every process."""
     # peft asks parts of the model for their names, on rank 0: natively that shards units again which an evaluation has
-    # left whole, and the other ranks have to do the same, lest rank 0 alone gather them for the next forward.
+    # left unsharded, and the other ranks have to do the same, lest rank 0 alone gather them for the next forward.
     model.state_dict()
     if not _is_peft_model(model):
         return api.full_state_dict(model, rank0_only=True)
@@ -73,7 +73,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def newest(output_dir: Path) -> Path:
-    """Return the newest checkpoint of a run that is whole. One process, while none saves.
+    """Return the newest checkpoint of a run that is complete. One process, while none saves.
 
     Raises:
         CheckpointError: There is none.
@@ -87,7 +87,7 @@ def newest(output_dir: Path) -> Path:
             return folder
         _log.warning("%s is not resumed: %s", folder, reason)
         torn.append(folder.name)
-    found = f"only {', '.join(torn)}, which are not whole" if torn else "none"
+    found = f"only {', '.join(torn)}, which are not complete" if torn else "none"
     raise CheckpointError(
         f"resume_from_checkpoint=True looks for a checkpoint in {output_dir}, and there is {found}: leave it out to "
         "start anew"
@@ -95,7 +95,7 @@ def newest(output_dir: Path) -> Path:
 
 
 def check(folder: Path) -> None:
-    """Refuse a folder that no run of this Trainer has saved whole.
+    """Refuse a folder that no run of this Trainer has saved completely.
 
     Raises:
         CheckpointError: It is one.
@@ -122,7 +122,7 @@ def _save_adapters(folder: Path, run: Run, tokenizer: Any, extra: Any) -> None:
     engine = sharded.engine
     drawn = random_state(sharded)  # comes first: to fetch tensors moves XLA's seed
     draws = engine.group.all_gather_objects(drawn)
-    weights = whole_weights(run.model)
+    weights = full_weights(run.model)
     on_rank0 = model_state.FullStateDictConfig(rank0_only=True)
     optimizer = None if run.optimizer is None else api.optim_state_dict(run.model, run.optimizer, config=on_rank0)
 

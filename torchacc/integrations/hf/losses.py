@@ -70,13 +70,13 @@ def find_mean(loss_of: LossOf, inputs: dict[str, Any], label_names: Sequence[str
     labels = inputs.get("labels")
     if torch.is_tensor(labels) and not labels.is_floating_point():
         inputs = {**inputs, "labels": labels.masked_fill(labels == IGNORED, 0)}  # any class will do
-    whole = loss_of(inputs, 1.0)
-    if "labels" in inputs and _agreed([_divided(whole, loss_of(inputs, 2.0))], agree) is MeanOf.STEP:
+    full = loss_of(inputs, 1.0)
+    if "labels" in inputs and _agreed([_divided(full, loss_of(inputs, 2.0))], agree) is MeanOf.STEP:
         return MeanOf.STEP
     if ("labels" in names and len(names) > 1) or not all(torch.is_tensor(inputs[name]) for name in names):
         return MeanOf.UNKNOWN
     found = _label_means if are_classes(labels) else _row_means
-    return _agreed(found(whole, loss_of, inputs), agree)
+    return _agreed(found(full, loss_of, inputs), agree)
 
 
 def _agreed(found: list[MeanOf], agree: Agree) -> MeanOf:
@@ -85,11 +85,11 @@ def _agreed(found: list[MeanOf], agree: Agree) -> MeanOf:
     return next((kind for kind in first if all(kind in other for other in others)), MeanOf.UNKNOWN)
 
 
-def _divided(whole: float, half: float) -> MeanOf:
-    return MeanOf.STEP if math.isclose(whole, 2 * half, rel_tol=1e-5) else MeanOf.UNKNOWN
+def _divided(full: float, half: float) -> MeanOf:
+    return MeanOf.STEP if math.isclose(full, 2 * half, rel_tol=1e-5) else MeanOf.UNKNOWN
 
 
-def _label_means(whole: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[MeanOf]:
+def _label_means(full: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[MeanOf]:
     """Return of which labels the loss can be the mean, by those of two parts which rows share unequally."""
     labels = inputs["labels"]
     is_sequence = labels.dim() > 1 and labels.shape[1] > 1
@@ -105,10 +105,10 @@ def _label_means(whole: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[
     counts = [int(kind.count(part)) for part in masked[1:]]
     if not all(counts):
         return [MeanOf.LABELS, MeanOf.NEXT_LABELS]  # too few to tell
-    return [kind] if _is_mean(whole, of_parts, counts) else [MeanOf.UNKNOWN]
+    return [kind] if _is_mean(full, of_parts, counts) else [MeanOf.UNKNOWN]
 
 
-def _row_means(whole: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[MeanOf]:
+def _row_means(full: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[MeanOf]:
     num_rows = tree.num_rows(inputs)
     if num_rows is None:
         return [MeanOf.UNKNOWN]
@@ -116,13 +116,13 @@ def _row_means(whole: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[Me
         return [MeanOf.ROWS]
     cut = max(num_rows // 3, 1)
     parts = [rows_of(inputs, slice(cut)), rows_of(inputs, slice(cut, None))]
-    is_mean = _is_mean(whole, [loss_of(part, 1.0) for part in parts], [cut, num_rows - cut])
+    is_mean = _is_mean(full, [loss_of(part, 1.0) for part in parts], [cut, num_rows - cut])
     return [MeanOf.ROWS if is_mean else MeanOf.UNKNOWN]
 
 
-def _is_mean(whole: float, of_parts: list[float], counts: list[int]) -> bool:
+def _is_mean(full: float, of_parts: list[float], counts: list[int]) -> bool:
     total = sum(loss * count for loss, count in zip(of_parts, counts, strict=True))
-    return math.isclose(whole, total / sum(counts), rel_tol=1e-4)
+    return math.isclose(full, total / sum(counts), rel_tol=1e-4)
 
 
 def rows_of(inputs: Any, rows: slice) -> Any:

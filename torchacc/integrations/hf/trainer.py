@@ -336,7 +336,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
         Args:
             resume_from_checkpoint: A folder that this Trainer has saved, by any engine at any number of devices; True
-                for the newest of `output_dir` that is whole.
+                for the newest of `output_dir` that is complete.
             *args: As transformers has them.
             **kwargs: As transformers has them.
 
@@ -395,7 +395,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
             self._saves_run = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save what `from_pretrained()` opens: the whole weights, or the adapters'. Collective: every process.
+        """Save what `from_pretrained()` opens: the full weights, or the adapters'. Collective: every process.
 
         Args:
             output_dir: The folder; what else is in it stays. None for the one of the arguments.
@@ -405,7 +405,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         if self._saves_run:
             self._save_run(folder)
             return
-        weights = checkpoints.whole_weights(self.model)
+        weights = checkpoints.full_weights(self.model)
         self._engine.group.agreed(lambda: self._save(str(folder), state_dict=weights))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

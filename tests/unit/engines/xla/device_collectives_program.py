@@ -12,7 +12,7 @@ from torch import nn
 
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.device_collectives import DeviceCollectives
-from torchacc.engines.xla.flat_parameters import ParameterShard
+from torchacc.engines.xla.flat_parameters import GatheredParameter
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout
@@ -29,7 +29,7 @@ def shard_layer(layer, through):
         shard = nn.Parameter(rows.shard(parameter.detach(), through.shard_index).to("xla"))
         layer._parameters[name] = shard
         weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
-        parameters.append(ParameterShard(shard, rows, [weight], is_flat=False))
+        parameters.append(GatheredParameter(shard, rows, [weight], is_flat=False))
     install_unit(layer, through.make_gatherer(parameters, reshard_after_forward=True))
 
 
