@@ -246,7 +246,7 @@ def _checked_run(
         return None
     path = folder.path / "state.json"
     run: Mapping[str, Any] = json_codec.decode(described, tensors)
-    check_random_states(path, run["random"])
+    check_random_states(sharded, path, run["random"])
     run["extra"], [run["modules"][name] for name in modules]  # whatever is missing is missed now
     for name in ("scheduler", "loader"):
         part = getattr(parts, name)

@@ -170,8 +170,13 @@ def check_alike(path: Path, part: str, own: Any, saved: Any) -> None:
             )
 
 
-def check_random_states(path: Path, saved: Any) -> None:
+def check_random_states(sharded: ShardedModel, path: Path, saved: Any) -> None:
     """Refuse states of generators that those would not take, by trying.
+
+    Args:
+        sharded: The model, whose engine has generators of its own.
+        path: The file, for the message.
+        saved: What `random_state()` gave on each process, by any engine.
 
     Raises:
         CheckpointError: They would not.
@@ -184,12 +189,10 @@ def check_random_states(path: Path, saved: Any) -> None:
             np.random.RandomState().set_state(state["numpy"])
             if not 0 <= state["numpy"][2] <= _NUMPY_WORDS:  # which numpy itself does not look at
                 raise ValueError("numpy's position is out of range")
-            torch.Generator().set_state(state["torch"])
-            seed = state.get("xla")
-            if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
-                raise ValueError("XLA's seed is no number of 64 bits")
-            if not isinstance(state.get("device", state["torch"]), torch.Tensor):
-                raise TypeError("the device's is no tensor")
+            sharded.engine.check_random_state(state)
+            for name in state.keys() - {"python", "numpy", "torch"}:  # of this engine, or of another one
+                if not isinstance(state[name], torch.Tensor) and type(state[name]) is not int:
+                    raise TypeError(f"{name!r} is neither a tensor nor a seed")
     except Exception as error:  # each generator has its own
         raise CheckpointError(
             f"{path}: its random states make no sense, torchacc has not written them like that: "

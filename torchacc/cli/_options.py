@@ -1,4 +1,4 @@
-"""Values of options that several commands take."""
+"""Options that several commands take, and their values."""
 
 import argparse
 import re
@@ -39,3 +39,39 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is no path: leave the option out, or write one")
     return Path(text)
+
+
+def add_job_options(parser: argparse.ArgumentParser, *, num_nodes: str, variables: bool) -> None:
+    """Add what `launch` and `train` both start a job by: its machines, and what is done when it fails or hangs.
+
+    Args:
+        parser: The command's parser.
+        num_nodes: What is trained on where `--num-nodes` is left out, in words.
+        variables: Whether an option of one machine that is left out is None, to be read from the environment.
+    """
+
+    def default(variable: str, value: str) -> str:
+        return f" (default: the variable {variable})" if variables else value
+
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="how often to start a failed job again (default: 0)"
+    )
+    parser.add_argument(
+        "--heartbeat-secs", type=float, metavar="SECS",
+        help="end a job that makes no progress for so long, and name the rank that hangs (default: never)",
+    )  # fmt: skip
+    several = parser.add_argument_group("on several machines, where the command is run on each")
+    several.add_argument(
+        "--num-nodes", type=int, default=None if variables else 1, metavar="N", help=f"machines (default: {num_nodes})"
+    )
+    several.add_argument(
+        "--node-rank", type=int, default=None if variables else 0, metavar="N",
+        help="which of the machines this is, from 0" + default("RANK", " (default: 0)"),
+    )  # fmt: skip
+    several.add_argument(
+        "--master-addr", type=named, metavar="HOST",
+        help="host name or address of machine 0" + default("MASTER_ADDR", ""),
+    )  # fmt: skip
+    several.add_argument(
+        "--master-port", type=int, metavar="PORT", help="a free port of machine 0" + default("MASTER_PORT", "")
+    )

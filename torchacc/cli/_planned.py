@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchacc.config import Config
-from torchacc.config.sections import did_you_mean
+from torchacc.config.names import did_you_mean
 from torchacc.config.text_file import read_json, read_text
 from torchacc.config.yaml_values import parse
 from torchacc.engines.xla import runtime

@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchacc.cli._options import named
+from torchacc.cli._options import add_job_options, named
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 
@@ -22,24 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-n", "--nproc", dest="num_processes", type=int, default=_DEFAULTS.num_processes, metavar="N",
         help="processes on this node, one for each device (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--num-nodes", type=int, default=1, metavar="N", help="machines, each with a launcher")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of the machines this is, from 0")
-    parser.add_argument("--master-addr", type=named, metavar="HOST", help="host name or address of node 0")
-    parser.add_argument("--master-port", type=int, metavar="PORT", help="a free port of node 0")
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often to start a job that failed anew (default: 0)",
-    )
     parser.add_argument(
         "--min-nproc", dest="min_processes", type=int, metavar="N",
         help="restart with down to N processes, where GPUs are lost or it does not get on (default: as many as before)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--heartbeat-secs", type=float, metavar="SECS",
-        help="end a job that makes no progress for so long, and name the rank that hangs (default: never)",
     )  # fmt: skip
     parser.add_argument(
         "--log-dir", type=named, metavar="FOLDER", help="keep what each process prints (default: on failure only)"
@@ -49,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--grace-secs", type=float, default=_DEFAULTS.grace_secs, metavar="SECS",
         help="how long processes may save after SIGTERM or Ctrl-C (default: %(default).0f)",
     )  # fmt: skip
+    add_job_options(parser, num_nodes="1", variables=False)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a script, or a module after -m, and its arguments")
 

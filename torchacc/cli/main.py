@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchacc.cli._errors import exit_status
-from torchacc.config import nearest
-from torchacc.config.sections import did_you_mean
+from torchacc.config.names import did_you_mean, nearest
 
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchacc.cli._options import named, path
+from torchacc.cli._options import add_job_options, named, path
 from torchacc.train.command import Start, as_arguments, train
 from torchacc.train.stage import StageRequest
 
@@ -34,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="preset of distributed_examples, in place of the stage's section distributed",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="devices of each machine; wins over the file")
-    parser.add_argument("--num-nodes", type=int, metavar="N", help="machines; wins over the file")
     parser.add_argument(
         "--precision", type=named, metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; wins over the file"
     )
@@ -42,22 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="remove the run that the stage's folder holds, and train again"
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start a failed run again, from its checkpoint (0)",
-    )
-    parser.add_argument(
-        "--heartbeat-secs", type=float, metavar="SECS", help="end a run that makes no progress for so long (never)"
-    )
-    several = parser.add_argument_group("on several machines, where the command is run on each")
-    several.add_argument("--node-rank", type=int, metavar="N", help="which machine this is, from 0 (variable RANK)")
-    several.add_argument(
-        "--master-addr", type=named, metavar="HOST", help="address of machine 0 (variable MASTER_ADDR)"
-    )
-    several.add_argument("--master-port", type=int, metavar="PORT", help="a free port there (variable MASTER_PORT)")
+    add_job_options(parser, num_nodes="as the file says", variables=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ from torchacc.config.sections import (
     Section,
     SPConfig,
     TPConfig,
-    nearest,
 )
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "SPConfig",
     "Section",
     "TPConfig",
-    "nearest",
     "requested_devices",
     "resolve",
 ]

@@ -1,8 +1,7 @@
 """The sections of a `Config`: plain, assignable data, each field checked when it is set."""
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import (
@@ -23,7 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from torchacc.config.names import oddness, shown_name
+from torchacc.config.names import did_you_mean, nearest, oddness, shown_name
 from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
 
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
@@ -34,27 +33,6 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
 _MAX_REASONS = 20
 """Of an option's that are looked at, where each item of a list has one."""
-_MIN_SHORT = 4
-"""Characters of what can be the short form of a name."""
-_MAX_COMPARED = 100
-"""Characters of a name; a longer one is near to none, and is long compared."""
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return a hint that ends a message about a wrong name: the nearest valid name, or else all of them."""
-    valid = sorted(valid)
-    return did_you_mean(name, valid) or f"valid names: {', '.join(valid)}"
-
-
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return a question that names the nearest valid name; empty where none is near."""
-    if len(name) > _MAX_COMPARED:
-        return ""
-    by_lower = {candidate.lower(): candidate for candidate in valid}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    # A word and its short form, such as `distributed` and `dist`.
-    near = near or [each for each in by_lower if len(each) >= _MIN_SHORT and name.lower().startswith(each)]
-    return f"did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 class Section(BaseModel):

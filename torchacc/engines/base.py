@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.utils.clip_grad import clip_grad_norm_
 
-from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import is_sum_over
@@ -31,6 +30,9 @@ from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sharding import LocalShard
+
+if TYPE_CHECKING:
+    from torchacc.config import Config
 
 _log = get_logger(__name__)
 
@@ -55,10 +57,12 @@ class Engine(ABC):
 
     kind: ClassVar[str]
     """The engine's name, as users see it."""
+    is_lazy: ClassVar[bool] = False
+    """Whether operations are recorded, and run together at `sync()`, as PyTorch's lazy tensors are."""
     no_effect: ClassVar[Mapping[str, str]] = {}
     """Options that mean nothing here: dotted path -> why. One that the user changed is listed in a log line."""
 
-    def __init__(self, *, config: Config, mesh: Mesh, job: Job) -> None:
+    def __init__(self, *, config: "Config", mesh: Mesh, job: Job) -> None:
         self.config = config
         self.mesh = mesh
         self.job = job
@@ -70,7 +74,7 @@ class Engine(ABC):
 
     @classmethod
     @abstractmethod
-    def count_devices(cls, config: Config, job: Job) -> int:
+    def count_devices(cls, config: "Config", job: Job) -> int:
         """Return the number of devices that this job has, on all machines."""
 
     @classmethod
@@ -150,6 +154,14 @@ class Engine(ABC):
     def random_state(self) -> dict[str, Any]:
         """Return the state of this process's generators of random numbers, PyTorch's and the device's."""
         return {"torch": torch.get_rng_state()}
+
+    def check_random_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `set_random_state()` would not take, and change nothing.
+
+        Raises:
+            Exception: What PyTorch's generators raise; a KeyError, TypeError or ValueError for the engine's own.
+        """
+        torch.Generator().set_state(state["torch"])
 
     def set_random_state(self, state: Mapping[str, Any]) -> None:
         """Put PyTorch's and the device's generators where they were; takes what `random_state()` returned."""

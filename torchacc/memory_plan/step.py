@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, resolve
-from torchacc.config.sections import did_you_mean
+from torchacc.config.names import did_you_mean
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lifetimes

@@ -4,9 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
-from torchacc.config import Config
 from torchacc.parallel.axes import Role, axes_with, axis_with
+
+if TYPE_CHECKING:
+    from torchacc.config import Config
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,8 @@ class Mesh:
         return [dict(zip(axes, at, strict=True)) for at in product(*(range(self.axis_size(axis)) for axis in axes))]
 
 
-def from_config(config: Config) -> Mesh:
-    """Return the mesh that a resolved config asks for, after its sharding strategy has had its say.
+def from_config(config: "Config") -> Mesh:
+    """Return the mesh that a resolved config asks for; with NO_SHARD the axis of shards becomes one of replicas.
 
     Args:
         config: A config that `resolve()` returned.

@@ -7,16 +7,19 @@ which unit, what is tied and what is frozen, and the dtypes. Engines carry it ou
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
 from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
 from torchacc.parallel.units import has_forward, select_recomputed, select_units
+
+if TYPE_CHECKING:
+    from torchacc.config import Config
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class ShardingPlan:
         return "\n".join(lines)
 
 
-def make_plan(model: nn.Module, config: Config, mesh: Mesh) -> ShardingPlan:
+def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
     """Derive the plan for a model.
 
     Args:

@@ -10,14 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from torchacc.config.sections import TPConfig
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, axis_with, named
 from torchacc.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torchacc.config.sections import TPConfig
 
 _TP = axis_with(Role.TENSOR)
 
@@ -51,6 +53,7 @@ _LLAMA = (
     Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
+
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
     Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
     Rule(r"\.(c|q)_attn\.weight$", _BY_INPUT, _HEADS),
@@ -150,7 +153,7 @@ Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
 
 
-def plan_tensor_parallel(model: nn.Module, config: TPConfig, mesh: Mesh, shapes: Shapes) -> TensorParallelPlan:
+def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shapes: Shapes) -> TensorParallelPlan:
     """Decide how a model's layers are split.
 
     Args:

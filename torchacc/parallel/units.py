@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchacc.config.sections import FSDPConfig, MemoryConfig, did_you_mean
+from torchacc.config.names import did_you_mean
 from torchacc.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torchacc.config.sections import FSDPConfig, MemoryConfig
 
-def select_units(model: nn.Module, config: FSDPConfig) -> list[str]:
+
+def select_units(model: nn.Module, config: "FSDPConfig") -> list[str]:
     """Choose the modules that become units, the model itself left out.
 
     By class (`wrap_layer_cls`), by name or callable (`wrap_modules`), by size (`min_num_params`); with none of these
@@ -28,7 +32,7 @@ def select_units(model: nn.Module, config: FSDPConfig) -> list[str]:
     return _by_class(model, config.wrap_layer_cls or infer_layer_classes(model), "dist.fsdp.wrap_layer_cls")
 
 
-def select_recomputed(model: nn.Module, config: MemoryConfig, units: Sequence[str]) -> tuple[str, ...]:
+def select_recomputed(model: nn.Module, config: "MemoryConfig", units: Sequence[str]) -> tuple[str, ...]:
     """Choose the modules whose activations are computed again in backward.
 
     These are the modules of the classes `gc_cls`, else the units; of them every `gc_every`-th, and of those the first

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
-from torchacc.config.sections import did_you_mean
+from torchacc.config.names import did_you_mean
 from torchacc.errors import CheckpointError, ConfigError, shown
 from torchacc.train.config import SchedulerConfig, StageConfig, TextConfig, TrainingConfig
 from torchacc.train.documents import NO_DATASETS

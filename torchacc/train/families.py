@@ -7,8 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from torchacc.config import nearest
-from torchacc.config.sections import did_you_mean
+from torchacc.config.names import did_you_mean, nearest
 from torchacc.errors import ConfigError, in_one_line, shown
 
 MODEL_PREFIX = "model_config_"

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
-from torchacc.config import Config, Section, nearest
+from torchacc.config import Config, Section
+from torchacc.config.names import nearest
 from torchacc.config.yaml_file import YamlFile
 from torchacc.errors import ConfigError, shown
 from torchacc.train.config import DistributedConfig, LoggingConfig, StageConfig, StageFSDPConfig, TopConfig, WandbConfig

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchacc.config.sections import nearest
+from torchacc.config.names import nearest
 from torchacc.engines.base import sharded_model
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.train.config import Schedule, SchedulerConfig

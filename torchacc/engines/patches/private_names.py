@@ -45,7 +45,7 @@ class PrivateName:
     name: str
     """The attribute; empty for the owner itself."""
     used_in: str
-    """The file, under `torchacc/engines`."""
+    """The file, under `torchacc/engines`; of `LAUNCHER_NAMES` under `torchacc`."""
     why: str
     of_instances: bool = False
     """Whether only instances have it, so that looking it up needs one."""
@@ -190,6 +190,26 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     }, of_instances=True),
 )  # fmt: skip
 """All of them."""
+
+
+_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_MULTIPROCESSING = "torch.distributed.elastic.multiprocessing"
+_LAUNCHER = "launch/agent.py"
+
+LAUNCHER_NAMES: tuple[PrivateName, ...] = (
+    *_of(_AGENT, _LAUNCHER, {
+        "_start_workers": "overridden: hands the processes to the launcher",
+        "_monitor_workers": "overridden: the launcher says when all processes have ended",
+    }),
+    *_of(_AGENT, _LAUNCHER, {"_pcontext": "the processes that were started"}, of_instances=True),
+    *_of(f"{_MULTIPROCESSING}.api:SubprocessContext", _LAUNCHER, {
+        "subprocess_handlers": "the process of each local rank",
+    }, of_instances=True),
+    *_of(f"{_MULTIPROCESSING}.subprocess_handler.subprocess_handler:SubprocessHandler", _LAUNCHER, {
+        "proc": "the process itself, whose end the launcher watches",
+    }, of_instances=True),
+)  # fmt: skip
+"""Those that the launcher uses of torchrun's agent. A process that trains does not load it, and does not check them."""
 
 
 @cache

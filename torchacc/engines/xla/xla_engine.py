@@ -53,6 +53,7 @@ _XLA_SCHEDULES = "XLA's own scheduler decides when weights are gathered"
 class XlaEngine(Engine):
     """An engine whose devices are XLA's."""
 
+    is_lazy: ClassVar[bool] = True
     no_effect: ClassVar[dict[str, str]] = {
         "dist.fsdp.backward_prefetch": _XLA_SCHEDULES,
         "dist.fsdp.forward_prefetch": _XLA_SCHEDULES,
@@ -100,6 +101,13 @@ class XlaEngine(Engine):
         if self.has_recorded:
             self.sync()
         return {**super().random_state(), "xla": runtime.random_seed()}
+
+    def check_random_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse what is no state of the host's generator, or no seed of XLA's where there is one."""
+        super().check_random_state(state)
+        seed = state.get("xla")
+        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
+            raise ValueError("XLA's seed is no number of 64 bits")
 
     def set_random_state(self, state: Mapping[str, Any]) -> None:
         """Put the host's generator where it was, and XLA's, if it was XLA then, too."""

@@ -78,11 +78,6 @@ class Bridge:
         """Return a context for all but the last micro-batch of a step."""
         return api.accumulate(model)
 
-    @property
-    def _group_of_host(self) -> bool:
-        """Whether tensors have to be on the host to travel between processes."""
-        return self.engine.device.type == "xla"
-
     def gather(self, count: torch.Tensor) -> torch.Tensor:
         """Return the sum of a count over all devices that see different data; transformers calls `.sum()` on it.
 
@@ -92,14 +87,18 @@ class Bridge:
         if not job.launched:
             return count
         copies = job.num_processes * len(self.engine.data_shards) // mesh.num_data_shards
-        total = self.engine.group.sum(count.cpu() if self._group_of_host else count)
+        total = self.engine.group.sum(self._for_collectives(count))
         return total // copies
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a number over all processes. Collective."""
         if not self.engine.job.launched:
             return value
-        return self.engine.group.mean(value.cpu() if self._group_of_host else value)
+        return self.engine.group.mean(self._for_collectives(value))
+
+    def _for_collectives(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor where torch.distributed takes it: one that is still to be computed on the host."""
+        return value.cpu() if self.engine.is_lazy else value
 
     def gather_for_metrics(self, tensors: Any, use_gather_object: bool = False) -> Any:
         """Return the dataset's rows of tensors that have one for each sample, in its order, on the host. Collective."""

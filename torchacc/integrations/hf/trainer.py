@@ -34,14 +34,14 @@ _Theirs: Any = transformers.Trainer
 _UNKNOWN = "it was found to be neither a mean over the labels that are not -100 nor one over rows"
 
 
-def _uses_xla() -> bool:
+def _is_lazy() -> bool:
     engine = registry.active_engine()
-    return engine is not None and engine.device.type == "xla"
+    return engine is not None and engine.is_lazy
 
 
 # To transformers an installed torch_xla means that this process has one XLA device. What its loop would do with that is
 # the engine's to do, and natively nothing may start XLA.
-_DEVICE = {"is_torch_xla_available": _uses_xla, "xm": SimpleNamespace(mark_step=api.sync)}
+_DEVICE = {"is_torch_xla_available": _is_lazy, "xm": SimpleNamespace(mark_step=api.sync)}
 
 
 class Trainer(_Theirs):  # type: ignore[misc]
@@ -206,7 +206,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
     def _weighed(self, inputs: dict[str, Any], kind: MeanOf) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the inputs, and what their loss counts in the mean of all devices'. Collective."""
-        labels = inputs["labels"].cpu() if _uses_xla() else inputs["labels"]
+        labels = inputs["labels"].cpu() if _is_lazy() else inputs["labels"]
         count = kind.count(labels)
         weight = count * self._num_losses / self.accelerator.gather(count)
         if not count:  # the mean of none is not a number, also times nothing: let it be of any one label
@@ -307,9 +307,9 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        """Return the optimizer that the arguments name; XLA has no fused kernels, as it fuses by itself."""
+        """Return the optimizer that the arguments name; a lazy engine fuses by itself, and has no fused kernels."""
         optimizer_class, kwargs = _Theirs.get_optimizer_cls_and_kwargs(args, model)
-        if _uses_xla():
+        if _is_lazy():
             kwargs.pop("fused", None)
         return optimizer_class, kwargs
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests import forkrun
 from torchacc.engines.patches import private_names
-from torchacc.engines.patches.private_names import PRIVATE_NAMES
+from torchacc.engines.patches.private_names import LAUNCHER_NAMES, PRIVATE_NAMES, look_up
 from torchacc.errors import EngineError
 
 PACKAGE = Path(private_names.__file__).parents[2]
@@ -57,6 +58,27 @@ def test_the_installed_torch_has_the_name(name, request):
         assert str(name) not in missing, f"engines/{name.used_in} needs it: {name.why}"
     else:
         assert name.is_there(), f"engines/{name.used_in} needs it: {name.why}"
+
+
+@pytest.mark.parametrize("name", LAUNCHER_NAMES, ids=str)
+def test_the_agent_of_the_installed_torch_has_the_name(name):
+    if name.of_instances:
+        assert f"self.{name.name}" in inspect.getsource(look_up(name.owner)), f"{name.used_in} needs it: {name.why}"
+    else:
+        assert name.is_there(), f"{name.used_in} needs it: {name.why}"
+
+
+def test_every_private_name_of_the_agent_is_in_the_list():
+    path = PACKAGE / "launch" / "agent.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (agent,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "_Agent")
+    overridden = {part.name for part in agent.body if isinstance(part, ast.FunctionDef) and hasattr(base(), part.name)}
+    listed = {name.name for name in LAUNCHER_NAMES}
+    assert {*private_names_in(path), *filter(is_private, overridden)} <= listed
+
+
+def base():
+    return look_up(LAUNCHER_NAMES[0].owner)
 
 
 def test_a_missing_name_is_said_before_a_model_is_sharded(monkeypatch):
