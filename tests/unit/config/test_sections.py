@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from torchacc.config import Config, Section, nearest
+from torchacc.config import Config, Section
 from torchacc.errors import ConfigError
 
 
@@ -179,8 +179,3 @@ def test_every_section_knows_its_path():
     paths = [path for path, _ in options(Config())]
     assert len(paths) == len(set(paths))
     assert {"backend", "compute", "compute.bf16", "dist", "dist.dp", "dist.dp.size", "dist.fsdp.use_spmd"} < set(paths)
-
-
-def test_nearest_ignores_case_and_falls_back_on_all_names():
-    assert nearest("gpt2block", ["GPT2Block", "Linear"]) == "did you mean 'GPT2Block'?"
-    assert nearest("zzz", ["b", "a"]) == "valid names: a, b"
