@@ -6,6 +6,7 @@
     python -m benchmarks report              # the report alone, from what is in benchmarks/results
     python -m benchmarks --quick             # the smallest sizes, to see that all works; changes nothing here
     python -m benchmarks structure           # what the source is built of; measures nothing
+    python -m benchmarks walks               # which files four calls walk through
 
 Needs `pip install -e '.[test]' -r benchmarks/requirements.txt`; a rival that is not installed is left out.
 
@@ -29,6 +30,7 @@ from _programs import FOLDER, PROFILES, RESULTS, ResultsError, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
 from _results import keep_earlier, read, write
 from structure import main as print_structure
+from walks import main as print_walks
 
 REFUSED = 2
 """How a program ends that could not begin, such as one for GPUs where there is none."""
@@ -40,6 +42,8 @@ def main() -> int:
     """Run what the command line says."""
     if sys.argv[1:2] == ["structure"]:
         return print_structure(sys.argv[2:])
+    if sys.argv[1:2] == ["walks"]:
+        return print_walks(sys.argv[2:])
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
         results = args.results or (Path(scratch) if args.quick else RESULTS)

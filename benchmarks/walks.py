@@ -122,10 +122,10 @@ def walk_with(engine: str, folder: Path) -> dict[str, Any]:
     model(batch).mean().backward()
     optimizer.step()
     torchacc.sync()
-    with CheckpointManager(folder / "run", model=model, optimizer=optimizer, loader=loader) as manager:
-        with walks["checkpoint"].recorded():
-            manager.save(1)
-            manager.restore()
+    manager = CheckpointManager(folder / "run", model=model, optimizer=optimizer, loader=loader)
+    with manager, walks["checkpoint"].recorded():
+        manager.save(1)
+        manager.restore()
     return {name: walk.summary() for name, walk in walks.items()}
 
 

@@ -13,11 +13,11 @@ from torchacc.attach import attach, replaced_parameters_noted
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.model_state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
-from torchacc.engines import deferred, failure, registry
+from torchacc.engines import deferred, registry
 from torchacc.engines.base import HANDLE, Engine, sharded_model
 from torchacc.engines.compile_report import CompileReport
-from torchacc.engines.initial_values import log_kept_dtypes, materialise_buffers
-from torchacc.engines.replicas import align_replicas
+from torchacc.engines.initial_values import align_replicas, log_kept_dtypes, materialise_buffers
+from torchacc.engines.process_group import install_excepthook
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.launch import progress
@@ -71,7 +71,7 @@ def accelerate(
 
     progress.start()
     if job.launched:
-        failure.install_excepthook()
+        install_excepthook()
     registry.activate(engine, plan)
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchacc.config import Config
 from torchacc.engines import registry
-from torchacc.engines.survey import survey
+from torchacc.engines.registry import survey
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 

@@ -17,7 +17,7 @@ from torchacc import checkpoint
 from torchacc.api import accelerate, accumulate, describe, shard_loader
 from torchacc.data import AsyncLoader
 from torchacc.engines.base import sharded_model
-from torchacc.engines.failure import follows_another
+from torchacc.engines.process_group import follows_another
 from torchacc.engines.scaler import GradScaler
 from torchacc.errors import CheckpointError, ConfigError, TrainingError
 from torchacc.logging import get_logger

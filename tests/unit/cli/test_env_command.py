@@ -9,7 +9,7 @@ import torch
 
 from tests import forkrun
 from torchacc.cli import env_command, main
-from torchacc.engines import survey
+from torchacc.engines import registry
 from torchacc.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -68,15 +68,15 @@ def test_an_engine_that_cannot_run_says_why_in_words():
 
 
 def test_an_engine_whose_process_dies_is_reported(monkeypatch):
-    monkeypatch.setattr(survey, "_PROGRAM", "import sys; sys.stderr.write('no driver\\n'); sys.exit(3)")
-    found = survey.survey()
+    monkeypatch.setattr(registry, "_PROGRAM", "import sys; sys.stderr.write('no driver\\n'); sys.exit(3)")
+    found = registry.survey()
     assert {finding.reason for finding in found} == {"its process ended with status 3: no driver"}
     assert {finding.devices for finding in found} == {None}
 
 
 def test_an_engine_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(survey, "_PROGRAM", "import time; time.sleep(100)")
-    assert survey.survey(timeout_secs=0.5)[0].reason == "it found no devices in 0.5 s"
+    monkeypatch.setattr(registry, "_PROGRAM", "import time; time.sleep(100)")
+    assert registry.survey(timeout_secs=0.5)[0].reason == "it found no devices in 0.5 s"
 
 
 def test_an_error_is_a_line_and_a_status(monkeypatch, capsys):

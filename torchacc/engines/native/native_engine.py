@@ -22,7 +22,6 @@ from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
-from torchacc.engines.native.gradient_norm import total_norm
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import torch_patches
@@ -212,6 +211,8 @@ class NativeModel(ShardedModel):
         self._set_prefetch()
         self._take_over_groups()
         if torch_patches.knows_clipping():
+            from torchacc.engines.native.gradients import total_norm
+
             let_clipping_know(self, total_norm)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)

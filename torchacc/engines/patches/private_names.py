@@ -155,7 +155,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_local_tensor": "the shard itself, to be set after a sum is finished",
     }, of_instances=True),
     *_of("torch._C", _ARITHMETIC, {"DisableTorchFunctionSubclass": "calls PyTorch's own part of what is overridden"}),
-    *_of("torch", "native/gradient_norm.py", {"_foreach_norm": "norms of many gradients in one call"}),
+    *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
     *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),
     *_of("torch.amp.grad_scaler:GradScaler", "scaler.py", {"_unscale_grads_": "overridden: all processes skip a step"}),

@@ -8,8 +8,7 @@ import torch
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
-from torchacc.engines.xla.collectives import Collectives, ParameterGatherer, weight_places
-from torchacc.engines.xla.flat_parameters import GatheredParameter
+from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, weight_places
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
 from torchacc.parallel.axes import Role

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
-from torchacc.engines.xla.flat_parameters import GatheredParameter, flatten
+from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role

@@ -18,9 +18,8 @@ from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
-from torchacc.engines.xla.collectives import Collectives, ParameterGatherer
+from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
 from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
-from torchacc.engines.xla.flat_parameters import GatheredParameter, flatten
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGatherer
 from torchacc.engines.xla.shards import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding

@@ -11,8 +11,8 @@ import torch_xla
 from torch import nn
 
 from torchacc.engines.xla import runtime
+from torchacc.engines.xla.collectives import GatheredParameter
 from torchacc.engines.xla.device_collectives import DeviceCollectives
-from torchacc.engines.xla.flat_parameters import GatheredParameter
 from torchacc.engines.xla.gather import Weight, install_unit
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout

@@ -1,6 +1,6 @@
 import torch
 
-from torchacc.engines.xla.flat_parameters import flatten, unflatten
+from torchacc.engines.xla.collectives import flatten, unflatten
 
 SHAPES = [(8,), (7,), (1,), (131, 3), (2, 3, 4), (4, 1, 1), (3, 0)]
 
