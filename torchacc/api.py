@@ -1,4 +1,4 @@
-"""The few calls that a training script makes."""
+"""The functions that a training script calls."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -188,7 +188,7 @@ def optim_state_dict(
 
 @dataclass(frozen=True)
 class Description:
-    """What became of a model; `str()` gives it as a few lines."""
+    """How a model is sharded; `str()` gives it as a few lines."""
 
     engine: str
     """The engine's kind."""

@@ -1,4 +1,4 @@
-"""What is handed to `accelerate()` by mistake, and what is done with a sharded model that cannot be: said in words."""
+"""Refuse wrong arguments of `accelerate()`, and what cannot be done with a sharded model."""
 
 import functools
 from os import PathLike
@@ -24,7 +24,7 @@ _WRAPPERS = {
 
 
 class Accelerated(tuple[Any, ...]):
-    """What `accelerate()` returns where it is given more than a model: a tuple, which says so if used as a model."""
+    """The tuple that `accelerate()` returns with a loader or an optimizer; using it as a model raises an error."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_on(model: nn.Module) -> None:
-    """Let a sharded model refuse what would be wrong with shards, and what is put around it."""
+    """Let a sharded model refuse to be pickled, resized or wrapped."""
     vars(model)["__reduce_ex__"] = functools.partial(_refuse_pickling, type(model).__name__)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = _refuse_resizing  # type: ignore[assignment]
@@ -106,7 +106,7 @@ def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:
 
 @functools.cache
 def _watch_wrappers() -> None:
-    """Hear of every module that is made a part of another, as a wrapper makes the model."""
+    """Register a hook that refuses a sharded model inside of a wrapper."""
 
     def refuse(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         if module is not None and HANDLE in vars(module) and (wrapper := _wrapper(owner)) is not None:

@@ -47,7 +47,7 @@ def attach(sharded: ShardedModel) -> None:
 
 
 def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for transformers' `save_pretrained()`, which would write this process's shards as if they were all."""
+    """Refuse transformers' `save_pretrained()` without full weights: it would write this process's shards alone."""
     if kwargs.get("state_dict") is None:
         raise CheckpointError(
             "model.save_pretrained() would write the shards of this process alone: torchacc.checkpoint.save(folder, "
@@ -59,7 +59,7 @@ def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Let every optimizer of a sharded model be ready for its steps, also one that is made later."""
+    """Register hooks that prepare optimizers of sharded models for their steps, also those that are made later."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_replaced_parameters(optimizer)
@@ -110,7 +110,7 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 @contextmanager
 def replaced_parameters_noted(model: nn.Module) -> Iterator[None]:
-    """Hold a context in which a model is sharded: who goes on with the parameters that it had before is told so."""
+    """Hold a context in which a model is sharded; afterwards optimizers of replaced parameters are refused."""
     before = [weakref.ref(parameter) for parameter in model.parameters()]
     yield
     now = {id(parameter) for parameter in model.parameters()}
@@ -118,7 +118,7 @@ def replaced_parameters_noted(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_replaced_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of parameters that are in no model any more: it would train nothing, without a word.
+    """Refuse an optimizer of parameters that are in no model any more: it would silently train nothing.
 
     Raises:
         ConfigError: It holds some.

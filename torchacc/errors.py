@@ -17,8 +17,8 @@ def printable(text: str, keeps: str = "") -> str:
     return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode() for c in text)
 
 
-class _Told(Exception):  # noqa: N818 - the base of errors
-    """An error whose message may name what somebody else has named."""
+class _PrintableError(Exception):
+    """An error whose message may hold names of others, such as of files, which are made printable."""
 
     _KEEPS = "\n\t"
 
@@ -26,11 +26,11 @@ class _Told(Exception):  # noqa: N818 - the base of errors
         return printable(super().__str__(), self._KEEPS)
 
 
-class ConfigError(_Told, ValueError):
+class ConfigError(_PrintableError, ValueError):
     """A configuration that contradicts itself, the model, or the devices of the job."""
 
 
-class DataError(_Told, ValueError):
+class DataError(_PrintableError, ValueError):
     """A data loader or a batch that cannot be sharded or padded as asked."""
 
 
@@ -39,20 +39,20 @@ class UnknownNameError(ConfigError, AttributeError):
 
 
 class NoLengthError(DataError, TypeError):
-    """A loader whose length nobody knows, so that `list(loader)` asks no further."""
+    """A loader whose length is not known, so that `list(loader)` asks no further."""
 
 
-class EngineError(_Told, RuntimeError):
+class EngineError(_PrintableError, RuntimeError):
     """An engine that cannot start or go on on this machine."""
 
 
-class CheckpointError(_Told, RuntimeError):
+class CheckpointError(_PrintableError, RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and the tensor where there is one."""
 
     _KEEPS = ""
 
 
-class TrainingError(_Told, RuntimeError):
+class TrainingError(_PrintableError, RuntimeError):
     """A run that cannot go on, as its numbers are not finite any more."""
 
 

@@ -1,4 +1,4 @@
-"""The library's logger: silent until `accelerate()` runs, and then spoken by rank 0 only."""
+"""The library's logger: silent until `accelerate()` runs, and then at INFO on rank 0 only."""
 
 import logging
 import sys

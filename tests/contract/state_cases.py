@@ -616,7 +616,7 @@ def error_on_one_rank_is_raised_on_all() -> None:
             raise TypeError("what")
 
     with pytest.raises(torchacc.CheckpointError, match="TypeError: what"):
-        group.agreed(act)
+        group.call_on_all(act)
 
 
 @case()

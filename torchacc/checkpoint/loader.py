@@ -54,10 +54,10 @@ def load(
     sharded = sharded_model(model)
     group = sharded.engine.group
     sharded.engine.sync()
-    plan = group.agreed(lambda: _planned(sharded, path, _Parts(optimizer, scheduler, loader)))
+    plan = group.call_on_all(lambda: _planned(sharded, path, _Parts(optimizer, scheduler, loader)))
     with plan.folder:
         with sharded.status.loading(path, optimizer):
-            group.agreed(plan.execute)
+            group.call_on_all(plan.execute)
             sharded.engine.sync()
         set_random_state(sharded, plan.random_states)  # comes last, as whatever is run moves XLA's seed
     return plan.extra

@@ -78,7 +78,7 @@ def save_silently(path: str | PathLike[str], *, model: nn.Module, **others: Any)
     drawn = engine.random_state()
     pending = snapshot(path, model=model, **others, copied=False)
     # All processes wait here until it is complete: none goes on and moves the folder before.
-    engine.group.agreed(pending.write)
+    engine.group.call_on_all(pending.write)
     engine.set_random_state(drawn)
     return f"saved {path} in {time.monotonic() - began:.1f} s ({pending.nbytes:,} bytes)"
 
@@ -133,7 +133,7 @@ def snapshot(
         writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, small.files)
         return small
 
-    small = group.agreed(prepare)
+    small = group.call_on_all(prepare)
     writes = chain(plan.writes(sharded), small.writes())
 
     def begin() -> Iterable[TensorWrite]:
@@ -141,7 +141,7 @@ def snapshot(
         return _copied(sharded, writes) if copied else writes
 
     try:
-        writes_to_make = group.agreed(begin)
+        writes_to_make = group.call_on_all(begin)
     except BaseException as error:
         writer.fail(error)
         raise

@@ -67,7 +67,7 @@ def read(args: argparse.Namespace) -> Training:
         raise ConfigError("name what is planned: either --model, or --config with a training file")
     if args.config is None and (args.stage or args.model_config):
         raise ConfigError("--stage and --model-config choose from a training file: name it with --config")
-    runtime.let_others_import()  # transformers does, by way of accelerate
+    runtime.prepare_import()  # transformers does, by way of accelerate
     return _from_options(args) if args.config is None else _from_file(args)
 
 

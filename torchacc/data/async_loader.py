@@ -141,7 +141,7 @@ class AsyncLoader:
 
 
 class _Progress:
-    """What a loop has had of its epoch."""
+    """How much of its epoch a loop has received."""
 
     delivered = 0
     over = False
@@ -175,7 +175,7 @@ class _Feed:
                     break
                 self.ready.put(prepare(batch))
                 del batch
-        except BaseException as error:  # whatever it is, a loop that waits for this thread must hear of it
+        except BaseException as error:  # of any kind: the loop that waits for this thread raises it
             self.ready.put(_Failure(error))
         else:
             self.ready.put(_END)

@@ -13,7 +13,7 @@ from torchacc.errors import DataError
 
 @dataclass(frozen=True)
 class Position:
-    """How much of which epoch the loop has had, and what decides on that epoch's order.
+    """How much of which epoch the loop has received, and what that epoch's order follows from.
 
     It counts batches of the loader's own order, from its start, whatever number of devices they were shared out to.
     """
@@ -25,7 +25,7 @@ class Position:
     batches: int = 0
     """How many batches of it the loop has had, those included that completed its last round."""
     epoch: int | None = None
-    """What `set_epoch` was told last, for the epoch that has begun; None if it was not called."""
+    """The last argument of `set_epoch()`, for the epoch that has begun; None if it was not called."""
     seed: int | None = None
     """What decides on the order together with `epoch`; None as long as it was not asked for."""
     random: tuple[str | None, ...] = ()

@@ -113,7 +113,7 @@ class ShardedLoader(ABC):
         return getattr(self.loader, "batch_size", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's loader, samplers and dataset which epoch comes next, where they ask to know.
+        """Call `set_epoch()` of the user's loader, samplers and dataset, where they have one.
 
         From then on the order of torch's own samplers depends on the seed and the epoch only, and no longer on what was
         drawn before, so that a resumed run finds it again.
@@ -150,7 +150,7 @@ class ShardedLoader(ABC):
         """Return the batches that are left of the epoch at `_at`, having made all its draws; collective."""
 
     def position(self, delivered: int, *, over: bool) -> Position:
-        """Return where a loop is that has had some of the latest epoch.
+        """Return the position of a loop that has received some batches of the latest epoch.
 
         Args:
             delivered: How many of this process's batches it has had since the latest `iter()`.
@@ -204,7 +204,7 @@ class ShardedLoader(ABC):
         return length(self.loader)
 
     def _traits(self) -> dict[str, Any]:
-        """Return what a loader must have in common with this one to go on where this one is."""
+        """Return what another loader has to have in common with this one to resume from its position."""
         return {
             "dataset length": length(self.dataset),
             "number of batches": self._num_batches(),

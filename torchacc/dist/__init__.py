@@ -1,4 +1,4 @@
-"""The processes of the job: who this one is, and how it meets the others. Right in every engine.
+"""The processes of the job, in every engine: ranks, a gather, and a barrier.
 
 A process is not a device: under SPMD one process drives many devices.
 """

@@ -1,4 +1,4 @@
-"""What an engine is: it starts a runtime, shards a model by a plan, and moves batches to the devices."""
+"""The interface of an engine, which starts a runtime, shards models by a plan, and moves batches to the devices."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -53,7 +53,7 @@ HANDLE = "_torchacc"
 
 
 class Engine(ABC):
-    """One way to carry out sharding; the process's runtime belongs to it once `setup()` has run."""
+    """A runtime that carries sharding out. It belongs to the process once `setup()` has run."""
 
     kind: ClassVar[str]
     """The engine's name, as users see it."""
@@ -190,7 +190,7 @@ class Engine(ABC):
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """Where a process stands among those that hold a model."""
+    """A process's place among those that hold a model."""
 
     processes_per_replica: int = 1
     """Processes that hold one copy of the parameters together."""
@@ -205,7 +205,7 @@ class ShardPlacement:
 
 
 class ShardedModel(ABC):
-    """What an engine knows of one model that it has sharded: the operations that need more than the module."""
+    """A model that an engine has sharded, with the operations that need more than the module."""
 
     def __init__(self, engine: Engine, model: nn.Module, plan: ShardingPlan) -> None:
         self.engine = engine
@@ -231,7 +231,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this process holds of tensors that lie like parameters, on the host.
+        """Return what this process holds of tensors that are sharded like parameters, on the host.
 
         Returns:
             For each a tensor of one dimension, padding included or left out; it may share memory with the model.
@@ -239,7 +239,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that lies like a parameter.
+        """Return a tensor that is sharded like a parameter.
 
         Args:
             parameter: One of `local_shards`.
@@ -314,7 +314,7 @@ class ShardedModel(ABC):
             yield
 
     def _install_forward(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-        """Let the model's forward go through `run`, and refuse what would leave the shards behind.
+        """Replace the model's forward by one that calls `run`, and refuse copies and moves of the model.
 
         Args:
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
@@ -365,7 +365,7 @@ class ShardedModel(ABC):
             )
 
     def _watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        """Learn of the moment when gradients are cleared."""
+        """Wrap `zero_grad()`, so that `on_zero_grad()` runs before it."""
         zero_grad = owner.zero_grad
 
         @functools.wraps(zero_grad)
@@ -376,13 +376,13 @@ class ShardedModel(ABC):
         owner.zero_grad = watched  # type: ignore[method-assign]
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Do what clearing the gradients means beyond the parameters' own.
+        """Drop what an engine holds of gradients beside those of the parameters.
 
         Args:
             optimizer: Whose they are; None for all of the model's.
 
         Raises:
-            EngineError: They are a part of those of an accumulation window, which is dropped as a whole or not at all.
+            EngineError: They are a part of those of an accumulation window, which can only be dropped together.
         """
         if self.status.window_is_open:
             if optimizer is not None and not self._holds_all_trained(optimizer):
@@ -421,7 +421,7 @@ class ShardedModel(ABC):
             self._prepared.add(optimizer)
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what an optimizer needs before its first step."""
+        """Prepare an optimizer for its first step, or refuse it."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what follows a step of an optimizer of this model."""
@@ -441,7 +441,7 @@ class ShardedModel(ABC):
         )
 
     def _refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Stand for Module._apply(), which .to(), .cpu() and .half() go through: only where it moves nothing."""
+        """Replace Module._apply(), which .to(), .cpu() and .half() call; refuse what would move or cast the model."""
         device, dtype = self.engine.device, getattr(torch, self.plan.master_dtype)
         probe = fn(torch.empty(0, dtype=dtype, device=device))
         if probe.device.type != device.type or probe.dtype != dtype:

@@ -15,8 +15,8 @@ TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
 _norms: WeakKeyDictionary[ShardedModel, TotalNorm] = WeakKeyDictionary()
 
 
-def let_clipping_know(model: ShardedModel, total_norm: TotalNorm) -> None:
-    """Let PyTorch's clipping, however a script has imported it, know of a model's gradients.
+def note_total_norm(model: ShardedModel, total_norm: TotalNorm) -> None:
+    """Let PyTorch's clipping, however a script has imported it, take the norm of a model's gradients from their shards.
 
     Args:
         model: The model.

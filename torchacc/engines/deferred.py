@@ -1,4 +1,4 @@
-"""Models whose initialisation is remembered instead of kept, so that each parameter is made when it is sharded.
+"""Record a model's initialisation instead of running it, so that each parameter is made when it is sharded.
 
 `deferred_init()` watches what a constructor does to large tensors. These lie on the meta device and need no memory;
 each knows the steps that give it its values, and the state of the generator before every draw among them. Carried out
@@ -69,18 +69,18 @@ def deferred_init(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) ->
 
 
 def is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor on the meta device knows how its values are made."""
+    """Return whether the initialisation of a tensor on the meta device was recorded."""
     return _RECIPE in vars(tensor)
 
 
 def take_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that knows how they are made, on the host, and let it forget; else the tensor."""
+    """Return the values that a recorded initialisation gives a tensor, on the host, once; else the tensor."""
     recipe: _Recipe | None = vars(tensor).pop(_RECIPE, None)
     return tensor if recipe is None else recipe.values().to(tensor.dtype)
 
 
 def check_unchanged(model: nn.Module) -> None:
-    """Refuse a model that was changed after `deferred_init()`, in a way that its recipes know nothing of.
+    """Refuse a model that was changed after `deferred_init()`, in a way that was not recorded.
 
     Raises:
         ConfigError: It was.
@@ -94,7 +94,7 @@ def check_unchanged(model: nn.Module) -> None:
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:
-    """Return for each tensor that knows how its values are made a digest of that: name -> digest."""
+    """Return a digest of each recorded initialisation: name -> digest."""
     return {name: vars(tensor)[_RECIPE].fingerprint() for name, tensor in _tensors_of(model) if is_recorded(tensor)}
 
 
@@ -105,7 +105,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(eq=False)
 class _Place:
-    """The memory of a tensor that is not there yet, which its views share."""
+    """The memory of a deferred tensor, which its views share."""
 
     key: int
     storage: torch.UntypedStorage
@@ -146,7 +146,7 @@ def _allocate(num_bytes: int) -> torch.UntypedStorage:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One operation, with views in place of the tensors that are not there yet."""
+    """One operation, with views in place of deferred tensors."""
 
     index: int
     """Its place in the order of all steps."""
@@ -261,7 +261,7 @@ class _Recording(TorchDispatchMode):
         return self._place(tensor) is not None
 
     def leave_recipes(self, model: nn.Module) -> None:
-        """Let parameters and buffers know how they are made, and make the tensors that modules hold beside them."""
+        """Attach recipes to parameters and buffers, and make the other tensors that modules hold."""
         for _, tensor in _tensors_of(model):
             place = self._place(tensor)
             if place is not None:

@@ -31,7 +31,7 @@ _PATIENCE_SECS = 15.0
 """How long a process that lost a peer waits to be ended by the launcher before it reports on its own."""
 
 _DRAIN_SECS = 2.0
-"""How long the end of a process waits for threads that do not come to rest."""
+"""How long the end of a process waits for threads that stay busy."""
 _LOOKS = 3
 """How often in a row all threads must be seen asleep: one may have slept because another was at work."""
 _TASKS = Path("/proc/self/task")
@@ -66,7 +66,7 @@ class ProcessGroup:
         if torch.accelerator.is_available():
             kind = str(torch.accelerator.current_accelerator())
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        with hushed_gloo():
+        with gloo_silenced():
             if self.job.launched:
                 dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
             else:
@@ -81,7 +81,7 @@ class ProcessGroup:
         """
         own = None
         for ranks in groups:
-            with hushed_gloo():
+            with gloo_silenced():
                 made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if self.job.rank in ranks:
                 own = made
@@ -141,8 +141,8 @@ class ProcessGroup:
         """Return the mean of a tensor over all processes. Collective: every process."""
         return self.sum(value) / self.job.num_processes if self.job.launched else value
 
-    def agreed(self, act: Callable[[], _T]) -> _T:
-        """Do something on every process, and raise on all of them what any of them raises. Collective.
+    def call_on_all(self, act: Callable[[], _T]) -> _T:
+        """Call a function on every process, and raise on all of them what any of them raises. Collective.
 
         Args:
             act: What to do; it is not collective, or fails alike everywhere.
@@ -153,7 +153,7 @@ class ProcessGroup:
         failure: Exception | None = None
         try:
             result = act()
-        except Exception as error:  # whatever it is, the others are to hear of it
+        except Exception as error:  # of any kind: all processes raise it
             failure = error
         if not self._is_any(failure is not None):
             return result
@@ -175,7 +175,7 @@ class ProcessGroup:
     def prepare_meetings(self) -> None:
         """Get ready for `meet()`. Collective: every process."""
         if self.job.launched:
-            with hushed_gloo():
+            with gloo_silenced():
                 _meetings()
 
     def meet(self, what: str) -> None:
@@ -236,10 +236,10 @@ def _described(error: Exception) -> str:
 
 
 @contextmanager
-def hushed_gloo() -> Iterator[None]:
+def gloo_silenced() -> Iterator[None]:
     """Keep gloo from reporting its connections on standard output, from each rank, each time a group is made.
 
-    It knows no variable for that. Only C++'s `std::cout` says nothing meanwhile: what other threads print goes its way.
+    Gloo has no option for that. Only C++'s `std::cout` is silenced meanwhile, not what Python prints in other threads.
     """
     say = _cout_state()
     say(_BAD)
@@ -280,12 +280,12 @@ def _drain_at_exit() -> None:
 
 
 def _drain() -> None:
-    """Let gloo's threads let go of their last tensors as long as Python can be entered.
+    """Wait until gloo's threads have released their last tensors, while they can still take the interpreter's lock.
 
     A collective is over for its caller before gloo's thread has dropped the tensors, for which it may need the
     interpreter's lock. Python ends a thread that waits for the lock while the interpreter ends, and as this one waits
     in a destructor, that aborts the process: `terminate called without an active exception`
-    (https://github.com/pytorch/pytorch/pull/179291). Destroying the group joins its threads only where nobody, such as
+    (https://github.com/pytorch/pytorch/pull/179291). Destroying the group joins its threads only where nothing, such as
     FSDP2 in a model, holds the group any more.
     """
     deadline = time.monotonic() + _DRAIN_SECS

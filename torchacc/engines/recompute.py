@@ -1,4 +1,4 @@
-"""Let modules of a model be computed again in backward, by whatever function an engine has for that."""
+"""Let modules of a model be computed again in backward, by the engine's own function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -132,7 +132,7 @@ def active_engine() -> Engine | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one engine."""
+    """Whether one engine can run on this machine."""
 
     kind: str
     devices: str | None

@@ -80,11 +80,11 @@ class Attempt:
         Args:
             command: What each of them runs.
             options: How many there are, and where.
-            folder: An empty folder for their output, and what is to be known of them.
+            folder: An empty folder for their output and their progress.
         """
         self.folder = folder
         self.error: str | None = None
-        """What kept torchrun's agent from starting them, or from meeting the other machines."""
+        """Why torchrun's agent could not start them, or did not reach the other machines."""
         self._rendezvous = _meet(options)
         self._agent = _Agent(command, options, folder, self._rendezvous)
         self._thread = threading.Thread(target=self._run, name="torchacc launch", daemon=True)
@@ -141,7 +141,7 @@ class Attempt:
                 process.popen.terminate()
 
     def end(self) -> None:
-        """Kill whatever still runs, what the processes have started included, and let go of the agent."""
+        """Kill the processes that still run, and what they have started, and end the agent."""
         self._agent.is_abandoned = True
         if self.ended_well:  # the agent may wait for those of other machines
             return

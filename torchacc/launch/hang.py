@@ -1,4 +1,4 @@
-"""Which process hangs, when none gets on."""
+"""Find the process that hangs, when none makes progress."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _NUM_FRAMES = 4
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of a process while nobody gets on."""
+    """Where a process is while no process makes progress."""
 
     rank: int
     """Its rank."""

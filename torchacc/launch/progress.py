@@ -22,7 +22,7 @@ from torchacc import env
 FOLDER = "TORCHACC_LAUNCH_FOLDER"
 """The variable by which a launcher tells its processes where to write."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Lets a process write the Python stack of each of its threads; of the signals that nobody else uses."""
+"""Lets a process write the Python stack of each of its threads; of the signals that nothing else uses."""
 
 _RECORD = struct.Struct("=qqqd")
 

@@ -141,7 +141,7 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
 
 
 def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _Reason:
-    """Return once all has ended, or has to."""
+    """Return why the attempt is over, once all processes have ended or have to."""
     reason, deadline = _Reason.ENDED, math.inf
     while not attempt.is_over():
         now = time.monotonic()
@@ -190,7 +190,7 @@ def _await_closed_port(options: LaunchOptions) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Give a list that the signals that ask for the end are added to."""
+    """Hold a context with a list, to which signals that ask the job to end are added."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came

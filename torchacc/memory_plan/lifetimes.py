@@ -46,7 +46,7 @@ _LOSS_INPUTS = {"_log_softmax"}
 _ROW = 32
 """What takes this many times less than a value has a number for each of its rows, and is no reason to keep that."""
 _SMALL_BYTES = 1 << 10
-"""Below this a buffer is not worth a thought."""
+"""Buffers below this are left out."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Trains from a YAML file: stages, their text, and what a person sees of them."""
+"""Train from a YAML file: stages, their text, their metrics and reports."""
 
 from torchacc.train.command import train_production_mode as train_production_mode
 

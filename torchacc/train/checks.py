@@ -1,4 +1,4 @@
-"""What a stage needs from the world and from itself: files, folders, a model that its text fits, a length.
+"""Check what a stage needs: files, folders, a model that its text fits, a length.
 
 All of it is looked at before anything is started. Each message begins with the option that is wrong, by its path below
 the stage or, for a section beside the stages, from the top; `resolve_stage()` puts the file and the line before it.

@@ -33,7 +33,7 @@ _MODULE = ("-m", "torchacc.train")
 
 @dataclass(frozen=True)
 class Start:
-    """How this machine's processes are started. What is None is said by the environment, on several machines."""
+    """How this machine's processes are started. What is None comes from the environment, on several machines."""
 
     node_rank: int | None = None
     """Which of the machines this is."""
@@ -48,7 +48,7 @@ class Start:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a launcher has to stand beside the processes, though there be one only."""
+        """Whether a launcher is needed to watch the processes, even for one."""
         return self.max_restarts > 0 or self.heartbeat_secs is not None
 
 
@@ -145,7 +145,7 @@ def read_launched() -> Job | None:
 
 
 def _read(config: str | Path) -> TrainFile:
-    runtime.let_others_import()  # transformers does, by way of accelerate
+    runtime.prepare_import()  # transformers does, by way of accelerate
     return TrainFile.read(config)
 
 

@@ -212,7 +212,7 @@ class StageConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     """The loop."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
-    """Devices and sharding; a preset of `distributed_examples` can stand in its place."""
+    """Devices and sharding; a preset of `distributed_examples` can replace it."""
     torchacc: dict[StrictStr, Any] = Field(default_factory=dict)
     """Any further options of `torchacc.Config`, such as `{compute: {scan_layers: true}}`."""
 

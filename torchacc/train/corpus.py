@@ -1,4 +1,4 @@
-"""Python's standard library as a text to learn from: it is on every machine, so that nothing has to be downloaded."""
+"""Python's standard library as training text: it is on every machine, so that nothing has to be downloaded."""
 
 import os
 import sysconfig

@@ -53,7 +53,7 @@ class EarlyStopping:
         return self._config is not None and self._waited >= self._config.patience
 
     def see(self, loss: float) -> None:
-        """Learn of an evaluation's loss."""
+        """Note an evaluation's loss."""
         if self._config is not None and loss < self._best - self._config.min_delta:
             self._best, self._waited = loss, 0
         else:

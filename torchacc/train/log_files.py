@@ -1,4 +1,4 @@
-"""Who logs what, and where: rank 0 speaks to the person, and under `logging.debug` each process writes a file."""
+"""Set logging up for a stage: rank 0 logs to the terminal, and under `logging.debug` each process writes a file."""
 
 import logging
 import os

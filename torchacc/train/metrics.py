@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: a bar, a line for each interval, and files: see `docs/monitoring.md`."""
+"""Report a run while it trains: a progress bar, a line for each interval, and files; see `docs/monitoring.md`."""
 
 import math
 import sys
@@ -136,7 +136,7 @@ class _Output:
 
 
 class RunLog:
-    """Writes down what a run measures. Every process makes one and calls it alike; only one of them speaks and writes.
+    """Logs and writes what a run measures. Every process makes one and makes the same calls; only one of them writes.
 
     The values of a step stay on the device until the interval's end, where all are fetched at once: between two such
     moments the host runs ahead of the device. Every process fetches, so that the same tensors live in all of them and

@@ -41,11 +41,11 @@ def test_a_process_may_end_right_after_a_collective(made_by):
 PRINTS_MEANWHILE = """
 import os, subprocess, threading
 import torch.distributed as dist
-from torchacc.engines.process_group import ProcessGroup, hushed_gloo
+from torchacc.engines.process_group import ProcessGroup, gloo_silenced
 from torchacc.env import read_job
 
 ProcessGroup(read_job()).start()
-with hushed_gloo():
+with gloo_silenced():
     thread = threading.Thread(target=print, args=("of a thread",), kwargs={"flush": True})
     thread.start()
     thread.join()

@@ -16,7 +16,7 @@ import torchacc.integrations.hf
 from torchacc import Config, ConfigError, DataError
 from torchacc.integrations.hf import Trainer, TrainingArguments
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own
-from torchacc.integrations.hf.rebind import rebound
+from torchacc.integrations.hf.replaced_globals import with_globals_replaced
 from torchacc.integrations.hf.training_arguments import adopt
 
 
@@ -139,7 +139,7 @@ def test_a_function_that_does_not_use_a_name_is_not_bound_anew():
     def double(value):
         return abs(value) * 2
 
-    assert rebound(double, abs=lambda value: value + 1)(3) == 8
+    assert with_globals_replaced(double, abs=lambda value: value + 1)(3) == 8
     assert double(3) == 6
     with pytest.raises(ImportError, match="double does not use xm"):
-        rebound(double, xm=None)
+        with_globals_replaced(double, xm=None)

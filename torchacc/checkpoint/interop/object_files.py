@@ -52,30 +52,30 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     job = read_job()
     group = ProcessGroup(job)
     target = Path(path)
-    group.agreed(lambda: _check_usable(obj))
+    group.call_on_all(lambda: _check_usable(obj))
     sharded = any(group.all_gather_objects(_is_sharded(obj)))
     save_id = group.broadcast_object(secrets.token_hex(4))
     paths = group.all_gather_objects(str(target.absolute()))
     by_rank = not master_only or (sharded and any(group.all_gather_objects(target.is_dir())))
     if by_rank:
-        group.agreed(lambda: _refuse_split(obj))
+        group.call_on_all(lambda: _refuse_split(obj))
         several_paths = len(set(paths)) == job.num_processes > 1
         several_paths |= job.num_processes == 1 and target.suffix in _FILE_SUFFIXES
         if not several_paths or target.is_dir():
             target = target / f"rank-{job.rank}-of-{job.num_processes}{_kind(obj)}.pth"
         content = _stamped(map_tensors(_own_part, _on_host(obj)), save_id)
-        older = group.agreed(lambda: _older_sets(target, job))
+        older = group.call_on_all(lambda: _older_sets(target, job))
     else:
-        group.agreed(lambda: _refuse_loss(obj))
+        group.call_on_all(lambda: _refuse_loss(obj))
         _refuse_other_copies(obj, group)
         content = _unshard(obj) if sharded else _on_host(obj)
         older = []
     writes = by_rank or job.rank == 0
     partial = unfinished(target)
     try:
-        group.agreed(lambda: _write(content, target, partial) if writes else None)
+        group.call_on_all(lambda: _write(content, target, partial) if writes else None)
         # Only now, lest a rank that could not write leave the others' files without its own, and none of the last save.
-        group.agreed(lambda: partial.replace(target) if writes else None)
+        group.call_on_all(lambda: partial.replace(target) if writes else None)
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ class Backward(Protocol):
     """What takes part in the backward of a model."""
 
     def end_failed_backward(self) -> None:
-        """Do what is left to do once a backward has raised, of this model or of another."""
+        """Clean up after a backward that has raised, of this model or of another."""
 
 
 _taking_part: WeakSet[Backward] = WeakSet()

@@ -16,7 +16,7 @@ from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
-from torchacc.engines.clipping import let_clipping_know
+from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
@@ -26,7 +26,7 @@ from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
-from torchacc.engines.process_group import hushed_gloo
+from torchacc.engines.process_group import gloo_silenced
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
@@ -146,7 +146,7 @@ class NativeEngine(Engine):
         roles = [r for r in (Role.REPLICATE, Role.SHARD, Role.TENSOR) if r is Role.SHARD or mesh.size(r) > 1]
         ranks = sorted(range(mesh.num_devices), key=lambda rank: mesh.index(rank, *roles))
         grid = torch.tensor(ranks, dtype=torch.int).view([mesh.size(role) for role in roles])
-        with hushed_gloo():
+        with gloo_silenced():
             return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(role.value for role in roles))
 
     def random_state(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class NativeModel(ShardedModel):
         if torch_patches.knows_clipping():
             from torchacc.engines.native.gradients import total_norm
 
-            let_clipping_know(self, total_norm)
+            note_total_norm(self, total_norm)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
         shards: dict[torch.Tensor, nn.Parameter] = {
@@ -293,7 +293,7 @@ class NativeModel(ShardedModel):
 
     @contextmanager
     def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Have full parameters on the device, contiguous, for as long as fully_shard() cuts them."""
+        """Hold a context with full parameters on the device, contiguous, while fully_shard() cuts them."""
         parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # DTensors are there
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:
@@ -415,7 +415,7 @@ class NativeModel(ShardedModel):
         return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor that lies like a parameter."""
+        """Return a DTensor that is sharded like a parameter."""
         from torch.distributed.tensor import DTensor
 
         assert isinstance(parameter, DTensor)
@@ -440,7 +440,7 @@ class NativeModel(ShardedModel):
 
 @contextmanager
 def _explain_shards() -> Iterator[None]:
-    """Say what has become of a model whose forward goes around a unit's, which would have gathered its weights."""
+    """Explain the error of a model that uses a unit's weights outside of the unit's forward, where they are shards."""
     try:
         yield
     except RuntimeError as error:
@@ -454,7 +454,7 @@ def _explain_shards() -> Iterator[None]:
 
 
 def _keep_class_name(module: nn.Module) -> None:
-    """Let the subclass that FSDP2 makes be called as the class is: libraries, and reports, look models up by name."""
+    """Give the subclass that FSDP2 makes the name of the class, by which libraries look models up."""
     made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 

@@ -27,7 +27,7 @@ class DeviceCollectives(Collectives):
         Args:
             mesh: The mesh.
             rank: The process.
-            ordinals: PJRT's number of the device of each process, by rank: collectives on devices are told these.
+            ordinals: PJRT's number of the device of each process, by rank, which collectives on devices take.
             meet: Raises unless every process calls it with the same words.
         """
         super().__init__(mesh, rank, meet)

@@ -144,8 +144,8 @@ def other_devices(asked: int, found: int) -> str:
 
 
 @functools.cache
-def tell_of_idle_devices() -> None:
-    """Say it where XLA leaves a GPU or TPUs idle: torch_xla sets PJRT_DEVICE=CPU too, if it is imported first."""
+def warn_of_idle_devices() -> None:
+    """Warn where XLA leaves a GPU or TPUs idle: torch_xla sets PJRT_DEVICE=CPU too, if it is imported first."""
     by_choice = "as PJRT_DEVICE=CPU is set, by you or by importing torch_xla first"
     if chips := tpu.num_chips():
         install = "" if tpu.has_library() else ", once libtpu is installed: `pip install 'torch_xla[tpu]==2.9.0'`"

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
 from torchacc.engines.base import ShardPlacement
-from torchacc.engines.clipping import let_clipping_know
+from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
@@ -157,7 +157,7 @@ class MultiprocessModel(XlaModel):
         self._install_recompute()
         self._move_buffers()
         self._install_forward(self._run)
-        let_clipping_know(self, _total_norm)
+        note_total_norm(self, _total_norm)
         if optimizer is not None:
             remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
 

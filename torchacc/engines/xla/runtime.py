@@ -22,7 +22,7 @@ from torchacc.engines.xla.hardware import (
     check_alone,
     is_running,
     other_devices,
-    tell_of_idle_devices,
+    warn_of_idle_devices,
 )
 from torchacc.engines.xla.hardware import platform as platform
 from torchacc.engines.xla.hardware import runs_on_cpu as runs_on_cpu
@@ -123,8 +123,8 @@ def count_devices() -> int:
     return found
 
 
-def let_others_import() -> None:
-    """Let another library import torch_xla first: it then says nothing, and leaves the device to `start()`."""
+def prepare_import() -> None:
+    """Prepare for another library's import of torch_xla: silence it, and leave the device to `start()`."""
     _hush()
     if platform() != tpu.PLATFORM:  # which torch_xla itself has to choose
         env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
@@ -145,7 +145,7 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
     check_versions()
     env.set_default("PJRT_DEVICE", platform())
     if runs_on_cpu():
-        tell_of_idle_devices()
+        warn_of_idle_devices()
         _ask_for_cpu_devices(num_devices)
     _hush()
     import torch_xla

@@ -32,7 +32,7 @@ _DATA: Any = torch.Tensor.data
 
 
 class Reader(ABC):
-    """How the shards of a model come together where a script reads a value of one."""
+    """Gathers a model's shards where a script reads a value of one."""
 
     num_shards: int
     shard_index: int
@@ -248,7 +248,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class UnshardedCopy(torch.Tensor):
-    """A view of an unsharded copy, which is not to be changed in place, as nobody would see it."""
+    """A view of an unsharded copy. Changing it in place is refused, as the shards would stay as they are."""
 
     __hash__ = object.__hash__
 

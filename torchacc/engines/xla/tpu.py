@@ -16,7 +16,7 @@ PCI_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x00
 """Google's numbers of TPUs on the PCI bus, as torch_xla 2.9 has them."""
 
 ONE_CHIP = "TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_PROCESS_BOUNDS=1,1,1"
-"""What lets a process that nobody has launched see the first chip alone, as `torch_xla` itself sets it."""
+"""Variables that let a process without a launcher see the first chip alone, as `torch_xla` itself sets them."""
 _CHOOSES_CHIPS = ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
 
 
@@ -33,7 +33,7 @@ def has_library() -> bool:
 
 
 def check_library() -> None:
-    """Refuse a machine with TPUs and no libtpu: torch_xla would train on its CPU, without a word.
+    """Refuse a machine with TPUs and no libtpu: torch_xla would silently train on its CPU.
 
     Raises:
         ConfigError: It is one, and PJRT_DEVICE does not choose.

@@ -59,7 +59,7 @@ def load(folder: Path, run: Run) -> Any:
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return on rank 0 the weights that `save_pretrained()` writes, or those of adapters. Collective: every process."""
     # peft asks parts of the model for their names, on rank 0: natively that shards units again which an evaluation has
-    # left unsharded, and the other ranks have to do the same, lest rank 0 alone gather them for the next forward.
+    # left unsharded, and the other ranks have to do the same: else rank 0 alone would gather them in the next forward.
     model.state_dict()
     if not _is_peft_model(model):
         return api.full_state_dict(model, rank0_only=True)
@@ -139,7 +139,7 @@ def _save_adapters(folder: Path, run: Run, tokenizer: Any, extra: Any) -> None:
         torch.save({"weights": weights, "optimizer": optimizer, **states, "random": draws, "extra": extra}, incomplete)
         incomplete.rename(folder / _ADAPTERS_RUN)
 
-    engine.group.agreed(write)
+    engine.group.call_on_all(write)
     engine.set_random_state(drawn)
 
 
@@ -161,7 +161,7 @@ def _load_adapters(folder: Path, run: Run) -> Any:
                 getattr(run, name).load_state_dict(saved[name])
         return saved
 
-    saved = sharded.engine.group.agreed(read)
+    saved = sharded.engine.group.call_on_all(read)
     sharded.engine.sync()
     set_random_state(sharded, saved["random"])
     return saved["extra"]

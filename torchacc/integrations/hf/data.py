@@ -10,28 +10,28 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchacc import api
 from torchacc.engines.base import Engine
 from torchacc.errors import DataError
-from torchacc.integrations.hf.bridge import Bridge
+from torchacc.integrations.hf.accelerator import AcceleratorAdapter
 from torchacc.integrations.hf.losses import IGNORED, are_classes
 
 
 class EvalLoader:
     """The sharded batches of a loader; the rows that complete the last have labels that no loss counts.
 
-    While a batch is worked on, the bridge knows how many of its rows are the dataset's own.
+    While a batch is worked on, the adapter knows how many of its rows are the dataset's own.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", bridge: Bridge, model: nn.Module) -> None:
+    def __init__(self, loader: "DataLoader[Any]", accelerator: AcceleratorAdapter, model: nn.Module) -> None:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
             raise DataError(
                 f"a {type(loader.dataset).__name__} does not say how many rows it has, so that those that fill up the "
                 "last batch of all devices could not be told from them: evaluate on a dataset with a length"
             )
         self.dataset = loader.dataset
-        self.num_rows = loader.batch_size * bridge.engine.mesh.num_data_shards
+        self.num_rows = loader.batch_size * accelerator.engine.mesh.num_data_shards
         """Rows of a batch of all devices."""
         self.num_filling = 0 if loader.drop_last else -len(loader.dataset) % self.num_rows  # type: ignore[arg-type]
         """Rows that complete the last batch."""
-        self._bridge = bridge
+        self._accelerator = accelerator
         self._sharded = api.shard_loader(loader, model)
 
     def __len__(self) -> int:
@@ -39,15 +39,15 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Any]:
         left = len(self.dataset)  # type: ignore[arg-type]
-        state = self._bridge.gradient_state
+        state = self._accelerator.gradient_state
         try:
             for index, batch in enumerate(self._sharded, start=1):
-                self._bridge.num_rows = min(left, self.num_rows)
+                self._accelerator.num_rows = min(left, self.num_rows)
                 state.end_of_dataloader = index == len(self._sharded)
-                yield masked(batch, self._bridge.engine, self.num_rows - self._bridge.num_rows)
+                yield masked(batch, self._accelerator.engine, self.num_rows - self._accelerator.num_rows)
                 left -= self.num_rows
         finally:
-            self._bridge.num_rows, state.end_of_dataloader = None, False
+            self._accelerator.num_rows, state.end_of_dataloader = None, False
 
 
 def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
@@ -70,7 +70,7 @@ def masked(batch: Any, engine: Engine, num_filling: int) -> Any:
         return batch
     batch = copy.copy(batch)
     for name in names:
-        labels = batch[name].cpu().clone()  # moved as batches are, lest the step's program be another one
+        labels = batch[name].cpu().clone()  # moved as batches are: otherwise the step would be another program
         labels[num_own(engine, len(labels), num_filling) :] = IGNORED
         batch[name] = engine.put(labels)
     return batch

@@ -1,4 +1,4 @@
-"""What a loss is the mean of: each device's own is to count in that of all devices by how many of them it has."""
+"""Find out what a loss is the mean of, to weigh each device's loss in the mean over all devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ IGNORED = -100
 """A label that no loss counts."""
 
 LossOf = Callable[[dict[str, Any], float], float]
-"""Returns this process's own loss of inputs, told a number of items. Collective."""
+"""Returns this process's own loss of inputs, given a number of items. Collective."""
 Agree = Callable[[Any], list[Any]]
 """Returns what each process passed. Collective."""
 
@@ -26,7 +26,7 @@ class MeanOf(Enum):
     """What the loss of a batch is the mean of."""
 
     STEP = auto()
-    """All labels of a step: it is a sum, divided by the number of items that it is told."""
+    """All labels of a step: it is a sum, divided by the number of items that is passed."""
     LABELS = auto()
     """The batch's labels that are not -100."""
     NEXT_LABELS = auto()
@@ -71,16 +71,16 @@ def find_mean(loss_of: LossOf, inputs: dict[str, Any], label_names: Sequence[str
     if torch.is_tensor(labels) and not labels.is_floating_point():
         inputs = {**inputs, "labels": labels.masked_fill(labels == IGNORED, 0)}  # any class will do
     full = loss_of(inputs, 1.0)
-    if "labels" in inputs and _agreed([_divided(full, loss_of(inputs, 2.0))], agree) is MeanOf.STEP:
+    if "labels" in inputs and _first_found_by_all([_divided(full, loss_of(inputs, 2.0))], agree) is MeanOf.STEP:
         return MeanOf.STEP
     if ("labels" in names and len(names) > 1) or not all(torch.is_tensor(inputs[name]) for name in names):
         return MeanOf.UNKNOWN
     found = _label_means if are_classes(labels) else _row_means
-    return _agreed(found(full, loss_of, inputs), agree)
+    return _first_found_by_all(found(full, loss_of, inputs), agree)
 
 
-def _agreed(found: list[MeanOf], agree: Agree) -> MeanOf:
-    """Return the first that all processes have found possible."""
+def _first_found_by_all(found: list[MeanOf], agree: Agree) -> MeanOf:
+    """Return the first kind of mean that all processes have found possible."""
     first, *others = agree(found)
     return next((kind for kind in first if all(kind in other for other in others)), MeanOf.UNKNOWN)
 
@@ -137,7 +137,7 @@ def class_name(model: nn.Module) -> str:
 
 
 class Smoother(LabelSmoother):  # type: ignore[misc]
-    """transformers' label smoothing, told once whether labels are those of the next tokens.
+    """transformers' label smoothing, which decides once whether labels are those of the next tokens.
 
     transformers asks the name of the model's class each time, which FSDP2 changes.
     """

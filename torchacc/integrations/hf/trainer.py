@@ -23,10 +23,10 @@ from torchacc.engines.base import Engine, sharded_model
 from torchacc.engines.device_losses import kept_by_devices
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
-from torchacc.integrations.hf.bridge import Bridge
+from torchacc.integrations.hf.accelerator import AcceleratorAdapter
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own, uneven
 from torchacc.integrations.hf.losses import MeanOf, Smoother, are_classes, class_name, find_mean, rows_of
-from torchacc.integrations.hf.rebind import rebound
+from torchacc.integrations.hf.replaced_globals import with_globals_replaced
 from torchacc.integrations.hf.training_arguments import Devices, TrainingArguments, adopt
 
 _Theirs: Any = transformers.Trainer
@@ -88,8 +88,8 @@ class Trainer(_Theirs):  # type: ignore[misc]
     # ---- Devices
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Put the bridge to torchacc in the place of accelerate's Accelerator."""
-        self.accelerator = Bridge()
+        """Put the adapter of torchacc in the place of accelerate's Accelerator."""
+        self.accelerator = AcceleratorAdapter()
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = False
@@ -315,14 +315,16 @@ class Trainer(_Theirs):  # type: ignore[misc]
 
     # ---- The loop, which is transformers'
 
-    _train_epoch: Callable[..., None] = rebound(
+    _train_epoch: Callable[..., None] = with_globals_replaced(
         _Theirs._run_epoch, skip_first_batches=lambda loader, num_batches: loader, **_DEVICE
     )
-    evaluation_loop = rebound(_Theirs.evaluation_loop, **_DEVICE)
-    _log_save_evaluate: Callable[..., None] = rebound(
+    evaluation_loop = with_globals_replaced(_Theirs.evaluation_loop, **_DEVICE)
+    _log_save_evaluate: Callable[..., None] = with_globals_replaced(
         _Theirs._maybe_log_save_evaluate, nested_gather=lambda loss, mode: loss, **_DEVICE
     )
-    _write_checkpoint: Callable[..., None] = rebound(_Theirs._save_checkpoint, is_torch_xla_available=lambda: False)
+    _write_checkpoint: Callable[..., None] = with_globals_replaced(
+        _Theirs._save_checkpoint, is_torch_xla_available=lambda: False
+    )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step == self._initial_global_step:
@@ -353,7 +355,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         def look() -> str | None:
             return str(checkpoints.newest(Path(self.args.output_dir))) if group.job.rank == 0 else None
 
-        return group.broadcast_object(group.agreed(look))  # type: ignore[no-any-return]
+        return group.broadcast_object(group.call_on_all(look))  # type: ignore[no-any-return]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check the checkpoint; `_load_optimizer_and_scheduler()` loads all of it."""
@@ -406,7 +408,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
             self._save_run(folder)
             return
         weights = checkpoints.full_weights(self.model)
-        self._engine.group.agreed(lambda: self._save(str(folder), state_dict=weights))
+        self._engine.group.call_on_all(lambda: self._save(str(folder), state_dict=weights))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

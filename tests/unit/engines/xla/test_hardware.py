@@ -110,11 +110,11 @@ def test_chips_without_libtpu_are_refused_and_not_left_for_the_cpu(chips, monkey
 def test_chips_that_are_left_idle_are_warned_of(chips, monkeypatch, caplog, installed):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(tpu, "has_library", lambda: installed)
-    hardware.tell_of_idle_devices.cache_clear()
-    hardware.tell_of_idle_devices()
+    hardware.warn_of_idle_devices.cache_clear()
+    hardware.warn_of_idle_devices()
     assert "has 4 TPU chips, as PJRT_DEVICE=CPU is set" in caplog.text
     assert ("once libtpu is installed" in caplog.text) is not installed
-    hardware.tell_of_idle_devices.cache_clear()
+    hardware.warn_of_idle_devices.cache_clear()
 
 
 # One process for each device

@@ -26,8 +26,8 @@ class GradientState:
         self.sync_gradients = sync_gradients
 
 
-class Bridge:
-    """Stands in the place of an `Accelerator`: moves nothing, wraps nothing, starts nothing."""
+class AcceleratorAdapter:
+    """Has the interface of an `Accelerator`, and moves, wraps and starts nothing."""
 
     distributed_type = DistributedType.NO
     num_processes = 1

@@ -1,4 +1,4 @@
-"""Run a function of another library with a few of its module's names meaning something else, for that call alone."""
+"""Run a function of another library with some of its module's globals replaced, for that call alone."""
 
 import functools
 import importlib.metadata
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Return a copy of a function in which names of its module mean what is given; the module stays as it is.
+def with_globals_replaced(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return a copy of a function with globals of its module replaced; the module itself is not changed.
 
     Raises:
         ImportError: The function does not use one of the names: it is of a version that is not known here.
