@@ -7,6 +7,7 @@ in all threads. What runs only because a module is loaded does not count.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -45,10 +46,15 @@ model_config_tiny: {{model_type: gpt2, n_layer: 1, n_head: 2, n_embd: 8, n_posit
 
 
 class Walk:
-    """Notes which functions of the package run while it is recorded."""
+    """Notes which functions of a package run while it is recorded."""
 
-    def __init__(self) -> None:
-        """Note nothing yet."""
+    def __init__(self, package: Path) -> None:
+        """Note nothing yet.
+
+        Args:
+            package: The package's folder.
+        """
+        self._package = package
         self.functions: dict[CodeType, str | None] = {}
         """Each function that was entered, and its file in the package; None for what is not to be counted."""
 
@@ -81,23 +87,27 @@ class Walk:
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code not in self.functions:
-            path = _path_in_package(frame)
-            if path is None or not _is_loading(frame):
+            path = self._path_of(frame)
+            if path is None or not self._is_loading(frame):
                 self.functions[frame.f_code] = path
 
+    def _path_of(self, frame: FrameType) -> str | None:
+        file = Path(frame.f_code.co_filename)
+        return file.relative_to(self._package.parent).as_posix() if file.is_relative_to(self._package) else None
 
-def _path_in_package(frame: FrameType) -> str | None:
-    parts = Path(frame.f_code.co_filename).parts
-    return "/".join(parts[parts.index(PACKAGE) :]) if PACKAGE in parts and "site-packages" not in parts else None
+    def _is_loading(self, frame: FrameType | None) -> bool:
+        """Return whether a function runs because a module of the package is loaded."""
+        while frame is not None:
+            if frame.f_code.co_name == "<module>" and self._path_of(frame) is not None:
+                return True
+            frame = frame.f_back
+        return False
 
 
-def _is_loading(frame: FrameType | None) -> bool:
-    """Return whether a function runs because a module of the package is loaded."""
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and _path_in_package(frame) is not None:
-            return True
-        frame = frame.f_back
-    return False
+def _package() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None, PACKAGE
+    return Path(str(spec.origin)).parent
 
 
 def walk_with(engine: str, folder: Path) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def walk_with(engine: str, folder: Path) -> dict[str, Any]:
     config.dist.fsdp.use_spmd = engine == "xla-spmd"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    walks = {name: Walk() for name in ("shard", "batch", "checkpoint")}
+    walks = {name: Walk(_package()) for name in ("shard", "batch", "checkpoint")}
     with walks["shard"].recorded():
         model, loader = torchacc.accelerate(model, DataLoader(torch.ones(8, 4), batch_size=2), config)
     with walks["batch"].recorded():
@@ -138,7 +148,7 @@ def walk_of_trainer(folder: Path) -> dict[str, Any]:
 
     (folder / "text.txt").write_text("One line of text, and another one.\n" * 40, encoding="utf-8")
     (folder / "config.yaml").write_text(STAGE.format(folder=folder), encoding="utf-8")
-    walk = Walk()
+    walk = Walk(_package())
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if len(optimizer.param_groups[0]["params"]) > _TRIED:

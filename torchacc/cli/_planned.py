@@ -12,7 +12,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.config.names import did_you_mean
 from torchacc.config.text_file import read_json, read_text
-from torchacc.config.yaml_values import parse
+from torchacc.config.yaml_file import parse
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import count_states, find_optimizer

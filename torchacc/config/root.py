@@ -10,8 +10,7 @@ from typing_extensions import Self
 
 from torchacc.config.names import oddness, shown_name
 from torchacc.config.sections import ComputeConfig, DataLoaderConfig, DistConfig, MemoryConfig, Section
-from torchacc.config.yaml_file import YamlFile
-from torchacc.config.yaml_values import NUMBER, parse
+from torchacc.config.yaml_file import NUMBER, YamlFile, parse
 from torchacc.errors import ConfigError, in_one_line, shown
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchacc.config import Config
 from torchacc.config.sections import Section
-from torchacc.config.yaml_values import parse
+from torchacc.config.yaml_file import parse
 from torchacc.errors import ConfigError
 
 SECONDS, MEMORY = 20.0, 512 << 20

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchacc.config.yaml_values import parse
+from torchacc.config.yaml_file import parse
 from torchacc.errors import ConfigError
 
 LIMIT = 10.0
