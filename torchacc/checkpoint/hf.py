@@ -315,8 +315,7 @@ class _Workshop:
         return self._kept[1]
 
     def _read(self, key: str) -> torch.Tensor:
-        region = self.folder.model[key]
-        return self.folder.read(key, region).view(region.shape).to(self._dtype(key))
+        return self.folder.stored(key, self.folder.model[key]).read().to(self._dtype(key))
 
     def _dtype(self, key: str) -> torch.dtype:
         # As from_pretrained() does it: first to the model's dtype, then the conversion.

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from torchacc.checkpoint.interop.rank_consolidation import Output
+from torchacc.checkpoint.interop.conversion import ConversionPlan, execute
+from torchacc.checkpoint.interop.rank_conversion import Output
 from torchacc.checkpoint.interop.rank_files import Part
-from torchacc.checkpoint.interop.rank_transfers import ConversionPlan, execute
 from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError, printable
 
@@ -60,8 +60,7 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare all checksums of the input before anything is written, and read the output back; "
-        "without it, those of what is copied are compared in passing",
+        help="compare all checksums of the input, also those of what is not copied, and read the output back",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
 

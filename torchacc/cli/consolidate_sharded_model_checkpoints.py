@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from torchacc.checkpoint.interop.conversion import ConversionPlan
 from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
-from torchacc.checkpoint.interop.rank_transfers import ConversionPlan
 from torchacc.cli import _converting
 from torchacc.cli._errors import exit_status
 

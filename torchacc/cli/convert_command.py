@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchacc.checkpoint.format.locks import clear_unfinished
+from torchacc.checkpoint.format.unfinished import clear_unfinished
 from torchacc.checkpoint.formats import format_of
 from torchacc.checkpoint.interop.dcp_convert import export_dcp, import_dcp
-from torchacc.checkpoint.interop.rank_consolidation import Output
-from torchacc.checkpoint.interop.rank_conversion import plan_consolidation, plan_conversion
+from torchacc.checkpoint.interop.rank_conversion import Output, plan_consolidation, plan_conversion
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError, printable

@@ -27,8 +27,8 @@ import torchacc
 from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
+from torchacc.checkpoint.interop.conversion import execute
 from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.interop.rank_transfers import execute
 from torchacc.errors import CheckpointError, ConfigError, DataError
 
 OURS = (CheckpointError, ConfigError, DataError)

@@ -19,9 +19,8 @@ from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import locks
 from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.rank_consolidation import Output
-from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
-from torchacc.checkpoint.interop.rank_transfers import execute
+from torchacc.checkpoint.interop.conversion import execute
+from torchacc.checkpoint.interop.rank_conversion import Output, plan_consolidation
 from torchacc.errors import CheckpointError
 
 
@@ -66,7 +65,7 @@ def test_each_flipped_bit_of_a_rank_file_is_caught(tmp_path):
     original = path.read_bytes()
     for _ in range(20):
         flip_in_tensor(path, chance)
-        with pytest.raises(CheckpointError, match="is damaged: the checksum of its record .*data/0 is another"):
+        with pytest.raises(CheckpointError, match="is damaged: the checksum of its record .*data/0 is wrong"):
             torchacc.load(path)
         path.write_bytes(original)
     assert torchacc.load(path)["model"]["w"].shape == (300,)

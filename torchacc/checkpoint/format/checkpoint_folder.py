@@ -90,11 +90,6 @@ class CheckpointFolder:
     ) -> None:
         self._close()
 
-    @property
-    def files(self) -> list[str]:
-        """Names of the files that the manifest lists."""
-        return list(self._segments)
-
     def has(self, name: str) -> bool:
         """Return whether there is such a file."""
         return name in self._segments if self.is_verified else (self.path / name).is_file()
@@ -129,25 +124,6 @@ class CheckpointFolder:
                 target.copy_(elements)
 
         return StoredTensor(region.shape, region.dtype, f"{region.path}: {name}", fill)
-
-    def read(self, name: str, region: FileRegion, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return consecutive elements of a tensor.
-
-        Args:
-            name: The tensor's, for an error's message.
-            region: Where it lies.
-            start: The first element.
-            stop: The one after the last; None for all of the tensor.
-
-        Returns:
-            A host tensor of one dimension and the region's dtype.
-
-        Raises:
-            CheckpointError: What is on the disk is not what was written.
-        """
-        elements = torch.empty((region.numel if stop is None else stop) - start, dtype=region.dtype)
-        self.stored(name, region).fill(elements, start)
-        return elements
 
     def verify_headers(self) -> None:
         """Verify what a load of all tensors does not read: the files' headers, and the small files."""

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import socket
 import time
@@ -22,7 +21,6 @@ _log = get_logger(__name__)
 
 _PATIENCE_SECS = 3.0
 """How long a process that was just killed may take to be gone."""
-_UNFINISHED = re.compile(r"\..+\.([0-9a-f]{8}-\d+-[0-9a-f]{8})\.incomplete")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 """What a file system without locks answers."""
 
@@ -30,42 +28,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 def new_token() -> str:
     """Return a name for something unfinished, which says which process makes it."""
     return f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def unfinished(path: Path) -> Path:
-    """Return a hidden name beside a path, under which this process may make what is to lie there."""
-    return path.with_name(f".{path.name}.{new_token()}.incomplete")
-
-
-def clear_unfinished(folder: Path, *contents: str) -> None:
-    """Remove from a folder what killed processes of this machine have left under names of `unfinished()`. Never raises.
-
-    Args:
-        folder: Where to look.
-        contents: Names of the files to remove from those that are folders; others stay, and so does their folder.
-    """
-    with suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            found = _UNFINISHED.fullmatch(path.name)
-            if found is None:
-                continue
-            if not is_abandoned(found[1]):
-                _log.info("%s is of a process that runs, or ran on another machine: remove it if that has ended", path)
-                continue
-            remove_unfinished(path, *contents)
-
-
-def remove_unfinished(path: Path, *contents: str) -> None:
-    """Remove what lies under a name of `unfinished()`: a file, or a folder of files of these names. Never raises."""
-    if not path.is_dir() or path.is_symlink():
-        with suppress(OSError):
-            path.unlink()
-        return
-    for name in contents:
-        with suppress(OSError):
-            (path / name).unlink()
-    with suppress(OSError):
-        path.rmdir()
 
 
 def is_abandoned(token: str) -> bool:

@@ -63,8 +63,8 @@ class Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
 
-    def __init__(self, pickled: bytes, *, encoding: str = "ASCII") -> None:
-        super().__init__(io.BytesIO(pickled), encoding=encoding)
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(io.BytesIO(pickled))
 
     @override
     def find_class(self, module: str, name: str) -> Any:

@@ -61,10 +61,6 @@ class FileRegion(NamedTuple):
         """Bytes that the tensor takes."""
         return self.numel * self.dtype.itemsize
 
-    def within(self, folder: Path) -> "FileRegion":
-        """Return the same region in the file of that name in a folder."""
-        return self._replace(path=folder / self.path)
-
 
 class SafetensorsLayout(NamedTuple):
     """A safetensors file that is yet to be made."""

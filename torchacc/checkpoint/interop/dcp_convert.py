@@ -6,7 +6,6 @@ Both run in one process, without a device and without a process group, in the me
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 from torchacc.checkpoint.format import json_codec
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.format.commit import FolderWriter
-from torchacc.checkpoint.format.locks import clear_unfinished, remove_unfinished, unfinished
-from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
+from torchacc.checkpoint.format.unfinished import unfinished_paths
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.interop.rank_consolidation import pretrained_files, tied_head
+from torchacc.checkpoint.interop.pretrained_folder import HEAD, pretrained_files, tied_head
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
 from torchacc.checkpoint.saver import PendingSave
 from torchacc.errors import CheckpointError
@@ -32,7 +30,6 @@ _log = get_logger(__name__)
 Progress = Callable[[int, int], None]
 """Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
-_HEAD = "lm_head.weight"
 _Stored = dict[str, tuple[str, FileRegion]]
 """Key in the folder that is written -> name in the checkpoint, and where it lies there."""
 
@@ -60,8 +57,11 @@ def export_dcp(
     Raises:
         CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
     """
-    new = _new_folder(Path(target).absolute())
-    with CheckpointFolder(checkpoint) as folder, new as path:
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already: name another folder, or remove it first")
+    with CheckpointFolder(checkpoint) as folder, unfinished_paths([target], *FILES) as [path]:
+        path.mkdir()
         stored: _Stored = {}
         state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
         if folder.has("optimizer.json"):
@@ -70,7 +70,7 @@ def export_dcp(
 
         def read(key: str) -> torch.Tensor:
             name, region = stored[key]
-            tensor = folder.read(name, region).view(region.shape)
+            tensor = folder.stored(name, region).read()
             if progress is not None:
                 progress(region.nbytes, total)
             return tensor
@@ -113,7 +113,7 @@ def import_dcp(
         _log.info("%s: left out %d entries, such as %s", source, len(contents.left), ", ".join(contents.left[:4]))
     files = {}
     if config_from is not None:
-        files = {path.name: path.read_bytes() for path in pretrained_files(_existing(Path(config_from)))}
+        files = pretrained_files(_existing(Path(config_from)))
         _leave_out_tied_head(folder, contents, Path(config_from))
     tensors: dict[str, torch.Tensor] = {}
     stems = {"model": contents.model}
@@ -155,7 +155,7 @@ def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any
         parameter, _, key = name.rpartition("/")
         state.setdefault(parameter, {})[key] = _meta(region)
         stored[f"optim.state.{parameter}.{key}"] = name, region
-    tensors = {name: folder.read(name, region).view(region.shape) for name, region in folder.state.items()}
+    tensors = {name: folder.stored(name, region).read() for name, region in folder.state.items()}
     described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
     for parameter, values in described["values"].items():
         state.setdefault(parameter, {}).update(values)
@@ -183,7 +183,7 @@ def _aliases(folder: CheckpointFolder) -> dict[str, str]:
 
 def _leave_out_tied_head(folder: DcpFolder, contents: Contents, config_from: Path) -> None:
     """Store a tied head under its first name alone, as `save()` does; it is in such a folder under both."""
-    others = {name: key for name, key in contents.model.items() if name != _HEAD}
+    others = {name: key for name, key in contents.model.items() if name != HEAD}
     for alias, name in tied_head(config_from, others).items():
         if alias in contents.model and torch.equal(
             folder.read(contents.model[alias]), folder.read(contents.model[name])
@@ -231,25 +231,3 @@ def _write(
     writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     writer.join()
     PendingSave(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder that becomes the target when the context is left, and is removed where that fails."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there already: name another folder, or remove it first")
-    made = unfinished(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        clear_unfinished(target.parent, *FILES)
-        made.mkdir()
-        yield made
-        sync_folder(made)
-        if target.exists():
-            target.rmdir()
-        made.rename(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}; nothing is left of it") from None
-    finally:
-        remove_unfinished(made, *FILES)

@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,6 @@ FILES = ("__0_0.distcp", METADATA, f"{METADATA}.tmp")
 """The files that `write_dcp()` makes."""
 _GARBAGE_BYTES = 64 << 20
 """How much of what was written may be left in memory."""
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
 
 
 class DcpFolder:
@@ -68,6 +66,7 @@ class DcpFolder:
         """
         entry = self.tensors[key]
         full = torch.empty(entry.size, dtype=entry.properties.dtype)
+        is_read = torch.zeros(entry.size, dtype=torch.bool)
         for chunk in entry.chunks:
             if prod(chunk.sizes):
                 part = self._load(key, tuple(chunk.offsets))
@@ -79,7 +78,11 @@ class DcpFolder:
                 if part.shape == full.shape:
                     return part.contiguous()
                 begins_and_sizes = zip(chunk.offsets, chunk.sizes, strict=True)
-                full[tuple(slice(begin, begin + size) for begin, size in begins_and_sizes)] = part
+                where = tuple(slice(begin, begin + size) for begin, size in begins_and_sizes)
+                full[where] = part
+                is_read[where] = True
+        if not is_read.all():  # as there are as many elements as it has
+            raise CheckpointError(f"{self.path / METADATA}: parts of {key}, of shape {tuple(full.shape)}, overlap")
         return full
 
     def value(self, key: str) -> Any:
@@ -99,7 +102,7 @@ class DcpFolder:
             self._locate(key)
             self.values.append(key)
             return
-        _check_cover(self.path / METADATA, key, tuple(entry.size), entry.chunks)
+        _check_parts(self.path / METADATA, key, tuple(entry.size), entry.chunks)
         for chunk in entry.chunks:
             if prod(chunk.sizes):  # what has no elements need not be stored
                 path, start, nbytes = self._locate(key, tuple(chunk.offsets))
@@ -268,8 +271,8 @@ def _key_paths(planner_data: Any) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(path) for key, path in planner_data.items() if isinstance(path, (tuple, list))}
 
 
-def _check_cover(path: Path, key: str, shape: tuple[int, ...], chunks: Iterable["ChunkStorageMetadata"]) -> None:
-    """Refuse chunks that are not each element of a tensor once: those that are as many, and of which no two overlap."""
+def _check_parts(path: Path, key: str, shape: tuple[int, ...], chunks: Iterable["ChunkStorageMetadata"]) -> None:
+    """Refuse chunks that do not lie within a tensor, or have not as many elements as it."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     for offsets, sizes in boxes:
         inside = len(offsets) == len(sizes) == len(shape) and all(
@@ -279,26 +282,7 @@ def _check_cover(path: Path, key: str, shape: tuple[int, ...], chunks: Iterable[
         if not inside:
             raise CheckpointError(f"{path}: {key}, of shape {shape}, has a part {sizes} at {offsets}")
     numel = sum(prod(sizes) for _, sizes in boxes)
-    if numel != prod(shape) or _overlap([box for box in boxes if prod(box[1])]):
+    if numel != prod(shape):
         raise CheckpointError(
             f"{path}: the parts of {key}, of shape {shape}, have {numel} elements: some are missing, or there twice"
         )
-
-
-def _overlap(boxes: Sequence[_Box]) -> bool:
-    """Return whether two boxes that are not empty have an element in common."""
-    if len(boxes) < 2:
-        return False
-    dims = range(len(boxes[0][0]))
-    if not dims:
-        return True
-    # They are passed along the dimension in which most are apart, and compared with those that reach as far.
-    dim = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
-    reaching: list[_Box] = []
-    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
-        reaching = [(begin, size) for begin, size in reaching if begin[dim] + size[dim] > offsets[dim]]
-        for begin, size in reaching:
-            if all(begin[d] < offsets[d] + sizes[d] and offsets[d] < begin[d] + size[d] for d in dims):
-                return True
-        reaching.append((offsets, sizes))
-    return False

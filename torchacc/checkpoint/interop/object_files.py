@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.checkpoint.format.locks import clear_unfinished, unfinished
 from torchacc.checkpoint.format.manifest import as_bytes, digest
+from torchacc.checkpoint.format.unfinished import clear_unfinished, unfinished
 from torchacc.checkpoint.interop.pth import load_pth, read_pth
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel

@@ -1,18 +1,43 @@
 """Consolidate rank files into full tensors, or reshard them for another number of ranks: no device, no job."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.interop.pth import NewTensor
-from torchacc.checkpoint.interop.rank_consolidation import Output, full_model, plan_model, plan_optimizer
+from torchacc.checkpoint.format.safetensors_files import plan_safetensors, safetensors_index
+from torchacc.checkpoint.interop.conversion import (
+    ConversionPlan,
+    NewFile,
+    Progress,
+    execute,
+    pth_file,
+    safetensors_file,
+    small_file,
+    verify_sources,
+)
+from torchacc.checkpoint.interop.new_tensors import NewTensor
+from torchacc.checkpoint.interop.pretrained_folder import pretrained_files, tied_head
+from torchacc.checkpoint.interop.rank_contents import full_model, full_optimizer, resharded
 from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
-from torchacc.checkpoint.interop.rank_resharding import plan_resharding
-from torchacc.checkpoint.interop.rank_transfers import ConversionPlan, Progress, Transfer, execute, load
 from torchacc.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a consolidated model is written."""
+
+    format: Literal["pth", "safetensors"] = "pth"
+    """One `.pth` file, `{"model": …}`, or a folder that `from_pretrained` opens."""
+    max_shard_size: int | None = None
+    """Bytes of tensors in one safetensors file."""
+    dtype: torch.dtype | None = None
+    """What floating tensors are cast to; None leaves them as they are."""
+    config_from: Path | None = None
+    """The folder with `config.json` and the tokenizer; None for that of the rank files."""
 
 
 def consolidate_sharded_model_checkpoints(
@@ -52,7 +77,7 @@ def consolidate_sharded_model_checkpoints(
     if not save_model:
         return _in_memory(files, workers), None
     target = _target(ckpt_prefix, save_path, Output())
-    execute(plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
+    execute(_plan_model(files, target, Output()), workers=workers, verify=verify, progress=progress)
     state: dict[str, Any] = torch.load(target, mmap=True, weights_only=True)["model"]
     return state, str(target)
 
@@ -63,7 +88,7 @@ def plan_consolidation(prefix: str, suffix: str, save_path: str, output: Output)
     Raises:
         CheckpointError: The files are not a complete set.
     """
-    return plan_model(find_model_files(prefix, suffix), _target(prefix, save_path, output), output)
+    return _plan_model(find_model_files(prefix, suffix), _target(prefix, save_path, output), output)
 
 
 def find_model_files(prefix: str, suffix: str) -> RankFiles:
@@ -127,17 +152,70 @@ def plan_conversion(
     for part, files in found.items():
         name = (names or {}).get(part)
         if num_ranks > 1:
-            plans.append(
-                plan_resharding(files, num_ranks, _namer(target, name or f"rank-*-of-*-{part}.pth", num_ranks))
-            )
+            path_of = _namer(target, name or f"rank-*-of-*-{part}.pth", num_ranks)
+            new = [pth_file(path_of(rank), content) for rank, content in enumerate(resharded(files, num_ranks))]
+            plans.append(ConversionPlan(files.paths, tuple(new)))
         elif part == "optimizer":
-            plans.append(plan_optimizer(files, target / (name or "optimizer_consolidated.pth")))
+            file = pth_file(target / (name or "optimizer_consolidated.pth"), {"optimizer": full_optimizer(files)})
+            plans.append(ConversionPlan(files.paths, (file,)))
         else:
-            in_folder = output.format == "safetensors"
+            is_folder = output.format == "safetensors"
             plans.append(
-                plan_model(files, target if in_folder else target / (name or "model_consolidated.pth"), output)
+                _plan_model(files, target if is_folder else target / (name or "model_consolidated.pth"), output)
             )
-    return _joined(plans)
+    return ConversionPlan(
+        sources=tuple(dict.fromkeys(path for plan in plans for path in plan.sources)),
+        files=tuple(file for plan in plans for file in plan.files),
+        stale=tuple(path for plan in plans for path in plan.stale),
+    )
+
+
+def _plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPlan:
+    """Plan to write a full model into a file, or into a folder if the format is safetensors."""
+    state = _with_tied(files, output)
+    if output.format == "pth":
+        return ConversionPlan(files.paths, (pth_file(target, {"model": state}),))
+    new = _hugging_face(files, state, target, output)
+    written = {file.path for file in new}
+    stale = [path for path in target.glob("model*.safetensors*") if path not in written]
+    return ConversionPlan(files.paths, tuple(new), tuple(stale))
+
+
+def _with_tied(files: RankFiles, output: Output) -> dict[str, Any]:
+    """Return a model's full state with the aliases of tied parameters.
+
+    torch_xla does not note which parameters are tied. Where the model's `config.json` says that the head is tied, and
+    there is none, it is added: what a causal language model's `load_state_dict()` expects.
+    """
+    state = full_model(files, output.dtype)
+    aliases = dict(files.tied) or tied_head(_folder(files, output), state)
+    return state | {alias: state[name] for alias, name in aliases.items() if name in state}
+
+
+def _hugging_face(files: RankFiles, state: Mapping[str, Any], target: Path, output: Output) -> list[NewFile]:
+    by_name: dict[str, NewTensor] = {}
+    stored: set[NewTensor] = set()
+    for name, value in state.items():
+        if not isinstance(value, NewTensor):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__} and no tensor: write a .pth file, which can hold it"
+            )
+        if value not in stored:  # a tied one is stored once
+            by_name[name] = value
+            stored.add(value)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in by_name.items()}
+    layouts = plan_safetensors(shapes, "model", output.max_shard_size)
+    new: list[NewFile] = [safetensors_file(target / name, layout, by_name) for name, layout in layouts.items()]
+    if len(layouts) > 1:
+        new.append(small_file(target / "model.safetensors.index.json", safetensors_index(layouts).encode()))
+    folder = _folder(files, output)
+    if folder.resolve() != target.resolve():
+        new += [small_file(target / name, data) for name, data in pretrained_files(folder, output.dtype).items()]
+    return new
+
+
+def _folder(files: RankFiles, output: Output) -> Path:
+    return output.config_from or files.paths[0].parent
 
 
 def _target(prefix: str, save_path: str, output: Output) -> Path:
@@ -174,17 +252,9 @@ def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:
     return lambda rank: folder / f"{before}{rank}{between}{num_ranks}{after}"
 
 
-def _joined(plans: Sequence[ConversionPlan]) -> ConversionPlan:
-    return ConversionPlan(
-        sources=tuple(dict.fromkeys(path for plan in plans for path in plan.sources)),
-        files=tuple(file for plan in plans for file in plan.files),
-        transfers=tuple(transfer for plan in plans for transfer in plan.transfers),
-        stale=tuple(path for plan in plans for path in plan.stale),
-    )
-
-
 def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
-    transfers: list[Transfer] = []
-    state = full_model(files, transfers, Output())
-    tensors = load(transfers, workers=workers)
+    state = _with_tied(files, Output())
+    new = {value: None for value in state.values() if isinstance(value, NewTensor)}
+    verify_sources(new, files.paths, workers)
+    tensors = {each: each.read() for each in new}
     return {name: tensors[value] if isinstance(value, NewTensor) else value for name, value in state.items()}

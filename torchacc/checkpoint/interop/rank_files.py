@@ -18,8 +18,8 @@ import torch
 
 from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import FileRegion
+from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, short
 from torchacc.checkpoint.interop.pth import read_pth
-from torchacc.checkpoint.interop.rank_transfers import Source
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
@@ -96,7 +96,7 @@ class Sharded:
                 f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
                 f"{self.parameter.shape}: the tensor and shard_metadata contradict each other"
             )
-        for slot, held in self.sources:
+        for slot, _, held in self.sources:
             is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:]
             is_flat = is_flat and (bool(slot.shape) or not self.parameter.shape)
             if not is_flat or slot.numel not in (held, first.numel) or slot.dtype != first.dtype:
@@ -109,12 +109,33 @@ class Sharded:
     def sources(self) -> tuple[Source, ...]:
         """The shards without their padding, which together are the flattened tensor."""
         each, numel = self.slots[0].numel, self.parameter.numel  # the first shard has all of its elements
-        return tuple(Source(slot, min(each, max(0, numel - rank * each))) for rank, slot in enumerate(self.slots))
+        return tuple(Source(slot, 0, min(each, max(0, numel - rank * each))) for rank, slot in enumerate(self.slots))
 
     @property
     def lacks_padding(self) -> bool:
         """Whether what lies beyond the end of the unsharded tensor is left out of the last shards."""
         return any(slot.numel < self.slots[0].numel for slot in self.slots)
+
+    def full(self, dtype: torch.dtype | None = None, entry: str = "") -> dict[str, NewTensor]:
+        """Return the full tensors that it is made of, by original name.
+
+        Args:
+            dtype: What floating tensors are cast to.
+            entry: Added to the tensors' names in messages.
+        """
+        own = cast_to(dtype, self.slots[0].dtype)
+        members = self.parameter.members
+        parts = cut(self.sources, [prod(shape) for _, shape in members])
+        return {
+            name: NewTensor(name + entry, own, shape, part) for (name, shape), part in zip(members, parts, strict=True)
+        }
+
+    def resharded(self, shapes: Sequence[tuple[int, ...]]) -> list[NewTensor]:
+        """Return the shards of these shapes that it becomes."""
+        parts = cut(self.sources, [prod(shape) for shape in shapes])
+        return [
+            NewTensor(self.name, self.slots[0].dtype, shape, part) for shape, part in zip(shapes, parts, strict=True)
+        ]
 
     def has_format(self, shard_format: ShardFormat) -> bool:
         """Return whether the shards are sharded so."""
@@ -487,4 +508,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _describe(slot: FileRegion) -> str:
-    return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape}"
+    return f"{short(slot.dtype)} {slot.shape}"
+
+
+def cast_to(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """Return what a tensor is cast to where floating ones are to be of a dtype; those of 8 bits are quantized."""
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own

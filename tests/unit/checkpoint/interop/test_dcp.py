@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import torchacc
@@ -23,7 +29,7 @@ from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.format import json_codec
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
-from torchacc.checkpoint.interop.dcp_files import DcpFolder, _check_cover
+from torchacc.checkpoint.interop.dcp_files import DcpFolder
 from torchacc.errors import CheckpointError
 
 FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")
@@ -459,22 +465,35 @@ def test_parts_that_are_missing_are_noticed(folder):
         ((4,), [((0,), (2,)), ((0,), (2,))]),
     ],
 )
-def test_parts_that_overlap_are_noticed(size, parts):
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
+def test_parts_that_overlap_are_noticed(tmp_path, size, parts):
     assert sum(prod(sizes) for _, sizes in parts) == prod(size)
-    with pytest.raises(CheckpointError, match=rf"the parts of w, of shape .*, have {prod(size)} elements: some are"):
-        _check_cover(Path("dcp"), "w", size, chunks)
+    folder = in_parts(tmp_path, torch.randn(size), parts)
+    with pytest.raises(CheckpointError, match="parts of w, of shape .*, overlap"):
+        folder.read("w")
 
 
-def test_parts_of_any_form_that_fill_a_tensor_are_taken():
+def test_parts_of_any_form_that_fill_a_tensor_are_taken(tmp_path):
     for size, parts in (
         ((5, 6), [((0, 0), (2, 4)), ((0, 4), (3, 2)), ((2, 0), (3, 2)), ((3, 2), (2, 4)), ((2, 2), (1, 2))]),
         ((3, 2), [((0, 0), (2, 2)), ((2, 0), (1, 2)), ((3, 0), (0, 2)), ((3, 0), (0, 2))]),
         ((), [((), ())]),
         ((0, 4), [((0, 0), (0, 4))]),
     ):
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
-        _check_cover(Path("dcp"), "w", size, chunks)
+        full = torch.randn(size)
+        assert torch.equal(in_parts(tmp_path, full, parts).read("w"), full)
+
+
+def in_parts(path, full, parts):
+    """Return a folder with a tensor that lies in parts, each of which is what the full one has there."""
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
+    found = Metadata({"w": TensorStorageMetadata(TensorProperties(full.dtype), full.shape, chunks)}, storage_data={})
+    with (path / "data.distcp").open("wb") as file:
+        for offsets, sizes in parts:
+            start, where = file.tell(), tuple(slice(b, b + n) for b, n in zip(offsets, sizes, strict=True))
+            torch.save(full[where].clone(), file)
+            found.storage_data[MetadataIndex("w", offsets)] = _StorageInfo("data.distcp", start, file.tell() - start)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    return DcpFolder(path)
 
 
 def test_what_is_there_is_not_overwritten(saved, folder):

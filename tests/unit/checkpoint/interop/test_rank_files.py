@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trees import assert_same
-from torchacc.checkpoint.interop import object_files, pth, rank_transfers
-from torchacc.checkpoint.interop.pth import damaged_record, read_pth, tensor_records
-from torchacc.checkpoint.interop.rank_consolidation import Output
-from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
-from torchacc.checkpoint.interop.rank_transfers import execute
+from torchacc.checkpoint.interop import conversion, new_tensors, object_files
+from torchacc.checkpoint.interop.conversion import execute
+from torchacc.checkpoint.interop.pth import read_pth, tensor_records
+from torchacc.checkpoint.interop.rank_conversion import Output, consolidate_sharded_model_checkpoints, plan_conversion
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -141,6 +140,11 @@ def make(style: str, groups: int = 1) -> Made:
     )
 
 
+def assert_sealed(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+
+
 def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
@@ -162,7 +166,7 @@ def test_a_model_is_put_together(tmp_path, style, world):
         assert state["lm_head.weight"].data_ptr() == state["wte.weight"].data_ptr()
     assert_same(state, expected)
     assert_same(load(Path(path)), {"model": state})
-    assert damaged_record(Path(path)) is None
+    assert_sealed(Path(path))
 
 
 @pytest.mark.parametrize(("groups", "world"), [(1, 3), (2, 1), (2, 3)])
@@ -210,7 +214,7 @@ def test_resharding_gives_what_that_many_ranks_would_have_saved(tmp_path, style,
         found, expected = load(tmp_path / "new" / path.name), load(path)
         assert found["shard_metadata"].pop("resharded") is True
         assert_same(found, expected)
-        assert damaged_record(tmp_path / "new" / path.name) is None
+        assert_sealed(tmp_path / "new" / path.name)
     assert len(list((tmp_path / "new").iterdir())) == 2 * new
 
 
@@ -343,10 +347,10 @@ def test_progress_ends_where_it_is_said_to(tmp_path):
 def test_large_tensors_are_copied_in_chunks(tmp_path, monkeypatch):
     made = make("xla-flat")
     made.save(tmp_path, 3)
-    monkeypatch.setattr(pth, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(new_tensors, "CHUNK_BYTES", 64)
     state, path = consolidate_sharded_model_checkpoints(str(tmp_path), workers=4)
     assert_same(state, made.params | made.buffers)
-    assert damaged_record(Path(path)) is None
+    assert_sealed(Path(path))
 
 
 def flip(path: Path, offset: int) -> None:
@@ -357,13 +361,15 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 8]))
 
 
-@pytest.mark.parametrize(("style", "chunk"), [("rows", pth.CHUNK_BYTES), ("rows-left-out", 240), ("xla-flat", 240)])
+@pytest.mark.parametrize(
+    ("style", "chunk"), [("rows", new_tensors.CHUNK_BYTES), ("rows-left-out", 240), ("xla-flat", 240)]
+)
 def test_every_record_that_is_read_is_checked_without_asking(tmp_path, style, chunk, monkeypatch):
-    monkeypatch.setattr(pth, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(new_tensors, "CHUNK_BYTES", chunk)
     old = tmp_path / "old"
     paths = make(style).save(old, 3)
-    sources = [source for transfer in plan_conversion(old, ["model"]).transfers for source in transfer.sources]
-    read = {(source.slot.path, source.slot.offset) for source in sources if source.numel}
+    sources = [source for new in plan_conversion(old, ["model"]).files[0].tensors for source in new.sources]
+    read = {(source.region.path, source.region.offset) for source in sources}
     records = [(path, record) for path in paths for record in tensor_records(path) if (path, record.start) in read]
     assert len(records) >= 7
     for path, record in records:
@@ -383,7 +389,7 @@ def test_every_record_that_is_read_is_checked_without_asking(tmp_path, style, ch
 
 
 def test_the_checksum_of_a_record_that_several_tensors_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(pth, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(new_tensors, "CHUNK_BYTES", 16)
     made = make("rows")
     paths = made.save(tmp_path, 1)
     content = load(paths[0])
@@ -750,13 +756,13 @@ class TestRefused:
         self.refuse(tmp_path, "cannot be written: No space left on device")
 
     def test_a_disk_that_keeps_something_else(self, tmp_path, paths, monkeypatch):
-        write = rank_transfers.write_exactly
-        monkeypatch.setattr(rank_transfers, "write_exactly", lambda file, data, at: write(file, bytes(len(data)), at))
+        write = conversion.write_exactly
+        monkeypatch.setattr(conversion, "write_exactly", lambda file, data, at: write(file, bytes(len(data)), at))
         self.refuse(tmp_path, "was written into .* and reads back otherwise")
 
     def test_too_little_room(self, tmp_path, paths, monkeypatch):
         usage = type("usage", (), {"free": 1000})
-        monkeypatch.setattr(rank_transfers.shutil, "disk_usage", lambda folder: usage)
+        monkeypatch.setattr(conversion.shutil, "disk_usage", lambda folder: usage)
         self.refuse(tmp_path, "has 1,000 bytes left, and .* are needed")
 
     def test_a_target_that_is_no_folder(self, tmp_path, paths):
