@@ -1,6 +1,6 @@
 """The errors that torchacc raises for what a user can mend. Each says what was passed, why not, and what to write."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -65,6 +65,12 @@ def in_few_lines(count: int, lines: Iterable[str]) -> str:
     """Return the first twenty lines of a message, and how many more there would be; those are not made."""
     text = "\n".join(islice(lines, _MAX_LINES))
     return f"{text}\n… and {count - _MAX_LINES:,} more of the kind" if count > _MAX_LINES else text
+
+
+def listed(names: Collection[str], most: int = 8) -> str:
+    """Return the first names of several for a message, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(islice(names, most)) + (f" and {more:,} more" if more > 0 else "")
 
 
 _MAX_LINES = 20

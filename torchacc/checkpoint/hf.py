@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from torch import nn
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.engines.base import ShardedModel
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -89,9 +90,9 @@ def why_not_opened(sharded: ShardedModel) -> str | None:
     made |= {name: metas[key] for name, key in routes.renamed.items()}
     altered = [name for name, value in made.items() if metas.get(name) is not value]
     if altered:
-        return f"it would convert {_listed(altered)}, which is not stored as it expects"
+        return f"it would convert {listed(altered)}, which is not stored as it expects"
     missing = conversions.missed(set(own) - _with_tied(skeleton, made))
-    return f"it would not find {_listed(sorted(missing))}, and make up values" if missing else None
+    return f"it would not find {listed(sorted(missing))}, and make up values" if missing else None
 
 
 def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
@@ -135,10 +136,10 @@ class _Found(NamedTuple):
         problems = []
         if self.missing:
             problems.append(f"lacks {len(self.missing)} of the {len(wanted.shapes)} tensors of {wanted.model_class}: ")
-            problems[-1] += _listed(self.missing)
+            problems[-1] += listed(self.missing)
         if self.unexpected:
             problems.append(f"holds {len(self.unexpected)} tensors that {wanted.model_class} does not have: ")
-            problems[-1] += _listed(self.unexpected)
+            problems[-1] += listed(self.unexpected)
         return (
             f"{folder.path} {', and '.join(problems)}. Is it a checkpoint of another model, or without this one's "
             "head? from_pretrained() makes up what is missing and passes over the rest, and its model can be given to "
@@ -281,7 +282,7 @@ class _Conversion:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"transformers cannot make {self.target} of {_listed([key for _, key in self.sources])}: {error}"
+                f"transformers cannot make {self.target} of {listed([key for _, key in self.sources])}: {error}"
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -304,7 +305,7 @@ class _Workshop:
         def fill(target: torch.Tensor, start: int) -> None:
             target.copy_(self._make(conversion)[name].reshape(-1)[start : start + len(target)])
 
-        origin = f"{self.folder.path}: {name}, made of {_listed(keys, 2)},"
+        origin = f"{self.folder.path}: {name}, made of {listed(keys, 2)},"
         return StoredTensor(shape, self.folder.model[keys[0]].dtype, origin, fill)
 
     def _make(self, conversion: _Conversion) -> dict[str, torch.Tensor]:
@@ -341,8 +342,9 @@ class _Conversions:
 
     def __init__(self, skeleton: nn.Module) -> None:
         self._skeleton: Any = skeleton
-        self._internals = internals = _internals()
-        found = internals.get_model_conversion_mapping(skeleton)
+        internals, mapping = _internals()
+        self._internals = internals
+        found = mapping.get_model_conversion_mapping(skeleton)
         self._renamings = [each for each in found if isinstance(each, internals.WeightRenaming)]
         self._converters = [each for each in found if isinstance(each, internals.WeightConverter)]
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
@@ -389,30 +391,14 @@ class _Conversions:
         return target, pattern
 
     def _adjusted(self, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-        info = _LoadingInfo(missing, unexpected)
+        # What transformers adjusts in its own `LoadStateDictInfo`.
+        info = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
         self._skeleton._adjust_missing_and_unexpected_keys(info)
         return info.missing_keys, info.unexpected_keys
 
 
-@dataclass
-class _LoadingInfo:
-    """What transformers adjusts in its own `LoadStateDictInfo`."""
-
-    missing_keys: set[str]
-    unexpected_keys: set[str]
-
-
-class _Internals(NamedTuple):
-    """What is used of transformers, beside `PreTrainedModel`."""
-
-    get_model_conversion_mapping: Callable[..., Any]
-    rename_source_key: Callable[..., tuple[str, str | None]]
-    dot_natural_key: Callable[[str], Any]
-    WeightRenaming: type
-    WeightConverter: Any
-
-
-def _internals() -> _Internals:
+def _internals() -> tuple[Any, Any]:
+    """Return transformers' module that converts checkpoints, and the one that knows what is converted."""
     version = importlib.metadata.version("transformers")
     unknown = _UnknownInternals(
         f"How transformers {version} converts checkpoints is not known here: open it with from_pretrained(), save it "
@@ -422,14 +408,16 @@ def _internals() -> _Internals:
     if not _CONVERSIONS.contains(version, prereleases=True):
         raise unknown
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:
+        from transformers import conversion_mapping, core_model_loading
+
+        given = list(inspect.signature(core_model_loading.rename_source_key).parameters)
+        known = [conversion_mapping.get_model_conversion_mapping, core_model_loading.dot_natural_key]
+        known += [core_model_loading.WeightRenaming, core_model_loading.WeightConverter.add_tensor]
+    except (ImportError, AttributeError):
         raise unknown from None
-    given = list(inspect.signature(rename_source_key).parameters)
-    if given[: len(_RENAME_ARGUMENTS)] != _RENAME_ARGUMENTS or not hasattr(WeightConverter, "add_tensor"):
+    if given[: len(_RENAME_ARGUMENTS)] != _RENAME_ARGUMENTS or not all(map(callable, known)):
         raise unknown
-    return _Internals(get_model_conversion_mapping, rename_source_key, dot_natural_key, WeightRenaming, WeightConverter)
+    return core_model_loading, conversion_mapping
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -463,7 +451,3 @@ def _with_tied(skeleton: nn.Module, names: Iterable[str]) -> set[str]:
         tied.setdefault(parameter, set()).add(name)
     present = set(names)
     return present.union(*(group for group in tied.values() if group & present))
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    return f"{', '.join(names[:most])}{', …' if len(names) > most else ''}"

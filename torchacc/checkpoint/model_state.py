@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchacc.engines.base import HANDLE, ShardedModel
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 
 shards = WeakTensorKeyDictionary()
@@ -373,7 +373,7 @@ def _misfit(sharded: ShardedModel, missing: list[str], unexpected: list[str]) ->
     parts = [f"{type(sharded.model).__name__} cannot load this state:"]
     for what, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
-            parts.append(f"{len(names)} {what}: {', '.join(names[:8])}{', …' if len(names) > 8 else ''};")
+            parts.append(f"{len(names)} {what}: {listed(names)};")
     return " ".join(parts) + " pass strict=False to load what fits"
 
 

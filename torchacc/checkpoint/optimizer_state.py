@@ -12,7 +12,7 @@ from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.optimizers import is_for_each_element
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 
 
@@ -302,7 +302,7 @@ def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:
     strange = sorted(str(name) for name in set(given) ^ set(names))
     return (
         f"group {index} of the saved optimizer has {len(given)} parameters, this one's has {len(names)}: they differ "
-        f"in {', '.join(strange[:8])}{', …' if len(strange) > 8 else ''}. Make the same groups as when it was saved"
+        f"in {listed(strange)}. Make the same groups as when it was saved"
     )
 
 

@@ -28,9 +28,9 @@ from torchacc.checkpoint.format.manifest import (
     token_of,
     write_synced,
 )
-from torchacc.checkpoint.format.removal import announce, foreign_names, forget_announcement, listed, remove, settle
+from torchacc.checkpoint.format.removal import announce, foreign_names, forget_announcement, remove, settle
 from torchacc.checkpoint.format.safetensors_files import FileRegion, preallocate, write_exactly
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 
 _SEGMENT_BYTES = 8 << 20
 """The most that one checksum covers: what a reader of other runs may have to read in vain at each of their ends."""

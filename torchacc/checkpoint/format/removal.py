@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchacc.checkpoint.format.manifest import MANIFEST, leftovers, locate, read_manifest
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -22,7 +22,6 @@ _SAVED = re.compile(
     r"(model|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(state|optimizer|(generation_)?config)\.json"
 )
 """What every save writes, also that of an earlier version, which announced nothing."""
-_MAX_NAMED = 8
 
 
 def announce(folder: Path, names: Iterable[str]) -> None:
@@ -64,12 +63,6 @@ def remove(folder: Path, *, heir: Path | None = None) -> None:
         folder.rmdir()
     if left := _names(folder):
         _log.warning("%s stays, as %s in it is not of a checkpoint: move or remove it yourself", folder, listed(left))
-
-
-def listed(names: list[str]) -> str:
-    """Return names for a message, the first few of them."""
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _own(folder: Path) -> set[str]:

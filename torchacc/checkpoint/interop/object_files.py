@@ -52,13 +52,13 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     job = read_job()
     group = ProcessGroup(job)
     target = Path(path)
-    group.call_on_all(lambda: _check_usable(obj))
+    group.call_on_all(lambda: _check_usable(obj, split=False))
     sharded = any(group.all_gather_objects(_is_sharded(obj)))
     save_id = group.broadcast_object(secrets.token_hex(4))
     paths = group.all_gather_objects(str(target.absolute()))
     by_rank = not master_only or (sharded and any(group.all_gather_objects(target.is_dir())))
     if by_rank:
-        group.call_on_all(lambda: _refuse_split(obj))
+        group.call_on_all(lambda: _check_usable(obj, split=True))
         several_paths = len(set(paths)) == job.num_processes > 1
         several_paths |= job.num_processes == 1 and target.suffix in _FILE_SUFFIXES
         if not several_paths or target.is_dir():
@@ -109,11 +109,8 @@ def _is_sharded(tree: Any) -> bool:
     """Return whether an object holds a part of something of which other processes hold the rest."""
     if any(_says_sharded(part) for part in _mappings(tree)):
         return True
-    tensors = _tensors(tree)
-    owners = map(model_state.shard_of, tensors)
-    return any(hasattr(tensor, "to_local") for tensor in tensors) or any(
-        owner is not None and owner[0].placement.processes_per_replica > 1 for owner in owners
-    )
+    is_distributed = any(hasattr(tensor, "to_local") for tensor in _tensors(tree))
+    return is_distributed or any(sharded.placement.processes_per_replica > 1 for sharded in _models(tree))
 
 
 def _says_sharded(part: Mapping[Any, Any]) -> bool:
@@ -122,16 +119,18 @@ def _says_sharded(part: Mapping[Any, Any]) -> bool:
     return isinstance(metadata, Mapping) and metadata["world_size"] > 1
 
 
-def _check_usable(tree: Any) -> None:
-    for tensor in _tensors(tree):
-        if (owner := model_state.shard_of(tensor)) is not None:
-            owner[0].status.check_usable()
+def _models(tree: Any) -> set[ShardedModel]:
+    """Return the models of which an object holds shards."""
+    owners = map(model_state.shard_of, _tensors(tree))
+    return {owner[0] for owner in owners if owner is not None}
 
 
-def _refuse_split(tree: Any) -> None:
-    for tensor in _tensors(tree):
-        if (owner := model_state.shard_of(tensor)) is not None:
-            model_state.refuse_split(owner[0], "a file for each rank")
+def _check_usable(tree: Any, *, split: bool) -> None:
+    """Refuse shards of a model that cannot be used, or that one slice for each process does not describe."""
+    for sharded in _models(tree):
+        sharded.status.check_usable()
+        if split:
+            model_state.refuse_split(sharded, "a file for each rank")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -271,8 +270,7 @@ def _unshard_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, s
 
 
 def _unshard_optimizer(own: Mapping[str, Any]) -> Any:
-    values = [value for entry in own["state"].values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    models = {owner[0] for owner in map(model_state.shard_of, values) if owner is not None}
+    models = _models(own["state"])
     if len(models) == 1:
         return optimizer_state.unshard_optim_state(models.pop(), own, rank0_only=True)
     return {key: value for key, value in own.items() if key != _METADATA}

@@ -25,15 +25,14 @@ from torchacc.checkpoint.interop.new_tensors import CHUNK_BYTES, NewTensor, leav
 from torchacc.errors import CheckpointError
 
 _DOS_FOLDER = 0x10
-_ITEM_BYTES = {
-    **dict.fromkeys(
-        ("UntypedStorage", "ByteStorage", "CharStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1
-    ),
-    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
-    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
-    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
-    "ComplexDoubleStorage": 16,
+_STORAGES = {
+    1: ("Untyped", "Byte", "Char", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"),
+    2: ("Half", "BFloat16", "Short"),
+    4: ("Float", "Int", "QInt32"),
+    8: ("Double", "Long", "ComplexFloat"),
+    16: ("ComplexDouble",),
 }
+_ITEM_BYTES = {f"{kind}Storage": nbytes for nbytes, kinds in _STORAGES.items() for kind in kinds}
 """The types of storages that `torch.save` names -> bytes of an element."""
 
 

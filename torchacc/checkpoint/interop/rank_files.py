@@ -20,7 +20,7 @@ from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, short
 from torchacc.checkpoint.interop.pth import read_pth
-from torchacc.errors import CheckpointError
+from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
 
@@ -325,7 +325,7 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
     except CheckpointError as error:
         raise CheckpointError("; ".join([f"{where}: {error}", *reasons])) from None
     if passed_over:
-        newest = _listed([str(file.path) for file in chosen])
+        newest = listed([str(file.path) for file in chosen])
         others = "; ".join([*passed_over, *reasons])
         _log.warning("%s: the %s is of the newest complete save, %s; passed over: %s", where, part, newest, others)
     _check_moment(chosen)
@@ -410,7 +410,7 @@ def _choose(files: Sequence[RankFile], part: Part) -> tuple[tuple[RankFile, ...]
     if len(newest) != 1:
         raise _mixed(files)
     passed_over = [
-        f"{_listed([str(file.path) for file in own])} ({faults.get(save, 'an older save')})"
+        f"{listed([str(file.path) for file in own])} ({faults.get(save, 'an older save')})"
         for save, own in saves.items()
         if save != newest[0]
     ]
@@ -500,11 +500,6 @@ def _shape(key: str, sizes: Any) -> tuple[int, ...]:
     if not (isinstance(sizes, (list, tuple)) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes)):
         raise ValueError(f"{key} has the size {sizes!r}")
     return tuple(sizes)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _describe(slot: FileRegion) -> str:
