@@ -10,6 +10,7 @@ from torch import nn
 
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
+from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.errors import CheckpointError, listed
@@ -260,23 +261,13 @@ def _saved_by_key(
 
 def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
-    group = sharded.engine.group
+    group, is_rank0 = sharded.engine.group, sharded.engine.job.rank == 0
     slices = {part.name: part for local_shard in sharded.local_shards.values() for part in local_shard.slices}
-    skeleton = None
-    if sharded.engine.job.rank == 0:
-        skeleton = {
-            "param_groups": saved["param_groups"],
-            "state": {
-                own: {
-                    key: TensorShard(TensorSlice("", tuple(value.shape), 0, 0), torch.empty(0, dtype=value.dtype))
-                    if isinstance(value, torch.Tensor) and value.dim()
-                    else value
-                    for key, value in entry.items()
-                }
-                for own, entry in saved["state"].items()
-            },
-        }
-    received: dict[str, Any] = group.broadcast_object(skeleton)
+    described = None
+    if is_rank0:
+        state = map_tensors(_without_values, dict(saved["state"]))
+        described = {"param_groups": saved["param_groups"], "state": state}
+    received: dict[str, Any] = group.broadcast_object(described)
     names = {
         own: name  # an optimizer of the unsharded model may have none; what does not fit is refused afterwards
         for given, own_names in zip(received["param_groups"], optimizer_names(sharded, optimizer), strict=False)
@@ -284,18 +275,18 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
     }
     for own, entry in received["state"].items():
         for key, value in entry.items():
-            if isinstance(value, TensorShard):
-                full = saved["state"][own][key] if skeleton is not None else None
-                if full is None:
-                    full = torch.empty(value.piece.shape, dtype=value.data.dtype)
-                flat = group.broadcast(full.cpu().contiguous()).reshape(-1)
-                if not sharded.placement.is_contiguous:
-                    entry[key] = flat.view(value.piece.shape)
-                    continue
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                full = saved["state"][own][key].cpu() if is_rank0 else torch.empty(value.shape, dtype=value.dtype)
+                full = group.broadcast(full.contiguous()).view(value.shape)
                 name = names.get(own, "")
-                part = slices.get(name, TensorSlice(name, value.piece.shape, 0, 0))
-                entry[key] = TensorShard(part, flat[part.start : part.stop].clone())
+                part = slices.get(name, TensorSlice(name, tuple(value.shape), 0, 0))
+                shard = TensorShard(part, full.reshape(-1)[part.start : part.stop].clone())
+                entry[key] = shard if sharded.placement.is_contiguous else full
     return received
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta") if tensor.dim() else tensor
 
 
 def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:

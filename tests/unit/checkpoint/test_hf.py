@@ -15,7 +15,6 @@ from torch import nn
 import torchacc
 from tests import forkrun
 from torchacc.checkpoint import hf
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 
@@ -218,10 +217,8 @@ class TestIntoAShardedModel:
         fused = [key for key in load_file(tmp_path / "model.safetensors") if "qkv_proj" in key]
         assert len(fused) == 2
         reads = []
-        read = CheckpointFolder.read
-        monkeypatch.setattr(
-            CheckpointFolder, "read", lambda self, key, *args: (reads.append(key), read(self, key, *args))[1]
-        )
+        read = hf._Workshop._read
+        monkeypatch.setattr(hf._Workshop, "_read", lambda self, key: (reads.append(key), read(self, key))[1])
         check_equal(loaded(tmp_path, "llama"), model.state_dict())
         assert sorted(reads) == sorted(set(reads))
 
@@ -239,10 +236,8 @@ class TestIntoAShardedModel:
     def test_only_what_one_tensor_is_made_of_is_read_at_once(self, tmp_path, monkeypatch):
         make("mixtral").save_pretrained(tmp_path)
         events = []
-        read, run = CheckpointFolder.read, hf._Conversion.run
-        monkeypatch.setattr(
-            CheckpointFolder, "read", lambda self, key, *args: (events.append(key), read(self, key, *args))[1]
-        )
+        read, run = hf._Workshop._read, hf._Conversion.run
+        monkeypatch.setattr(hf._Workshop, "_read", lambda self, key: (events.append(key), read(self, key))[1])
         monkeypatch.setattr(hf._Conversion, "run", lambda self, *args: (events.append(self), run(self, *args))[1])
         sharded = accelerate(make("mixtral", meta=True))
         torchacc.checkpoint.load(tmp_path, model=sharded)
