@@ -119,23 +119,25 @@ def execute(
             message names the file, the record and its tensor.
     """
     _refuse_targets(plan)
+    tensors = [new for file in plan.files for new in file.tensors]
     with unfinished_paths([file.path for file in plan.files]) as names:
         _check_room(plan)
-        verify_sources((new for file in plan.files for new in file.tensors), plan.sources, workers, everything=verify)
-        for file, name in zip(plan.files, names, strict=True):
-            with _naming(file.path):
-                regions = file.create(name)
-            copies = [_Copy(new, region, file.path, verify, progress) for new, region in regions.items()]
-            checksums = _each(_Copy.write, copies, workers)
-            by_offset = {copy.region.offset: checksum for copy, checksum in zip(copies, checksums, strict=True)}
-            with _naming(file.path):
-                file.seal(name, by_offset)
+        with verified_sources(tensors, plan.sources, workers, everything=verify):
+            for file, name in zip(plan.files, names, strict=True):
+                with _naming(file.path):
+                    regions = file.create(name)
+                copies = [_Copy(new, region, file.path, verify, progress) for new, region in regions.items()]
+                checksums = _each(_Copy.write, copies, workers)
+                by_offset = {copy.region.offset: checksum for copy, checksum in zip(copies, checksums, strict=True)}
+                with _naming(file.path):
+                    file.seal(name, by_offset)
 
 
-def verify_sources(
-    tensors: Iterable[NewTensor], paths: Iterable[Path], workers: int | None, *, everything: bool = False
-) -> None:
-    """Compare the records that tensors are read from with their checksums.
+@contextmanager
+def verified_sources(
+    tensors: Iterable[NewTensor], paths: Sequence[Path], workers: int | None, *, everything: bool = False
+) -> Iterator[None]:
+    """Compare the records that tensors are read from with their checksums, and then let them be read.
 
     Args:
         tensors: The tensors.
@@ -144,13 +146,27 @@ def verify_sources(
         everything: Compare all records of the files.
 
     Raises:
-        CheckpointError: One is damaged.
+        CheckpointError: One is damaged; or a file has been changed, or replaced, until the context is left.
     """
-    names: dict[Path, set[tuple[FileRegion, str]]] = {path: set() for path in paths}
+    before = [_state(path) for path in paths]
+    regions: dict[Path, set[tuple[FileRegion, str]]] = {path: set() for path in paths}
     for new in tensors:
         for region, _, _ in new.sources:
-            names[region.path].add((region, new.name))
-    _each(lambda path: verify_regions(path, names[path], everything=everything), list(names), workers)
+            regions[region.path].add((region, new.name))
+    _each(lambda path: verify_regions(path, regions[path], everything=everything), paths, workers)
+    yield
+    for path, state in zip(paths, before, strict=True):
+        if _state(path) != state:
+            raise CheckpointError(f"{path} has been changed while it was read: convert it again when it is complete")
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return what changes when a file is written or replaced."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torchacc.checkpoint.interop.conversion import (
     pth_file,
     safetensors_file,
     small_file,
-    verify_sources,
+    verified_sources,
 )
 from torchacc.checkpoint.interop.new_tensors import NewTensor
 from torchacc.checkpoint.interop.pretrained_folder import pretrained_files, tied_head
@@ -255,6 +255,6 @@ def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:
 def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
     state = _with_tied(files, Output())
     new = {value: None for value in state.values() if isinstance(value, NewTensor)}
-    verify_sources(new, files.paths, workers)
-    tensors = {each: each.read() for each in new}
+    with verified_sources(new, files.paths, workers):
+        tensors = {each: each.read() for each in new}
     return {name: tensors[value] if isinstance(value, NewTensor) else value for name, value in state.items()}

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.format.regular_files import open_regular
 from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, short
+from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, read_chunks, replace_leaves, short
 from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
@@ -432,17 +431,12 @@ def _check_moment(files: Sequence[RankFile]) -> None:
 
 def _alike(file: RankFile) -> Any:
     """Return what every rank's optimizer has alike: all but the tensors with dimensions."""
-    with open_regular(file.path) as opened:
 
-        def read(value: Any) -> Any:
-            if isinstance(value, FileRegion):
-                opened.seek(value.offset)
-                return None if value.shape else opened.read(value.nbytes)
-            if isinstance(value, Mapping):
-                return {key: read(item) for key, item in value.items()}
-            return [read(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def read(region: FileRegion) -> bytes | None:
+        return None if region.shape else b"".join(map(bytes, read_chunks(region, 0, region.numel)))
 
-        return read([(file.part("optimizer") or {}).get(name) for name in ("state", "param_groups")])
+    optimizer = file.part("optimizer") or {}
+    return replace_leaves([optimizer.get(name) for name in ("state", "param_groups")], FileRegion, read)
 
 
 def _mixed(files: Sequence[RankFile]) -> CheckpointError:

@@ -353,6 +353,24 @@ def test_large_tensors_are_copied_in_chunks(tmp_path, monkeypatch):
     assert_sealed(Path(path))
 
 
+@pytest.mark.parametrize("save_model", [True, False])
+def test_files_that_are_replaced_while_they_are_read_are_not_mixed(tmp_path, monkeypatch, save_model):
+    made = make("rows")
+    paths = made.save(tmp_path, 2)
+    chunks = new_tensors.read_chunks
+
+    def replaced(*region):
+        made.params["h.0.w"] += 1
+        made.save(tmp_path / "newer", 2)
+        os.replace(tmp_path / "newer" / paths[1].name, paths[1])
+        yield from chunks(*region)
+
+    monkeypatch.setattr(new_tensors, "read_chunks", replaced)
+    with pytest.raises(CheckpointError, match="rank-1-of-2-model.pth has been changed while it was read"):
+        consolidate_sharded_model_checkpoints(str(tmp_path), save_model=save_model)
+    assert not (tmp_path / "consolidated.pth").exists()
+
+
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
