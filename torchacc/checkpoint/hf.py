@@ -178,7 +178,7 @@ def _by_name(wanted: _Wanted, folder: CheckpointFolder) -> _Found:
             others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
             keys = list(dict.fromkeys(n for n in others if n in folder.model))
         if keys:
-            tensors[name] = _same([folder.stored(key, folder.model[key]) for key in keys])
+            tensors[name] = _same([folder.model[key] for key in keys])
             used.update(keys)
         else:
             missing.append(name)
@@ -197,7 +197,7 @@ def _converted(wanted: _Wanted, folder: CheckpointFolder, conversions: "_Convers
     copies: dict[str, list[StoredTensor]] = {}
     unexpected = list(routes.unexpected)
     for name, key in routes.renamed.items():
-        copies.setdefault(known[name], []).append(folder.stored(key, folder.model[key]))
+        copies.setdefault(known[name], []).append(folder.model[key])
     workshop = _Workshop(folder)
     for conversion in routes.conversions:
         for name, made in conversion.run(workshop.describe).items():
@@ -316,7 +316,7 @@ class _Workshop:
         return self._kept[1]
 
     def _read(self, key: str) -> torch.Tensor:
-        return self.folder.stored(key, self.folder.model[key]).read().to(self._dtype(key))
+        return self.folder.model[key].read().to(self._dtype(key))
 
     def _dtype(self, key: str) -> torch.dtype:
         # As from_pretrained() does it: first to the model's dtype, then the conversion.

@@ -188,7 +188,7 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
     folder = CheckpointFolder(path)
     with making_sense(folder.path):
         described = _described(folder, parts)
-        tensors = {name: folder.stored(name, region).read() for name, region in folder.state.items()}
+        tensors = {name: stored.read() for name, stored in folder.state.items()}
         run = _checked_run(sharded, folder, described.get("state.json"), tensors, parts)
         stored = hf.find(sharded, folder)
         parameters = [
@@ -263,9 +263,9 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
     names = [group["parameters"] for group in described["groups"]]
     groups = optimizer_state.match_groups(plan.sharded, optimizer, names)
     stored: dict[str, dict[str, StoredTensor]] = {}
-    for full_name, region in plan.folder.optimizer.items():
+    for full_name, tensor in plan.folder.optimizer.items():
         name, _, key = full_name.rpartition("/")
-        stored.setdefault(name, {})[key] = plan.folder.stored(full_name, region)
+        stored.setdefault(name, {})[key] = tensor
     ids = itertools.count()
     for group, saved in zip(groups, described["groups"], strict=True):
         own_ids = list(itertools.islice(ids, len(group)))

@@ -73,12 +73,13 @@ class CheckpointFolder:
             self._read_manifest()
         elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or is_incomplete(self.path):
             raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
-        self.model = self._regions("model")
-        """Where parameters and buffers lie, by original name."""
-        self.optimizer = self._regions("optimizer")
-        """Where optimizer state lies, by `<parameter name>/<state name>`."""
-        self.state = self._regions("state")
-        """Where tensors that other states hold lie."""
+        self._regions: dict[str, FileRegion] = {}
+        self.model = self._tensors("model")
+        """Parameters and buffers, by original name."""
+        self.optimizer = self._tensors("optimizer")
+        """Optimizer state, by `<parameter name>/<state name>`."""
+        self.state = self._tensors("state")
+        """Tensors that other states hold."""
         if not self.model:
             raise CheckpointError(self._nothing())
 
@@ -108,13 +109,8 @@ class CheckpointFolder:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name} makes no sense: {error}") from None
 
-    def stored(self, name: str, region: FileRegion) -> StoredTensor:
-        """Return a tensor of the checkpoint, to be read.
-
-        Args:
-            name: The tensor's, for an error's message.
-            region: Where it lies.
-        """
+    def _stored(self, name: str, region: FileRegion) -> StoredTensor:
+        """Return a tensor of the checkpoint, to be read."""
 
         def fill(target: torch.Tensor, start: int) -> None:
             elements = target if target.dtype == region.dtype else torch.empty(len(target), dtype=region.dtype)
@@ -161,14 +157,16 @@ class CheckpointFolder:
             if size != entry["size"] or total != entry["size"]:
                 raise CheckpointError(f"{path} has {size:,} bytes, and was written with {entry['size']:,}")
 
-    def _regions(self, stem: str) -> dict[str, FileRegion]:
+    def _tensors(self, stem: str) -> dict[str, StoredTensor]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         name = next((name for name in (single, index) if self.has(name)), None)  # transformers' order
         if name is None:
             return {}
         if self.is_verified and name == index:
             self.read_file(name)
-        return read_regions(self.path / name, self._verified_header if self.is_verified else read_header)
+        found = read_regions(self.path / name, self._verified_header if self.is_verified else read_header)
+        self._regions |= found
+        return {key: self._stored(key, region) for key, region in found.items()}
 
     def _verified_header(self, path: Path) -> tuple[bytearray, int]:
         """Return a file's header and size: what a wrong offset leads to would be another tensor's bytes, and right."""
@@ -250,9 +248,8 @@ class CheckpointFolder:
             )
 
     def _tensor_at(self, name: str, offset: int) -> str:
-        regions = {**self.model, **self.optimizer, **self.state}
-        inside = (key for key, s in regions.items() if s.path.name == name and s.offset <= offset < s.offset + s.nbytes)
-        return next(inside, name)
+        in_file = ((key, region) for key, region in self._regions.items() if region.path.name == name)
+        return next((key for key, r in in_file if r.offset <= offset < r.offset + r.nbytes), name)
 
 
 def _close(files: dict[str, BinaryIO]) -> None:

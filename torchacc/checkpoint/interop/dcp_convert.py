@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
+from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.format.unfinished import unfinished_paths
 from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
 from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.interop.pretrained_folder import HEAD, pretrained_files, tied_head
+from torchacc.checkpoint.run_state import making_sense
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
 from torchacc.checkpoint.saver import PendingSave
 from torchacc.errors import CheckpointError
@@ -30,8 +31,8 @@ _log = get_logger(__name__)
 Progress = Callable[[int, int], None]
 """Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
-_Stored = dict[str, tuple[str, FileRegion]]
-"""Key in the folder that is written -> name in the checkpoint, and where it lies there."""
+_Stored = dict[str, StoredTensor]
+"""Key in the folder that is written -> the tensor in the checkpoint."""
 
 
 def export_dcp(
@@ -63,16 +64,16 @@ def export_dcp(
     with CheckpointFolder(checkpoint) as folder, unfinished_paths([target], *FILES) as [path]:
         path.mkdir()
         stored: _Stored = {}
-        state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
-        if folder.has("optimizer.json"):
-            state["optim"] = _optimizer_state(folder, stored)
-        total = sum(region.nbytes for _, region in stored.values())
+        with making_sense(folder.path):
+            state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
+            if folder.has("optimizer.json"):
+                state["optim"] = _optimizer_state(folder, stored)
+        total = sum(_meta(tensor).nbytes for tensor in stored.values())
 
         def read(key: str) -> torch.Tensor:
-            name, region = stored[key]
-            tensor = folder.stored(name, region).read()
+            tensor = stored[key].read()
             if progress is not None:
-                progress(region.nbytes, total)
+                progress(tensor.nbytes, total)
             return tensor
 
         write_dcp(path, state, read)
@@ -144,18 +145,18 @@ def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _
     if strange:
         raise CheckpointError(f"{folder.path} holds no {', '.join(strange)}, to which other names are to be tied")
     names = {name: name for name in folder.model} | dict(aliases)
-    stored |= {f"model.{name}": (source, folder.model[source]) for name, source in names.items()}
+    stored |= {f"model.{name}": folder.model[source] for name, source in names.items()}
     return {name: _meta(folder.model[source]) for name, source in names.items()}
 
 
 def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any]:
     """Return the optimizer's state in both of the ways in which `get_state_dict()` names it; tensors as above."""
     state: dict[str, dict[str, Any]] = {}
-    for name, region in folder.optimizer.items():
+    for name, tensor in folder.optimizer.items():
         parameter, _, key = name.rpartition("/")
-        state.setdefault(parameter, {})[key] = _meta(region)
-        stored[f"optim.state.{parameter}.{key}"] = name, region
-    tensors = {name: folder.stored(name, region).read() for name, region in folder.state.items()}
+        state.setdefault(parameter, {})[key] = _meta(tensor)
+        stored[f"optim.state.{parameter}.{key}"] = tensor
+    tensors = {name: tensor.read() for name, tensor in folder.state.items()}
     described = json_codec.decode(folder.read_json("optimizer.json"), tensors)
     for parameter, values in described["values"].items():
         state.setdefault(parameter, {}).update(values)
@@ -169,8 +170,8 @@ def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any
     return {"state": state, "param_groups": groups, **flattened}
 
 
-def _meta(region: FileRegion) -> torch.Tensor:
-    return torch.empty(region.shape, dtype=region.dtype, device="meta")
+def _meta(stored: StoredTensor) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _aliases(folder: CheckpointFolder) -> dict[str, str]:

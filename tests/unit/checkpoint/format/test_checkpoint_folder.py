@@ -15,7 +15,7 @@ from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.format.manifest import as_bytes, locate, read_manifest, render_manifest
 from torchacc.checkpoint.format.removal import settle
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, safetensors_index
+from torchacc.checkpoint.format.safetensors_files import plan_safetensors, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
@@ -70,7 +70,7 @@ def check(path: Path) -> None:
     with CheckpointFolder(path) as folder:
         folder.verify()
         for name, expected in TENSORS.items():
-            assert torch.equal(folder.stored(name, folder.model[name]).read(), expected)
+            assert torch.equal(folder.model[name].read(), expected)
     found = load_file(path / "model.safetensors")
     assert all(torch.equal(found[name], expected) for name, expected in TENSORS.items())
 
@@ -87,7 +87,7 @@ def test_runs_that_were_not_written_as_such_are_verified_too(tmp_path):
     with CheckpointFolder(tmp_path / "c") as folder:
         for start, stop in ((0, 1), (3, 11), (5, 5), (11, 12)):
             run = torch.zeros(stop - start, dtype=TENSORS["a"].dtype)
-            folder.stored("a", folder.model["a"]).fill(run, start)
+            folder.model["a"].fill(run, start)
             assert torch.equal(run, TENSORS["a"].flatten()[start:stop])
 
 
@@ -95,15 +95,15 @@ def test_a_stored_tensor_fills_memory_of_any_dtype_and_is_verified(tmp_path):
     write(tmp_path / "c", num_ranks=2)
     run, cast = torch.zeros(7, dtype=torch.int64), torch.zeros(2, dtype=torch.float16)
     with CheckpointFolder(tmp_path / "c") as folder:
-        stored = {name: folder.stored(name, slot) for name, slot in folder.model.items()}
+        stored = folder.model
         stored["b"].fill(run[2:4], 3)
         stored["a"].fill(cast, 10)
         assert run.tolist() == [0, 0, 3, 4, 0, 0, 0]
         assert cast.tolist() == [10, 11]
         assert all(torch.equal(stored[name].read(), tensor) for name, tensor in TENSORS.items())
-        path, slot = tmp_path / "c" / "model.safetensors", folder.model["a"]
+        path = tmp_path / "c" / "model.safetensors"
         altered = bytearray(path.read_bytes())
-        altered[slot.offset + 1] ^= 1
+        altered[read_regions(path)["a"].offset + 1] ^= 1
         path.write_bytes(altered)
         with pytest.raises(CheckpointError, match="model.safetensors is not as it was written: a, within the bytes"):
             stored["a"].read()
