@@ -146,7 +146,8 @@ def _check_python_command(arguments: list[str]) -> None:
 def _check_script(script: Path, arguments: list[str]) -> None:
     if not script.is_file():
         raise CheckError(f"there is no {script.relative_to(ROOT)}")
-    neighbours = [script, ROOT / "torchacc" / "cli" / "train_command.py", *script.parent.glob("_*.py")]
+    of_train = (ROOT / "torchacc" / "cli" / name for name in ("train_command.py", "_options.py"))
+    neighbours = [script, *of_train, *script.parent.glob("_*.py")]
     known = "".join(path.read_text(encoding="utf-8") for path in neighbours)
     for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         if f'"{option}"' not in known:

@@ -29,7 +29,7 @@ def setup(function: Callable[[], dict[str, Any] | None]) -> Callable[[], dict[st
 def gpt2() -> dict[str, Any]:
     """Imports, a tiny GPT-2 with a loader of batches for it, and an empty config."""
     torch.manual_seed(0)
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 32}
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 32}
     gpt2_config = GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
     rows = torch.randint(0, 64, (8, 16))
     data = [{"input_ids": row, "labels": row} for row in rows]
