@@ -62,7 +62,7 @@ class Operation:
     after: tuple[int, ...] = ()
     """Values that are waited for and not read: a repetition waits for the gradient of what it repeats."""
     step: int = 0
-    """Which step of backward it is a part of: one of autograd's nodes, which lets go of all that it read at its end."""
+    """Which step of backward it is a part of: one of autograd's nodes, which frees all that it read at its end."""
 
     @property
     def needs(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
-from torchacc.parallel.axes import AXES, Role
+from torchacc.parallel.axes import AXES, Role, axes_with
 from torchacc.parallel.mesh import Mesh
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
@@ -152,7 +152,7 @@ def _set_sharding(
             "strategy: ddp, or leave enabled out"
         )
     total, dist = num_nodes * devices, config.dist
-    others = prod(axis.size for axis in (dist.tp, dist.pp, dist.sp))
+    others = prod(getattr(dist, axis).size for axis in AXES.keys() - axes_with(Role.BATCH))
     if is_sharded:
         for name in StageFSDPConfig.model_fields.keys() - {"enabled"}:
             setattr(into, name, getattr(fsdp, name))
@@ -205,7 +205,7 @@ def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None
 
 
 def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
-    """Refuse more devices than this machine has, or than its CPU can stand for."""
+    """Refuse more devices than this machine has, or than its CPU can simulate."""
     if not registry.runs_on_cpu(kind):
         if torch.accelerator.is_available() and devices > (found := torch.accelerator.device_count()):
             accelerator = torch.accelerator.current_accelerator()

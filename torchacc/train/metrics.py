@@ -213,7 +213,7 @@ class RunLog:
         tokens: int | None = None,
         data_wait_secs: float = 0.0,
     ) -> None:
-        """Take in an optimizer step, after it; waits for the devices at the end of an interval only.
+        """Record an optimizer step, after it; waits for the devices at the end of an interval only.
 
         Args:
             step: Its number; the first of a run is 1.
@@ -255,7 +255,7 @@ class RunLog:
             self._pace.aside_secs += time.perf_counter() - began - (self._compile_secs() - compiled)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Take in an evaluation after a step."""
+        """Record an evaluation after a step."""
         self.flush()
         if self._output is not None:
             self._output.write([{"step": step, "eval_loss": loss}])

@@ -26,7 +26,7 @@ _taking_part: WeakSet[Backward] = WeakSet()
 
 
 def take_part_in_backward(model: Backward) -> None:
-    """Let backward find the parameters that a script names by `inputs`, and a model know of one that raises."""
+    """Register a model for backward: map parameters in `inputs=` to unsharded weights; clean up where it raises."""
     _taking_part.add(model)
     _patch()
 
@@ -139,7 +139,7 @@ def _is_tensor_parallel(parameter: Any) -> bool:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over the devices that see different data, and its gradient's mean."""
+    """Average a tensor over the devices that see different data, and its gradient, too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, spec: Any) -> torch.Tensor:

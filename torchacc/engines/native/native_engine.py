@@ -226,7 +226,7 @@ class NativeModel(ShardedModel):
             remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
 
     def _shard_of_full(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a tensor that is as large as a parameter, laid out like that."""
+        """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""
         flat = full.reshape(-1)
         parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
         return self.place(parameter, torch.cat(parts) if parts else flat[:0])
@@ -481,7 +481,7 @@ def _with_full_numbers(output: Any) -> Any:
 
 
 def _let_pytree_see(output: Any) -> None:
-    """Register the dataclasses in an output with PyTorch's pytree, by which FSDP2 finds what backward starts from."""
+    """Register the dataclasses in an output with PyTorch's pytree, by which FSDP2 finds where backward starts."""
     for leaf in tree_leaves(output):
         if is_dataclass(leaf) and not isinstance(leaf, type):
             register_dataclass(type(leaf))

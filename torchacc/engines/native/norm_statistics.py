@@ -1,4 +1,4 @@
-"""Norms that count statistics, under a lower precision than these have."""
+"""Keep the precision of norms with running statistics under a lower compute dtype."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ class Group(FSDPParamGroup):
     """How often each shard had been written to when it was last gathered: by itself, by its memory, or unseen."""
 
     def unshard(self, async_op: bool = False) -> None:
-        """Gather, unless what has waited for this backward is what a gather would give."""
+        """Gather, unless the weights that were kept for this backward are still current."""
         if self._waits:
             may_reuse = self._keeps or self._training_state is TrainingState.PRE_BACKWARD
             if may_reuse and self._versions == self._versions_now():
@@ -61,7 +61,7 @@ class Group(FSDPParamGroup):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """Wait for the gather, and make what modules show."""
+        """Wait for the gather, and let modules show the unsharded weights."""
         with _no_inference_mode():
             super().wait_for_unshard()
 
@@ -141,7 +141,7 @@ class Group(FSDPParamGroup):
         )
 
     def _note_versions(self) -> None:
-        """Let autograd know of weights that were written to since their last gather.
+        """Bump the versions, for autograd, of weights that were written to since their last gather.
 
         What it has saved of them for a backward that is still to come is not what it was: it then raises, as it does
         for a model that is not sharded.
@@ -174,7 +174,7 @@ def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
 
 
 class Groups:
-    """All groups of a model, which rest between its forwards."""
+    """All groups of a model."""
 
     def __init__(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
@@ -206,11 +206,11 @@ class Groups:
             group.drop_gradients()
 
     def on_data(self, parameter: torch.Tensor) -> None:
-        """Count that a script has got a parameter's `data`, which it may write to unseen."""
+        """Note that a script holds a parameter's `data`, which it may write to without FSDP2's knowledge."""
         vars(parameter)[_TIMES_DATA] = vars(parameter).get(_TIMES_DATA, 0) + 1
 
     def on_rebound(self, parameter: torch.Tensor) -> None:
-        """Let FSDP2 know of a parameter's new shard."""
+        """Hand a parameter's new shard to FSDP2."""
         self.on_data(parameter)
         self._of_parameter(parameter).reset_sharded_param()
 
@@ -228,7 +228,7 @@ class Groups:
         self._rest()
 
     def _gather_for_recorded(self, model: nn.Module) -> None:
-        """Let a unit gather where a gradient begins inside of it: at a tensor that transformers notes and returns."""
+        """Gather a unit whose gradient begins inside of it, at a tensor that transformers records and returns."""
         recorded = recorded_classes(model)
         states = {module: state for state in self._states for module in state._modules}
         owners = {module: states[unit] for unit in model.modules() if unit in states for module in unit.modules()}
@@ -237,7 +237,7 @@ class Groups:
                 module.register_forward_hook(partial(_note_output, state))
 
     def finish_this_backward(self, weight: torch.Tensor) -> None:
-        """See to it that the backward which has given an unsharded weight a gradient reduces it at its end."""
+        """Make the running backward reduce, at its end, the gradient that it has given an unsharded weight."""
         self._root._register_root_post_backward_final_callback()
 
     def _finish_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""What a script computes with shards: the numbers of full tensors, whatever the script calls.
+"""Let a script's own computations with shards give the numbers of full tensors.
 
 PyTorch's distributed tensors give other numbers where parts of a sum meet an addition (`w.norm() + 1`) or shards are
 uneven (`w.mean()`), lose what is written to a view of them, and refuse to meet an ordinary tensor. Here only what is
@@ -36,7 +36,7 @@ _WITHOUT_GRADIENT = {"detach", "empty_like", "full_like", "ones_like", "zeros_li
 
 @functools.cache
 def install() -> None:
-    """Let PyTorch's distributed tensors go through `call()`, for as long as the process lives."""
+    """Let functions of PyTorch's distributed tensors go through `call()`, until the process ends."""
     torch_patches.hold_until_exit(torch_patches.functions_of_dtensors(call))
 
 
@@ -44,16 +44,16 @@ class Owner(Protocol):
     """What has sharded a parameter."""
 
     def on_data(self, parameter: torch.Tensor) -> None:
-        """Learn that a script has got the parameter's `data`, which it may write to unseen."""
+        """Note that a script holds the parameter's `data`, which it may write to."""
 
     def on_rebound(self, parameter: torch.Tensor) -> None:
-        """Learn that the parameter's shard is another tensor now."""
+        """Note that the parameter's shard is another tensor now."""
 
     def unsharded_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what stands for the parameter in graphs of the model's forward; None before the first."""
 
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
-        """Learn that a script is about to set the parameter's gradient."""
+        """Note that a script is about to set the parameter's gradient."""
 
 
 _kinds: dict[Function, FunctionKind] = {}
@@ -374,7 +374,7 @@ def _with_mark_of(args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _same_on_copies(output: Any) -> Any:
-    """Give all processes with the same part of a tensor the random numbers that the first of them has drawn."""
+    """Copy random numbers from the first of the processes that hold the same part of a tensor to the others."""
     for tensor in filter(is_of_model, _tensors_in((output,), {})):
         shard: Any = tensor
         spec = shard._spec
@@ -432,7 +432,7 @@ def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...]
 
 
 def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
-    """Return a value as a tensor that lies like a parameter."""
+    """Return a value as a tensor that is sharded like a parameter."""
     if tuple(value.shape) != tuple(parameter.shape) or value.dtype != parameter.dtype:
         raise EngineError(
             f"parameter.{what} = a tensor of shape {tuple(value.shape)} in {value.dtype}: the sharded parameter has "

@@ -30,7 +30,7 @@ _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 
 
 def check(model: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse what would not compute the unsharded numbers.
+    """Refuse models and plans that would not compute the unsharded numbers.
 
     Args:
         model: The model; it is only read.
@@ -170,7 +170,7 @@ def _multiply_part(forward: Forward, mesh: Any, takes: Any, gives: Any, given: t
 
 
 def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Run an embedding of which each process has a part of the rows: each looks up those, and all are added up.
+    """Run an embedding whose rows are split: each process looks its rows up, and the results are summed.
 
     PyTorch's distributed embedding fails where there is a `padding_idx`.
     """
@@ -194,7 +194,7 @@ def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.
 
 
 def agree_on_random_numbers(device: torch.device, mesh: Any) -> None:
-    """Let the processes that share layers draw alike, as their activations are the same. Collective."""
+    """Seed the processes that share layers alike, as their activations are the same. Collective."""
     import torch.distributed as dist
 
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""What model families need before they train well on XLA: kept in one place, each with the versions it is for.
+"""What model families need to train well on XLA; each patch has the versions that it is for.
 
 A patch of another library is a context, entered for one forward of a sharded model and undone when it ends.
 """
@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 
 def prepare(model: nn.Module, *, partitioned: bool) -> None:
-    """Change what a model needs to have changed for good.
+    """Make the changes to a model that last.
 
     Args:
         model: The user's model.

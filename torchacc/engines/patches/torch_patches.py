@@ -90,7 +90,7 @@ def total_norm_over_shards(
 
 @contextmanager
 def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Let PyTorch's functions that clip gradients, `clip_grad_value_()` among them, be noticed before they do.
+    """Call a function before PyTorch's functions clip gradients, `clip_grad_value_()` among them.
 
     All of them sort the gradients that there are by device and dtype.
 
@@ -198,7 +198,7 @@ def optimizer_states(
     saved: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
     to_load: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
 ) -> Iterator[None]:
-    """Let each optimizer's `state_dict()` and `load_state_dict()` know of shards, also of one that is made later.
+    """Pass the states of each optimizer, also of one made later, through functions that know shards.
 
     Args:
         saved: Turns what an optimizer's own `state_dict()` gave into what the caller gets.
@@ -226,7 +226,7 @@ def optimizer_states(
 
 @contextmanager
 def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Let each optimizer's `zero_grad()` be noticed before it clears, also of one that has made no step."""
+    """Call a function before each optimizer's `zero_grad()`, also of one that has made no step."""
     optimizer_class = torch.optim.Optimizer
     own_zero_grad = optimizer_class.zero_grad
 
@@ -244,7 +244,7 @@ def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> It
 
 @contextmanager
 def steps_of_schedules(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Let each step of a learning-rate schedule be noticed before it is made.
+    """Call a function before each step of a learning-rate schedule.
 
     Args:
         notice: Called with the optimizer whose rates it sets.

@@ -1,4 +1,4 @@
-"""Attention masks of transformers without questions to the device, which a step would wait for.
+"""Build transformers' attention masks without reading from the device, for which a step would wait.
 
 Transformers asks whether several documents lie in a row, by looking at the values of the position ids, and whether
 anything is padded. What the answer depends on is known without a look at values: position ids that no data goes into,
@@ -24,7 +24,7 @@ _shapes: set[tuple[Any, ...]] = set()
 
 
 class Answers:
-    """What was answered while a part of a model ran, to be answered alike when it is computed again in backward.
+    """Answers given while a part of a model ran, to be repeated when it is computed again in backward.
 
     There the position ids may be another tensor, behind a barrier, and a mask in place of none would be another
     computation than the one that is repeated.
@@ -157,7 +157,7 @@ def _is_plain_range(position_ids: torch.Tensor) -> bool:
 
 
 def _know_usual_ranges(like: torch.Tensor) -> None:
-    """Know what models make of themselves without a program to look at it."""
+    """Recognise the ranges that models make themselves, without running a program."""
     from torch_xla import _XLAC
 
     if (key := (like.shape, like.dtype)) in _shapes:

@@ -94,7 +94,7 @@ def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> 
 
 
 class _CumSum(torch.autograd.Function):
-    """Sum up in int64 what is no number with a point; torch_xla stays in the input's dtype, where bools are bools."""
+    """Sum up integers in int64; torch_xla stays in the input's dtype, where bools are bools."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:

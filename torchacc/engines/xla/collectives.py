@@ -1,4 +1,4 @@
-"""What travels between processes with one XLA device each: weights, gradients, and a few scalars."""
+"""Exchange weights, gradients and a few scalars between processes with one XLA device each."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

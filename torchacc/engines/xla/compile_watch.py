@@ -1,4 +1,4 @@
-"""Watch what XLA compiles, and say what has changed where it compiles anew.
+"""Watch what XLA compiles, and log what has changed where it compiles again.
 
 A training step is one program, compiled at an optimizer's first step, and where its state cannot be made before, at the
 second. What is compiled after these two is a surprise, unless a model runs for the first time in another mode, as in an
@@ -30,7 +30,7 @@ Inputs = dict[str, str]
 
 
 class CompileWatch:
-    """Knows what the programs of this process depend on, as far as torchacc sees it."""
+    """Tracks what the programs of this process depend on, as far as torchacc knows."""
 
     def __init__(self) -> None:
         self._forwards: WeakKeyDictionary[nn.Module, dict[str, list[Inputs]]] = WeakKeyDictionary()
@@ -58,11 +58,11 @@ class CompileWatch:
         )
 
     def note(self, text: str) -> None:
-        """Keep why something compiles more often than once."""
+        """Note why something compiles more than once."""
         self._notes[text] = None
 
     def on_forward(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], *, num_lengths: int) -> None:
-        """Learn what a model is called with.
+        """Note the inputs that a model is called with.
 
         Args:
             model: The model.
@@ -86,7 +86,7 @@ class CompileWatch:
         known.append(inputs)
 
     def before_step(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        """Learn what an optimizer's step depends on.
+        """Note what an optimizer's step depends on.
 
         Args:
             optimizer: The optimizer.
@@ -107,7 +107,7 @@ class CompileWatch:
         self._settings[optimizer] = settings
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what was compiled since the last step of any optimizer; the first time that it surprises, warn."""
+        """Compare what was compiled since the last step of any optimizer; warn at the first unexpected compile."""
         step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         graphs, secs = runtime.compile_stats()
         compiled, took = graphs - self._graphs, secs - self._secs

@@ -22,7 +22,7 @@ class DeviceCollectives(Collectives):
     def __init__(
         self, mesh: Mesh, rank: int, ordinals: Sequence[int], meet: Callable[[str], None] = lambda what: None
     ) -> None:
-        """Take a process's place on the mesh, where it is its rank, as for the host's collectives.
+        """Find the process's place on the mesh by its rank.
 
         Args:
             mesh: The mesh.

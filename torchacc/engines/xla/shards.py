@@ -184,7 +184,7 @@ class ShardedTensor(torch.Tensor):
         return as_shard(self._origin.part_of(value.detach()).to(self.device), self._origin)
 
     def register_hook(self, hook: Any) -> Any:
-        """Refuse a hook of the gradient, which is not this process's own once it is there."""
+        """Refuse a hook of the gradient, which would get the gradient that is reduced over all processes."""
         raise EngineError(
             f"a hook on the gradient of {self._name}: each process holds a shard of it, which is there once backward "
             "has ended. Change parameter.grad after backward(), or hook an output of a module"
@@ -281,7 +281,7 @@ def as_shard(local: torch.Tensor, origin: ShardOrigin, name: str | None = None) 
 
 
 def as_shard_like(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor that lies like another."""
+    """Return what this process holds of a tensor that is sharded like another."""
     return as_shard(local, other._origin) if isinstance(other, ShardedTensor) else local
 
 
@@ -291,7 +291,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_padding(shard: ShardedTensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, as a plain one, with zeros for padding, whatever came to be there.
+    """Return what this process holds of a tensor, as a plain one whose padding is zeros.
 
     Every process runs the same program, as collectives on devices ask for.
     """
@@ -322,7 +322,7 @@ def _shards_in(*trees: Any) -> Iterator[ShardedTensor]:
 
 
 def _common_origin(args: Sequence[Any], kwargs: Mapping[str, Any], call: FunctionTraits) -> ShardOrigin | None:
-    """Return how all operands lie, where they are shards that lie alike, and numbers; None where they are not.
+    """Return the origin that all operands share, where they are shards of one layout, and numbers; else None.
 
     A gradient goes through the unsharded tensor, so that it is reduced with all others.
     """
@@ -396,7 +396,7 @@ def _write(call: FunctionTraits, func: Any, written: Any, args: Sequence[Any], k
 
 
 def _as_full_assignment(target: Any, index: Any, value: Any) -> tuple[Any, ...] | None:
-    """Return the method and its arguments that stand for an assignment to all elements, or to those of a mask."""
+    """Return the method and its arguments that assign to all elements, or to those of a mask."""
     if isinstance(index, ShardedTensor) and index.dtype == torch.bool and index._origin.fits(target._origin):
         return ("masked_fill_", index, value) if not isinstance(value, torch.Tensor) or not value.dim() else None
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):

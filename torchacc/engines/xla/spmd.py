@@ -60,7 +60,7 @@ class SpmdEngine(XlaEngine):
         return runtime.count_devices()
 
     def check(self, model: nn.Module) -> None:
-        """Refuse two answers to how activations are split, and a dtype for sums, which are inside of XLA's products."""
+        """Refuse contradicting splits of activations, and a dtype for sums, which are inside of XLA's products."""
         super().check(model)
         dist = self.config.dist
         if dist.tp.sequence_parallel and dist.fsdp.shard_output_callable is not None:

@@ -1,4 +1,4 @@
-"""TPUs, as far as they can be known before the runtime starts: from the PCI bus, the packages and the environment."""
+"""Find TPUs before the runtime starts: from the PCI bus, the packages and the environment."""
 
 import importlib.util
 import re

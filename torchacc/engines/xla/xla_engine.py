@@ -1,4 +1,4 @@
-"""What the two XLA engines share: starting, moving data, and preparing models and optimizers for one compile."""
+"""What the two XLA engines share: they move data, and prepare models and optimizers to compile once."""
 
 import functools
 from abc import abstractmethod

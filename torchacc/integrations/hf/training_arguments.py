@@ -51,7 +51,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Not parallel: transformers has no processes to bring together."""
+        """Not parallel: transformers has no processes to coordinate."""
         return ParallelMode.NOT_PARALLEL
 
     @property
@@ -88,7 +88,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
 
 def adopt(args: Any, config: Config) -> tuple[TrainingArguments, Config]:
-    """Return the arguments and the config that a run goes by; those handed in stay as they are.
+    """Return the arguments and the config of a run; those passed are not changed.
 
     Raises:
         ConfigError: An argument asks for what only transformers' own devices can do, or contradicts the config.
@@ -111,7 +111,7 @@ def adopt(args: Any, config: Config) -> tuple[TrainingArguments, Config]:
 
 
 def _recompute(args: TrainingArguments, config: Config) -> None:
-    """Have the engine recompute, and not the model, whose own way knows no shards."""
+    """Let the engine recompute instead of the model, which knows no shards."""
     options = dict(args.activation_checkpointing_kwargs or {})
     options.pop("use_reentrant", None)
     every = options.pop("every_n_layers", None)
