@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from torchacc.config.root import Config
-from torchacc.config.sections import Section
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 
@@ -64,8 +63,8 @@ def requested_devices(config: Config) -> int:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    """Return the size of each axis, in the order of the sections of `config.dist`, of which each axis has one."""
-    return {name: section.size or 1 for name, section in config.dist if isinstance(section, Section)}
+    """Return the size of each axis, in the order of the sections of `config.dist`."""
+    return {name: section.size or 1 for name, section in config.dist if name in config.dist.topology}
 
 
 def _refuse_contradictions(config: Config) -> None:

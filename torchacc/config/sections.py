@@ -219,8 +219,9 @@ def _class_names(value: Any) -> Any:
 
 
 def _every_axis_once(axes: list[Axis]) -> list[Axis]:
-    if sorted(axes) != sorted(get_args(Axis)):
-        raise ValueError("each of the axes dp, fsdp, pp, sp and tp once, the slowest first")
+    *names, last = get_args(Axis)
+    if sorted(axes) != [*names, last]:
+        raise ValueError(f"each of the axes {', '.join(names)} and {last} once, the slowest first")
     return axes
 
 
