@@ -3,7 +3,8 @@
 python -m benchmarks walks [--root PATH] [--files]   # PATH: another checkout
 
 Each walk is made in processes of its own, and Python's profiler notes every function of the package that runs in them,
-in all threads. What runs only because a module is loaded does not count.
+in all threads. What runs only because a module is loaded does not count. A line says how many files there are, how many
+functions, and how many files the deepest call goes through, which `--files` marks by a star.
 """
 
 import argparse
@@ -57,6 +58,8 @@ class Walk:
         self._package = package
         self.functions: dict[CodeType, str | None] = {}
         """Each function that was entered, and its file in the package; None for what is not to be counted."""
+        self.deepest: list[str] = []
+        """The files of calls within calls, from the outermost one: the most that there were at once."""
 
     def files(self) -> list[str]:
         """Return the files of the package in the order in which they were entered."""
@@ -64,7 +67,8 @@ class Walk:
 
     def summary(self) -> dict[str, Any]:
         """Return what there is to say of it, as plain data."""
-        return {"files": self.files(), "functions": sum(path is not None for path in self.functions.values())}
+        count = sum(path is not None for path in self.functions.values())
+        return {"files": self.files(), "functions": count, "deepest": self.deepest}
 
     def start(self) -> None:
         """Begin to note, in this thread and in those that start from now on."""
@@ -90,6 +94,15 @@ class Walk:
             path = self._path_of(frame)
             if path is None or not self._is_loading(frame):
                 self.functions[frame.f_code] = path
+                self.deepest = max(self.deepest, self._open_files(frame) if path is not None else [], key=len)
+
+    def _open_files(self, frame: FrameType | None) -> list[str]:
+        found: dict[str, None] = {}
+        while frame is not None:
+            path = self._path_of(frame)
+            found |= {path: None} if path is not None else {}
+            frame = frame.f_back
+        return list(reversed(found))
 
     def _path_of(self, frame: FrameType) -> str | None:
         file = Path(frame.f_code.co_filename)
@@ -183,8 +196,11 @@ def describe(walks: dict[str, dict[str, Any]], *, files: bool) -> Iterator[str]:
         for subject, found in walks.items():
             if name in found:
                 walk = found[name]
-                yield f"    {subject:<17} {len(walk['files']):3} files  {walk['functions']:4} functions"
-                yield from (f"        {path}" for path in walk["files"] if files)
+                deepest = f"{len(walk['deepest'])} files in one another"
+                yield f"    {subject:<17} {len(walk['files']):3} files  {walk['functions']:4} functions  {deepest}"
+                yield from (
+                    f"        {'*' if path in walk['deepest'] else ' '} {path}" for path in walk["files"] if files
+                )
 
 
 def main(argv: list[str] | None = None) -> int:

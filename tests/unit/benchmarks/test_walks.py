@@ -36,4 +36,8 @@ def test_a_walk_lists_the_files_that_are_entered(tmp_path, monkeypatch):
         sys.setprofile(profiler)
         for name in set(sys.modules) - before:
             del sys.modules[name]
-    assert walk.summary() == {"files": ["walked/first.py", "walked/second.py", "walked/thread.py"], "functions": 4}
+    assert walk.summary() == {
+        "files": ["walked/first.py", "walked/second.py", "walked/thread.py"],
+        "functions": 4,
+        "deepest": ["walked/first.py", "walked/second.py"],
+    }
