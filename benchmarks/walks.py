@@ -138,7 +138,8 @@ def walk_with(engine: str, folder: Path) -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     walks = {name: Walk(_package()) for name in ("shard", "batch", "checkpoint")}
     with walks["shard"].recorded():
-        model, loader = torchacc.accelerate(model, DataLoader(torch.ones(8, 4), batch_size=2), config)
+        model = torchacc.accelerate(model, config=config)
+    loader = torchacc.shard_loader(DataLoader(torch.ones(8, 4), batch_size=2), model)
     with walks["batch"].recorded():
         batch = next(iter(loader))
     optimizer = torch.optim.AdamW(model.parameters())
