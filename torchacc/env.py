@@ -13,7 +13,7 @@ _OWN = Path("/proc/self/environ")
 
 @dataclass(frozen=True)
 class Job:
-    """The processes of this job, as the launcher (`torchrun`, or nobody) describes them."""
+    """The processes of this job, as the launcher (such as `torchrun`), if any, describes them."""
 
     rank: int = 0
     """This process's rank among all processes."""

@@ -30,7 +30,7 @@ def start_logging(rank: int) -> None:
 
 
 def _are_of_torch_xla(root: logging.Logger) -> bool:
-    """Return whether nobody has set logging up but torch_xla, which calls `logging.basicConfig()` when imported."""
+    """Return whether logging was set up by torch_xla alone, which calls `logging.basicConfig()` when imported."""
     handler, *others = root.handlers
     has_defaults = type(handler) is logging.StreamHandler and root.level == logging.WARNING and not others
     form = handler.formatter._fmt if handler.formatter is not None else None

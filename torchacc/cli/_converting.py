@@ -90,10 +90,10 @@ def _execute(plan: ConversionPlan, args: argparse.Namespace) -> None:
 
 @contextmanager
 def progress_bar(total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Show a bar of bytes while the context is entered, and yield what is told of those that are done.
+    """Show a bar of bytes while the context is entered, and yield the function that takes the bytes that are done.
 
     Args:
-        total: All of them; None where what is told of some says it, as a second number.
+        total: The bytes of all; None where the function gets them with each call, as a second number.
     """
     with tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr) as bar:
 

@@ -1,4 +1,4 @@
-"""From the user's config to a frozen, complete copy; every contradiction and every unmet wish is refused here."""
+"""Turn the user's config into a frozen, complete copy; refuse contradictions, and options not available yet."""
 
 from collections.abc import Callable
 from copy import deepcopy

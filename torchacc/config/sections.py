@@ -250,7 +250,7 @@ def _every_axis_at_most_once(axes: list[str | None]) -> list[str | None]:
 Bits64 = AfterValidator(_of_64_bits)
 Count = Annotated[int, Field(strict=True, ge=1), Bits64]
 Natural = Annotated[int, Field(strict=True, ge=0), Bits64]
-Whole = Annotated[StrictInt, Bits64]
+Int64 = Annotated[StrictInt, Bits64]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
 ClassNames = Annotated[Names, BeforeValidator(_class_names)]
@@ -319,9 +319,9 @@ class DataLoaderConfig(Section):
     """Length, in tokens, of the longest bucket when the buckets are spaced evenly."""
     num_buckets: Count | None = None
     """How many evenly spaced buckets there are up to `max_length`."""
-    pad_value_dict: dict[StrictStr, Whole | StrictFloat] | None = None
+    pad_value_dict: dict[StrictStr, Int64 | StrictFloat] | None = None
     """Value to pad with, by the batch's key; what is not named here is not padded."""
-    pad_dim_dict: dict[StrictStr, Whole] | None = None
+    pad_dim_dict: dict[StrictStr, Int64] | None = None
     """Dim to pad along, by the batch's key; the last one where a key is not named."""
     truncate: StrictBool = False
     """Cut batches longer than the longest bucket, instead of refusing them."""

@@ -1,4 +1,4 @@
-"""Small text files that a user or another process has written: read whole, or refused with the reason."""
+"""Read small text files of users or other processes completely, or refuse them with the reason."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
             UTF-8; begins with the path.
     """
     try:
-        # A pipe that nobody writes to would be waited for.
+        # Opening a pipe without a writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {_reason(error)}") from None

@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
 
 
 NUMBER = (f"{_TAG}float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
-"""How a number without a point is told from a string, for a loader and for a dumper."""
+"""How a loader and a dumper tell a number without a point from a string."""
 _Loader.add_implicit_resolver(*NUMBER)
 
 
