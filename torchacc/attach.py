@@ -28,7 +28,8 @@ def attach(sharded: ShardedModel) -> None:
     model.register_forward_pre_hook(lambda *_: sharded.status.check_usable(), prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
     for module in model.modules():
-        module.register_state_dict_post_hook(functools.partial(model_state.note_shards, sharded))
+        if module._parameters or module._buffers:  # others may be shared by models, as transformers' own `gelu` is
+            module.register_state_dict_post_hook(functools.partial(model_state.note_shards, sharded))
     methods: dict[str, Callable[..., Any]] = {
         "load_state_dict": model_state.load_state_dict,
         "get_shard_metadata": model_state.shard_metadata,

@@ -35,10 +35,11 @@ SOME = {
         "vision-segformer",
         "vision-vit",
     ],
-    "xla-spmd": ["causal-llama", "masked-funnel", "vision-resnet"],
+    "xla-spmd": ["causal-llama", "masked-funnel", "masked-squeezebert", "vision-resnet"],
     "xla-multiprocess": ["causal-llama", "seq2seq-t5", "vision-resnet"],
 }
-"""Engine -> families of different structures: experts, recurrent layers, lists in lists, ties, stages, BatchNorm."""
+"""Engine -> families of different structures: experts, recurrent layers, lists in lists, ties, stages, BatchNorm,
+groups of channels."""
 
 
 def cases() -> list[Any]:

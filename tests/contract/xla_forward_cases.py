@@ -238,9 +238,61 @@ def pooled(x: torch.Tensor) -> torch.Tensor:
     return x + with_gaps + tight + block.square().sum()
 
 
+def at_bounds(x: torch.Tensor) -> torch.Tensor:
+    """Return activations where their slope jumps; what a gradient is there is a convention, as of ReLU6 at 0."""
+    functional = nn.functional
+    activations = (functional.relu6, functional.hardtanh, functional.hardsigmoid, functional.hardswish)
+    found = torch.zeros_like(x)
+    for place, weight in ((-3.0, 1.0), (-1.0, 0.1), (0.0, 0.01), (1.0, 2.0), (3.0, 0.2), (6.0, 0.02), (0.4, 5.0)):
+        exactly = x - x.detach() + place
+        for activation in activations:
+            found = found + weight * (activation(exactly) + activation(exactly * 1.0, inplace=True))
+    return found
+
+
+def by_order(x: torch.Tensor) -> torch.Tensor:
+    """Return rows moved by indices that come straight from a sort."""
+    order = x.detach()[0].sort().indices
+    moved = x.index_select(1, order) * 2 + torch.zeros_like(x).index_add(1, order, x, alpha=3)
+    return (moved * torch.ones_like(x).index_add_(1, order, x.square()) + moved[:, order]) / 100
+
+
+def by_group(x: torch.Tensor) -> torch.Tensor:
+    """Return rows, multiplied by the matrix of their group as mixtures of experts do, and each by its own where not."""
+    ends = torch.tensor([1, 1, len(x)], dtype=torch.int32, device=x.device)
+    matrices = torch.linspace(-1, 1, 3 * 64, device=x.device).view(3, 8, 8) * x.mean()
+    if x.device.type == "xla":
+        return torch._grouped_mm(x, matrices, offs=ends)
+    return torch.cat([x[:1] @ matrices[0], x[1:] @ matrices[2]])
+
+
+def averaged(x: torch.Tensor) -> torch.Tensor:
+    picture, pool = x.reshape(1, 1, 4, 8), nn.functional.avg_pool2d
+    one = pool(picture.square(), 9, ceil_mode=True).sum() + pool(picture, (3, 20), ceil_mode=True).square().sum()
+    return x + one + pool(picture, 3, 2, 1, ceil_mode=True).square().sum() + pool(picture, (2, 3)).square().sum()
+
+
+def convolved(x: torch.Tensor) -> torch.Tensor:
+    """Return what convolutions in groups make of a row's numbers taken for channels."""
+    conv1d, conv2d = nn.functional.conv1d, nn.functional.conv2d
+    weight = torch.linspace(-0.3, 0.3, 8 * 12, device=x.device).view(12, 8) * (1 + x.mean())
+    row, bias = x[:, :, None].expand(-1, -1, 3), weight[:, 0]
+    wide = conv1d(row * torch.arange(3, device=x.device), weight[:, :2, None], bias, groups=4)
+    tall = conv2d(wide[..., None], weight[:, :3, None, None], groups=4) + conv2d(
+        wide[..., None], weight[:, :1, None, None].expand(-1, -1, 3, 1), padding=(1, 0), groups=12
+    )
+    alone = conv1d(row[0], weight[:, :4, None], groups=2)
+    return x + torch.tanh(tall).mean((1, 2, 3))[:, None] + torch.tanh(alone).mean()
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: nn.functional.elu(x, 0.5) + nn.functional.selu(x) + nn.functional.celu(x, 2.0),
     "elu-in-place": lambda x: nn.functional.elu(x * 2, inplace=True),
+    "at-bounds": at_bounds,
+    "averaged": averaged,
+    "by-group": by_group,
+    "by-order": by_order,
+    "convolved": convolved,
     "cumsum": lambda x: x.cumsum(1) * x.detach().long().cumsum(1),
     "boolean-index": lambda x: x[x > 0].sum() + x.masked_select(x < 1).square().sum() + replaced(x),
     "masked-scatter": lambda x: x.masked_scatter(x > 0, x * 3).masked_scatter(x[:, :1] < 0, x.flip(1)),

@@ -62,12 +62,17 @@ def _attention_in_one_dtype() -> Iterator[None]:
 
 
 def _use_static_experts(model: nn.Module) -> None:
-    """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step."""
-    can_choose = getattr(model, "_can_set_experts_implementation", None)
-    if can_choose is None or not can_choose() or getattr(model.config, "_experts_implementation", None) == "batched_mm":
-        return
-    _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
-    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step.
+
+    Also those of a model inside of another, which transformers tells nothing of the inner one's experts.
+    """
+    for module in model.modules():
+        can_choose = getattr(module, "_can_set_experts_implementation", None)
+        if can_choose is None or not can_choose():
+            continue
+        if getattr(module.config, "_experts_implementation", None) != "batched_mm":
+            _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
+            module.set_experts_implementation("batched_mm")  # type: ignore[operator]
 
 
 def _use_partitionable_layer_norm(model: nn.Module) -> None:

@@ -5,11 +5,14 @@ operation is called from, PyTorch itself included, and in backward.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from torchacc.errors import EngineError
 
 _library: torch.library.Library | None = None  # what is registered lasts as long as this
 
@@ -114,6 +117,84 @@ def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> t
     return summed
 
 
+class _IndexAdd(torch.autograd.Function):
+    """Add rows at indices; torch_xla ends the process where these come straight from `sort()`, with the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float
+    ) -> torch.Tensor:
+        ctx.dim, ctx.alpha = dim, alpha
+        ctx.save_for_backward(index)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.index_add(x, dim, index + 0, source, alpha=alpha)  # the sum is a value of its own
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad, None, None, grad.index_select(ctx.dim, index) * ctx.alpha, None
+
+
+class _IndexSelect(torch.autograd.Function):
+    """Take rows at indices, which may come straight from `sort()`, as in `_IndexAdd`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        ctx.dim, ctx.shape = dim, x.shape
+        ctx.save_for_backward(index)
+        with torch._C._AutoDispatchBelowAutograd():
+            return x.index_select(dim, index + 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_add(ctx.dim, index, grad), None, None
+
+
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    selected: torch.Tensor = _IndexSelect.apply(x, dim, index)
+    return selected
+
+
+def _index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
+    added: torch.Tensor = _IndexAdd.apply(x, dim, index, source, alpha)
+    return added
+
+
+def _index_add_(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
+    return x.copy_(_index_add(x.clone(), dim, index, source, alpha=alpha))
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply each group of rows by a matrix of its own; torch_xla has none, and PyTorch's reads the host's memory.
+
+    Args:
+        x: Rows, group after group, of shape (S, K).
+        weight: The groups' matrices, of shape (E, K, N).
+        offs: Where each group ends, of shape (E,).
+        bias: Not supported, as in PyTorch.
+        out_dtype: The result's, that of `x` by default.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or offs is None or bias is not None:
+        raise EngineError(
+            f"torch._grouped_mm() of shapes {tuple(x.shape)} and {tuple(weight.shape)} does not run on XLA: it takes "
+            "rows (S, K), matrices (E, K, N) and `offs` there. Use torch.bmm()"
+        )
+    rows = torch.arange(x.shape[0], device=x.device)
+    group = (rows[:, None] >= offs).sum(1).clamp(max=weight.shape[0] - 1)
+    return torch.bmm(x[:, None], weight[group])[:, 0].to(out_dtype or x.dtype)
+
+
 def _count_nonzero(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> torch.Tensor:
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     return (x != 0).long().sum(dims)
@@ -135,6 +216,34 @@ def _celu(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
 
 def _celu_(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
     return _elu_(x, alpha, 1, 1 / alpha)
+
+
+def _hardtanh(x: torch.Tensor, min_val: float = -1, max_val: float = 1) -> torch.Tensor:
+    """Cut values off, as ReLU6 does; torch_xla's gradient at the bounds themselves, such as 0, is 1 and not 0."""
+    return torch.where((x > min_val) & (x < max_val), x, x.detach().clamp(min_val, max_val))
+
+
+def _hardtanh_(x: torch.Tensor, min_val: float = -1, max_val: float = 1) -> torch.Tensor:
+    return x.copy_(_hardtanh(x.clone(), min_val, max_val))
+
+
+def _hardsigmoid(x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (_hardtanh(wide + 3, 0, 6) / 6).to(x.dtype)
+
+
+def _hardsigmoid_(x: torch.Tensor) -> torch.Tensor:
+    return x.copy_(_hardsigmoid(x.clone()))
+
+
+def _hardswish(x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inside = torch.where(wide < 3, wide * (wide + 3) / 6, wide)
+    return torch.where(wide <= -3, 0, inside).to(x.dtype)
+
+
+def _hardswish_(x: torch.Tensor) -> torch.Tensor:
+    return x.copy_(_hardswish(x.clone()))
 
 
 def _shift_right(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
@@ -249,6 +358,66 @@ def _for_each(option: Sequence[int], num_dims: int) -> list[int]:
     return list(option) if len(option) == num_dims else list(option) * num_dims
 
 
+class _AvgPool(torch.autograd.Function):
+    """Average windows, of which torch_xla has none where one is larger than the picture and `ceil_mode` is set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kernel_size: Sequence[int], *options: Any) -> torch.Tensor:
+        ctx.options = kernel_size, *options
+        ctx.save_for_backward(x)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.aten.avg_pool2d(x, *ctx.options)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.avg_pool2d_backward(grad, x, *ctx.options), *[None] * len(ctx.options)
+
+
+def _avg_pool(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> torch.Tensor:
+    kernel, step, pad = (_for_each(option, 2) for option in (kernel_size, stride or kernel_size, padding))
+    if ceil_mode:
+        for dim, length in enumerate(x.shape[-2:]):  # the only window of a dimension ends where that does
+            if not pad[dim] and 0 < kernel[dim] - length < step[dim]:
+                kernel[dim] = length
+    pooled: torch.Tensor = _AvgPool.apply(x, kernel, step, pad, ceil_mode, count_include_pad, divisor_override)
+    return pooled
+
+
+def _conv(
+    num_dims: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> torch.Tensor:
+    """Convolve; where each place is by itself, groups of channels are multiplied: XLA partitions that one wrongly."""
+    options = [_for_each(option, num_dims) for option in (stride, padding, dilation)]
+    is_pointwise = set(weight.shape[2:]) == {1} and set(options[0]) == {1} and set(options[1]) == {0}
+    if groups == 1 or not is_pointwise or x.dim() != num_dims + 2:
+        unbatched = x.dim() == num_dims + 1
+        y = torch.ops.aten.convolution(
+            x[None] if unbatched else x, weight, bias, *options, False, [0] * num_dims, groups
+        )
+        return y[0] if unbatched else y  # type: ignore[no-any-return]
+    batch, places = x.shape[0], x.shape[2:]
+    grouped = x.reshape(batch, groups, x.shape[1] // groups, math.prod(places))
+    matrices = weight.view(groups, weight.shape[0] // groups, weight.shape[1])
+    y = torch.einsum("goi,bgip->bgop", matrices, grouped).reshape(batch, weight.shape[0], *places)
+    return y if bias is None else y + bias.view(-1, *[1] * num_dims)
+
+
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "masked_scatter": _masked_scatter,
@@ -257,6 +426,13 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "elu_": _elu_,
     "celu": _celu,
     "celu_": _celu_,
+    "_grouped_mm": _grouped_mm,
+    "hardtanh": _hardtanh,
+    "hardtanh_": _hardtanh_,
+    "hardsigmoid": _hardsigmoid,
+    "hardsigmoid_": _hardsigmoid_,
+    "hardswish": _hardswish,
+    "hardswish_": _hardswish_,
     "upsample_nearest2d": _nearest,
     "upsample_bilinear2d": _bilinear,
 }
@@ -265,7 +441,14 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
     "AutogradXLA": {
         **_COMPOSED,
+        "avg_pool2d": _avg_pool,
+        "conv1d": functools.partial(_conv, 1),
+        "conv2d": functools.partial(_conv, 2),
+        "conv3d": functools.partial(_conv, 3),
         "cumsum": _cumsum,
+        "index_add": _index_add,
+        "index_add_": _index_add_,
+        "index_select": _index_select,
         "max_pool2d": functools.partial(_max_pool, 2),
         "max_pool3d": functools.partial(_max_pool, 3),
     },
