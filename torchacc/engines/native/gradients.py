@@ -182,7 +182,8 @@ def _combined(mesh: Any, split: Sequence[int], parts: Sequence[torch.Tensor], no
     import torch.distributed as dist
 
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    norms = torch._foreach_norm([part for part in parts if part.numel()], norm_type, dtype)
+    filled = [part for part in parts if part.numel()]
+    norms = list(torch._foreach_norm(filled, norm_type, dtype)) if filled else []  # of none PyTorch takes no norm
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype)
     total = (own.max() if norm_type == inf else own.pow(norm_type).sum()).to(mesh.device_type)
     for dim in split:

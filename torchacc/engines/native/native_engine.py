@@ -28,7 +28,7 @@ from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import gloo_silenced
 from torchacc.env import Job
-from torchacc.errors import ConfigError, EngineError
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
@@ -328,7 +328,6 @@ class NativeModel(ShardedModel):
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
             if self.plan.activations_on_host and device != "cpu":
                 stack.enter_context(SaveActivationsOnHost(device))
-            stack.enter_context(_explain_shards())
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
@@ -436,21 +435,6 @@ class NativeModel(ShardedModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
-
-
-@contextmanager
-def _explain_shards() -> Iterator[None]:
-    """Explain the error of a model that uses a unit's weights outside of the unit's forward, where they are shards."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "got mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise EngineError(
-            "the model's forward uses a weight outside of the forward of the unit that it belongs to, where it is a "
-            "shard: by `unit.forward()`, which runs no hooks, or by a part of the unit alone. Choose other units, "
-            "which are called as a whole, by config.dist.fsdp.wrap_layer_cls, or use config.backend = 'xla'"
-        ) from error
 
 
 def _keep_class_name(module: nn.Module) -> None:
