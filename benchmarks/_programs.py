@@ -18,6 +18,7 @@ PROFILES = {
         "input_pipeline",
         "trainer_overhead",
         "fsdp_claims",
+        "vocabulary",
     ),
     "gpu": ("gpu",),
 }

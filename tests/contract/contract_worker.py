@@ -8,6 +8,7 @@ What it imports registers its cases, those first that draw random numbers before
 
 import behaviour_cases  # noqa: F401  isort: skip
 import background_cases  # noqa: F401
+import chunked_loss_cases  # noqa: F401
 import compile_cases  # noqa: F401
 import deferred_cases  # noqa: F401
 import dtensor_cases  # noqa: F401

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "torchacc"
 LAYERS = (
     {"errors", "env", "logging"},
     {"config", "launch"},
+    {"chunked_loss"},
     {"parallel"},
     {"memory_plan"},
     {"data"},

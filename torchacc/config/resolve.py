@@ -70,6 +70,12 @@ def _sizes(config: Config) -> dict[str, int]:
 def _refuse_contradictions(config: Config) -> None:
     if config.compute.fp16 and config.compute.bf16:
         raise ConfigError("compute.fp16 and compute.bf16 are both True: devices compute in one of them; keep bf16")
+    if config.compute.fp16 and config.compute.chunked_loss:
+        raise ConfigError(
+            f"compute.chunked_loss = {shown(config.compute.chunked_loss)} with compute.fp16 = True: its gradients are "
+            "computed before a scaler has scaled the loss, and small ones would become zero: use config.compute.bf16, "
+            "or set config.compute.chunked_loss = False"
+        )
     if config.compute.master_dtype == "bfloat16" and not config.compute.bf16:
         raise ConfigError(
             "compute.master_dtype = 'bfloat16' keeps parameters in less precision than they are computed with: set "

@@ -280,6 +280,9 @@ class ComputeConfig(Section):
     """Dtype in which gradients are summed over the devices and over micro-batches; under SPMD it is XLA's choice."""
     acc_scaled_dot_attn: StrictBool = False
     """Replace scaled dot-product attention by a kernel made for the device."""
+    chunked_loss: StrictBool | Count = False
+    """Compute a language model's loss in chunks of tokens, so that there are never logits of all: tokens of a chunk on
+    each device, or True for as many as have 32 Mi logits."""
     scan_layers: StrictBool = False
     """Run layers that are alike as one loop, compiled as one layer and computed again in backward (SPMD only)."""
     compile_cache: StrictStr | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.clip_grad import clip_grad_norm_
 
+from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import is_sum_over
@@ -319,7 +320,7 @@ class ShardedModel(ABC):
         Args:
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
-        model, inner = self.model, self.model.forward
+        model, inner = self.model, self._with_chunked_loss(self.model.forward)
         sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
         balances = modules_with_balance(model) if sees_a_part else []
 
@@ -341,6 +342,17 @@ class ShardedModel(ABC):
         self._watch_zero_grad(model)
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
+
+    def _with_chunked_loss(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        option = self.engine.config.compute.chunked_loss
+        if not option:
+            return forward
+        loss = ModelLoss(self.model, option, num_devices=len(self.engine.data_shards), after=self._after)
+        return functools.wraps(forward)(lambda *args, **kwargs: loss.run(forward, args, kwargs))
+
+    def _after(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor that waits for others, where an engine records what it runs."""
+        return tensor
 
     def _warn_of_sums(self, output: Any, inputs: Any) -> None:
         """Warn once of a loss that is a sum over the process's own samples."""

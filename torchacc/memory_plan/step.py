@@ -131,7 +131,15 @@ def study(
     plan = make_plan(model, config, from_config(config))
     chosen = ENGINES[engine]
     dtype = getattr(torch, plan.compute_dtype)
-    trace = record(model, batch, dtype=dtype, recomputed=plan.recomputed, eager=chosen.runs_eagerly, widens=widens)
+    trace = record(
+        model,
+        batch,
+        dtype=dtype,
+        recomputed=plan.recomputed,
+        eager=chosen.runs_eagerly,
+        widens=widens,
+        chunked_loss=config.compute.chunked_loss,
+    )
     batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
     return Step(plan, chosen.lifetimes(trace), num_states, batch_bytes, chosen)
 

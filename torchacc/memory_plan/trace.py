@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.errors import ConfigError, in_one_line
 
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ def record(
     recomputed: Sequence[str] = (),
     eager: bool = False,
     widens: bool = False,
+    chunked_loss: bool | int = False,
 ) -> Trace:
     """Run forward and backward on the meta device, and note each operation.
 
@@ -100,6 +102,7 @@ def record(
         recomputed: Names of the modules that are computed again in backward.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
         widens: Whether the device holds bfloat16 in float32, as XLA's CPU client does.
+        chunked_loss: The value of `compute.chunked_loss`.
 
     Raises:
         ConfigError: The model cannot run without values, or returns no loss.
@@ -116,7 +119,8 @@ def record(
             stack.enter_context(_recomputing(model, recomputed, mode, recorder))
             stack.enter_context(mode())
             stack.enter_context(recorder)
-            loss = _loss_of(model(**batch), model)
+            output = stack.enter_context(_with_loss(model, chunked_loss))(**batch)
+            loss = _loss_of(output, model)
             num_forward = len(recorder.operations)
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except ConfigError:
@@ -300,6 +304,19 @@ def _recomputing(
     finally:
         for module in modules:
             del module.__dict__["forward"]
+
+
+@contextmanager
+def _with_loss(model: nn.Module, chunked_loss: bool | int) -> Iterator[Callable[..., Any]]:
+    """Hold a context with what runs the model, and computes its loss in chunks where that is asked for."""
+    if not chunked_loss:
+        yield model
+        return
+    loss = ModelLoss(model, chunked_loss)
+    try:
+        yield lambda **batch: loss.run(model, (), batch)
+    finally:
+        loss.remove()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
 from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
@@ -20,6 +22,8 @@ from torchacc.parallel.units import has_forward, select_recomputed, select_units
 
 if TYPE_CHECKING:
     from torchacc.config import Config
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,9 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
     _check_model(model)
     modules = dict(model.named_modules())
     chosen = select_units(model, config.dist.fsdp)
+    head = find_head(model) if config.compute.chunked_loss else None
+    if head is not None:
+        chosen = _leave_head_to_model(chosen, head)
     unit_names = set(chosen)
     owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
     parameters = list(_parameters(model))
@@ -169,6 +176,8 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
             "has no layers that become units by themselves: name them in config.dist.fsdp.wrap_layer_cls"
         )
     recomputed = select_recomputed(model, config.memory, chosen)
+    if head is not None:
+        _refuse_recomputed_head(recomputed, head)
     units = [Unit(name, type(modules[name]).__name__, tuple(parameters)) for name, parameters in owned.items()]
     return ShardingPlan(
         units=(*units, Unit("", type(model).__name__, tuple(root))),
@@ -186,6 +195,23 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         recomputed=recomputed,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
     )
+
+
+def _leave_head_to_model(units: Sequence[str], head: str) -> list[str]:
+    """Leave out the units that hold the head, which the loss in chunks computes with after their forward has ended."""
+    around = [unit for unit in units if f"{head}.".startswith(f"{unit}.")]
+    if around:
+        _log.info("%s: no unit of its own, as compute.chunked_loss computes with %s", ", ".join(around), head)
+    return [unit for unit in units if unit not in around]
+
+
+def _refuse_recomputed_head(recomputed: Sequence[str], head: str) -> None:
+    for name in recomputed:
+        if f"{head}.".startswith(f"{name}."):
+            raise ConfigError(
+                f"memory.gc computes {name!r} again in backward, and with compute.chunked_loss the logits of {head!r} "
+                "are gone by then: name the classes of other modules in config.memory.gc_cls, as those of the layers"
+            )
 
 
 def _check_model(model: nn.Module) -> None:

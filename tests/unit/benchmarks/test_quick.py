@@ -13,6 +13,7 @@ QUICK = {
     "scaling": [],
     "fsdp_claims": [],
     "beside": [str(BENCHMARKS.parent)],
+    "vocabulary": [],
     "trainer_overhead": [],
     "input_pipeline": [],
     "gpu": ["--device", "cpu", "--models", "Llama 1.2B"],

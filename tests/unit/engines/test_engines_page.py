@@ -29,6 +29,7 @@ ASKED = {
         **{"dist.tp.size": 2, "dist.fsdp.size": 1, "dist.tp.plan": {"0.weight$": ["tp", None]}},
         "dist.tp.sequence_parallel": True,
     },
+    "compute.chunked_loss": {"compute.chunked_loss": True},
     "compute.scan_layers": {"compute.scan_layers": True},
     "compute.compile_cache": {"compute.compile_cache": "cache"},
     "dataloader.buckets": {"dataloader.buckets": [8]},
@@ -69,6 +70,9 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.layers[-1][0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -260,3 +260,37 @@ def test_optimizers_that_cannot_be_planned_are_refused():
         count_states(find_optimizer("lbfgs"), {"lr": 1.0})
     with pytest.raises(ConfigError, match="AdamW cannot be planned: .*momentum"):
         count_states(find_optimizer("adamw"), {"momentum": 0.9})
+
+
+class Language(nn.Module):
+    VOCABULARY = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, self.VOCABULARY, bias=False)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.head(x).float(), labels)}
+
+
+@pytest.mark.parametrize("engine", ["native", "xla"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_chunked_loss_has_logits_of_a_chunk(engine, bf16):
+    config, totals = Config(), []
+    config.compute.bf16 = bf16
+    for tokens in (False, TOKENS, 64):
+        config.compute.chunked_loss = tokens
+        with torch.device("meta"):
+            model = Language()
+            batch = {"x": torch.empty(TOKENS, WIDTH), "labels": torch.empty(TOKENS, dtype=torch.long)}
+        step = study(model, batch, config, num_states=0, engine=engine)
+        totals.append(step.on(1, "FULL_SHARD").total)
+        assert "forward" not in vars(model.head)
+    without, in_one, in_chunks = totals
+    logits = 4 * TOKENS * Language.VOCABULARY
+    assert without >= 1.4 * logits
+    assert in_one >= 0.9 * logits  # all of them at once are as they are
+    assert in_chunks < 0.2 * logits

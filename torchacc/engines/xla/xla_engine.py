@@ -272,6 +272,14 @@ class XlaModel(ShardedModel):
                     raise lost_edit(None, EDITED_PER_PROCESS) from error
                 raise
 
+    def _after(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor that waits for others, so that XLA does not hold the logits of several chunks at a time."""
+        import torch_xla.core.xla_model as xm
+
+        tensor = tensor.clone()
+        xm.optimization_barrier_([tensor, *others])
+        return tensor
+
     def patched(self) -> AbstractContextManager[None]:
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
         return model_patches.patches()
