@@ -187,7 +187,7 @@ def chunked_loss_of_a_head_that_is_split_over_tp() -> None:
     dist = {"tp": {"size": 2}, "fsdp": {"size": 1, "use_spmd": ENGINE == SPMD}}
     config = {"backend": ENGINE.partition("-")[0], "compute": {"chunked_loss": TOKENS}, "dist": dist}
     torchacc.accelerate(model, None, torchacc.Config.from_dict(config))
-    assert "lm_head.weight" in sharded_model(model).plan.split.specs
+    assert "lm_head.weight" in sharded_model(model).plan.tensor_parallel.specs
     loss, expected = model(**registry.active_engine().put(batch())).loss, plain(**batch()).loss
     check_equal(loss.detach().cpu(), expected.detach(), "loss")
     loss.backward()

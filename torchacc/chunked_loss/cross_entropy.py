@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-LOGITS_OF_A_CHUNK = 2**25
-"""How many logits a chunk has, at most: 128 MiB in float32."""
+LOGITS_OF_A_CHUNK = 2**26
+"""How many logits a chunk has, at most: 256 MiB in float32."""
 
 
 @dataclass(frozen=True)

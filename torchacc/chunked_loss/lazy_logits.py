@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from torchacc.errors import ConfigError, UnknownNameError
 
@@ -162,7 +163,7 @@ class LazyLogits:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch that is given lazy logits."""
         kwargs = kwargs or {}
-        lazy = next(value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits))
+        lazy = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyLogits))
         if func is F.cross_entropy:
             return lazy.source.cross_entropy(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_")

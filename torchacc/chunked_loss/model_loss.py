@@ -133,7 +133,8 @@ class ModelLoss:
                 )
             return self._project(hidden, *args, **kwargs)
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        lowers = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if lowers else hidden.dtype
         return LazyLogits(hidden, self._vocabulary, dtype, self)
 
     def note(self, lazy: LazyLogits) -> None:

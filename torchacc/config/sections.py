@@ -282,7 +282,7 @@ class ComputeConfig(Section):
     """Replace scaled dot-product attention by a kernel made for the device."""
     chunked_loss: StrictBool | Count = False
     """Compute a language model's loss in chunks of tokens, so that there are never logits of all: tokens of a chunk on
-    each device, or True for as many as have 32 Mi logits."""
+    each device, or True for as many as have 64 Mi logits."""
     scan_layers: StrictBool = False
     """Run layers that are alike as one loop, compiled as one layer and computed again in backward (SPMD only)."""
     compile_cache: StrictStr | None = None

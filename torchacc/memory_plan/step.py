@@ -123,6 +123,10 @@ def study(
         section, _, name = path.rpartition(".")
         if getattr(_section(config, section), name):
             raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
+    if config.compute.chunked_loss and not ENGINES[engine].runs_eagerly:
+        raise ConfigError(
+            "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
+        )
     if config.dist.tp.size > 1:
         raise ConfigError(f"config.dist.tp.size = {config.dist.tp.size} is not in the memory plan: leave it at 1")
     config = deepcopy(config)

@@ -197,6 +197,7 @@ def test_logits_after_a_forward_with_labels():
         lambda logits, labels: mean_loss(logits, labels, weight=torch.ones(VOCABULARY)),
         lambda logits, labels: mean_loss(logits, labels, reduction="none").mean(),
         lambda logits, labels: logits.logsumexp(-1).mean(),
+        lambda logits, labels: torch.cat([logits, logits]).mean(),
     ],
 )
 def test_other_losses_of_the_logits_are_refused(loss):

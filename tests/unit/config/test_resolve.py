@@ -98,6 +98,11 @@ def test_two_dtypes_contradict_each_other():
     assert "compute.fp16 and compute.bf16 are both True" in refusal({"compute": {"fp16": True, "bf16": True}})
 
 
+def test_a_chunked_loss_goes_with_no_scaler():
+    message = refusal({"compute": {"fp16": True, "chunked_loss": 512}})
+    assert message.startswith("compute.chunked_loss = 512 with compute.fp16 = True")
+
+
 @pytest.mark.parametrize("compute", [{}, {"fp16": True}], ids=str)
 def test_masters_have_no_less_precision_than_the_computation(compute):
     message = refusal({"compute": {"master_dtype": "bfloat16", **compute}})

@@ -276,9 +276,8 @@ class Language(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).float(), labels)}
 
 
-@pytest.mark.parametrize("engine", ["native", "xla"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_chunked_loss_has_logits_of_a_chunk(engine, bf16):
+def test_chunked_loss_has_logits_of_a_chunk(bf16):
     config, totals = Config(), []
     config.compute.bf16 = bf16
     for tokens in (False, TOKENS, 64):
@@ -286,7 +285,7 @@ def test_chunked_loss_has_logits_of_a_chunk(engine, bf16):
         with torch.device("meta"):
             model = Language()
             batch = {"x": torch.empty(TOKENS, WIDTH), "labels": torch.empty(TOKENS, dtype=torch.long)}
-        step = study(model, batch, config, num_states=0, engine=engine)
+        step = study(model, batch, config, num_states=0, engine="native")
         totals.append(step.on(1, "FULL_SHARD").total)
         assert "forward" not in vars(model.head)
     without, in_one, in_chunks = totals
@@ -294,3 +293,9 @@ def test_chunked_loss_has_logits_of_a_chunk(engine, bf16):
     assert without >= 1.4 * logits
     assert in_one >= 0.9 * logits  # all of them at once are as they are
     assert in_chunks < 0.2 * logits
+
+
+def test_chunked_loss_is_not_planned_under_xla():
+    config = Config(compute={"chunked_loss": True})
+    with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):
+        study(Language(), {}, config, num_states=0)

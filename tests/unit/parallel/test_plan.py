@@ -366,6 +366,33 @@ def test_a_function_that_chooses_nothing_is_refused():
         plan(Net(), wrap_modules=lambda name, module: False)
 
 
+# The head, where the loss is computed in chunks
+
+
+class Language(Net):
+    def get_output_embeddings(self):
+        return self.head
+
+
+def chunked(**sections):
+    return make_plan(Language(), Config(compute={"chunked_loss": True}, **sections), ALONE)
+
+
+def test_the_head_is_no_unit_where_the_loss_is_computed_in_chunks():
+    assert "head" in units(Language(), min_num_params=40)
+    found = chunked(dist={"fsdp": {"min_num_params": 40}}, memory={"gc": True})
+    assert [unit.name for unit in found.units] == ["blocks.0.attention", "blocks.1.attention", ""]
+    assert "head.weight" in [parameter.name for parameter in found.units[-1].parameters]
+    assert found.recomputed == ("blocks.0.attention", "blocks.1.attention")
+
+
+def test_a_loss_in_chunks_needs_a_head_that_is_computed_once():
+    with pytest.raises(ConfigError, match="memory.gc computes 'head' again"):
+        chunked(memory={"gc": True, "gc_cls": ["Linear"]})
+    with pytest.raises(ConfigError, match="Net has no module that computes logits"):
+        make_plan(Net(), Config(compute={"chunked_loss": True}), ALONE)
+
+
 # What is computed again
 
 
