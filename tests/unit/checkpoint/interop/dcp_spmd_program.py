@@ -24,6 +24,7 @@ for _ in range(2):
     model(torch.arange(7, device="xla")).square().mean().backward()
     optimizer.step()
     torch_xla.sync()
+torch_xla.sync(wait=True)  # torch_xla's planner reads shards, which are there only once their program has run
 state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
 dcp.save(state, checkpoint_id=folder, planner=xc.SPMDSavePlanner())
 names = [name for name, _ in model.named_parameters()]
