@@ -29,7 +29,7 @@ def find_head(model: nn.Module) -> str:
         head = ask() if callable(ask) else None
     except (AttributeError, NotImplementedError):
         head = None
-    name = next((name for name, module in model.named_modules() if name and module is head), None)
+    name: str | None = next((name for name, module in model.named_modules() if name and module is head), None)
     if name is None:
         raise ConfigError(
             f"compute.chunked_loss: {type(model).__name__} has no module that computes logits from hidden states, as "
@@ -133,7 +133,7 @@ class ModelLoss:
                 )
             return self._project(hidden, *args, **kwargs)
         device = hidden.device.type
-        lowers = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        lowers = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if lowers else hidden.dtype
         return LazyLogits(hidden, self._vocabulary, dtype, self)
 
