@@ -38,6 +38,7 @@ class Case:
 # Cases run in this order, and backwards in every second round: those that are compared are neighbours.
 CASES = (
     Case("compile", "compile", reference="eager"),
+    Case("native-compile-1", "native-compile", reference="compile"),
     Case("native-1", "native", reference="eager"),
     Case("xla-spmd-2", "xla-spmd", devices=2, reference="eager"),
     Case("fsdpv2-4", "fsdpv2", devices=4, reference="eager"),
@@ -49,6 +50,8 @@ CASES = (
     Case("xla-multiprocess-2", "xla-multiprocess", processes=2, reference="fsdp2-2"),
     Case("fsdp2-2", "fsdp2", processes=2, reference="eager"),
     Case("native-2", "native", processes=2, reference="fsdp2-2"),
+    Case("native-compile-2", "native-compile", processes=2, reference="fsdp2-compile-2"),
+    Case("fsdp2-compile-2", "fsdp2-compile", processes=2, reference="fsdp2-2"),
     Case("fabric-2", "fabric", processes=2, reference="fsdp2-2"),
     Case("accelerate-2", "accelerate", processes=2, reference="fsdp2-2"),
     Case("xla-fsdp-2", "xla-fsdp", processes=2, reference="fsdp2-2"),
@@ -88,18 +91,20 @@ class Rivalry:
 _XLA = ("xla-spmd", "xla-multiprocess", "fsdpv2", "xla-fsdp")
 RUNTIMES = {
     **dict.fromkeys(_XLA, "torch_xla"),
+    **dict.fromkeys(("native-compile", "fsdp2-compile"), "compile"),
     **dict.fromkeys(("native", "native-no-shard", "fsdp2", "fabric", "accelerate", "accelerate-ddp", "ddp"), "eager"),
 }
 """What runs the operations of a case, by its name without the number of devices."""
-ALONE = "it shards and gathers with nobody to share with"
 ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
 REPLICATED = (
     "FSDP2 carries it out, on a mesh with one shard: each weight and each gradient is copied once more, and backward "
     "waits for each unit's reduction, where DDP reduces into its gradients and goes on meanwhile"
 )
+BY_UNIT = "its layers and its loss are graphs of their own, so that what is around them is not fused with them"
 RIVALRIES = (
-    Rivalry("native-1", "eager", "plain PyTorch", ALONE),
-    Rivalry("native-1", "compile", "torch.compile", f"{ALONE}, and nothing of it is compiled"),
+    Rivalry("native-1", "eager", "plain PyTorch", "its step is the rival's; its loader is in it, too"),
+    Rivalry("native-1", "compile", "torch.compile", "nothing of it is compiled without compute.compile"),
+    Rivalry("native-compile-1", "compile", "torch.compile of the whole model", BY_UNIT),
     Rivalry("xla-spmd-1", "eager", "plain PyTorch"),
     Rivalry("xla-spmd-1", "compile", "torch.compile"),
     Rivalry("xla-spmd-1", "torch_xla", "hand-written torch_xla"),
@@ -109,6 +114,8 @@ RIVALRIES = (
     Rivalry("xla-multiprocess-2", "xla-fsdp-2", "torch_xla's FSDP"),
     Rivalry("xla-multiprocess-4", "fsdp2-2", "raw FSDP2 with two processes", "four processes share two cores"),
     Rivalry("native-2", "fsdp2-2", "raw FSDP2", ALL_ROUND),
+    Rivalry("native-compile-2", "fsdp2-compile-2", "raw FSDP2, each block compiled", ALL_ROUND),
+    Rivalry("native-compile-2", "fsdp2-2", "raw FSDP2"),
     Rivalry("native-2", "fabric-2", "Lightning Fabric's FSDP2"),
     Rivalry("native-2", "accelerate-2", "Hugging Face Accelerate's FSDP2"),
     Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", REPLICATED),
@@ -120,7 +127,12 @@ EXPECTATIONS = (
     Limit("xla-spmd-1", "torch_xla", 1.02),
     Limit("xla-spmd-1", "eager", 1.00),
     Limit("xla-spmd-4", "eager", 1.10),
+    Limit("native-1", "eager", 1.01),
+    Limit("native-compile-1", "compile", 1.02),
     Limit("native-2", "fsdp2-2", 1.03),
+    Limit("native-compile-2", "fsdp2-compile-2", 1.00),
+    Limit("native-compile-2", "fsdp2-2", 0.92),
+    Limit("native-no-shard-2", "ddp-2", 1.02),
     Limit("xla-multiprocess-2", "fsdp2-2", 1.25),
     Limit("xla-multiprocess-4", "fsdp2-2", None),
 )

@@ -45,7 +45,11 @@ def _fsdp2(case: Case, tokens: torch.Tensor) -> Steps:
 
     dist.init_process_group("gloo")
     share_cores(case.processes)
-    model = _fully_shard(make_model(case.layers), init_device_mesh("cpu", (case.processes,)))
+    model = make_model(case.layers)
+    if case.kind == "fsdp2-compile":  # as torchtitan does: each block before it is sharded
+        for block in model.transformer.h:
+            block.compile()
+    model = _fully_shard(model, init_device_mesh("cpu", (case.processes,)))
     return train(model, make_optimizer(model), batches(tokens, dist.get_rank(), case.processes))
 
 
@@ -171,6 +175,7 @@ BUILDERS: dict[str, Callable[[Case, torch.Tensor], Steps]] = {
     "compile": _compiled,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
+    "fsdp2-compile": _fsdp2,
     "accelerate": _accelerate,
     "accelerate-ddp": _accelerate_ddp,
     "fabric": _fabric,

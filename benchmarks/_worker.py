@@ -68,10 +68,11 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
     config.compute.scan_layers = case.scans
+    config.compute.compile = case.kind == "native-compile"
     return train_sharded(make_model(case.layers), tokens, GLOBAL_BATCH // case.total_devices, config)
 
 
-TORCHACC = ("native", "native-no-shard", "xla-spmd", "xla-multiprocess")
+TORCHACC = ("native", "native-compile", "native-no-shard", "xla-spmd", "xla-multiprocess")
 BUILDERS: dict[str, Callable[[Case, torch.Tensor], Steps]] = {**_rivals.BUILDERS, **dict.fromkeys(TORCHACC, _torchacc)}
 """By the kind of a case."""
 

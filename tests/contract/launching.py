@@ -81,7 +81,7 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
     out.mkdir()
     kind, _, number = engine.rpartition("-")
     is_launched = kind == "xla-multiprocess" or (kind == "native" and number != "1")
-    env = environment()
+    env = environment(TORCHINDUCTOR_CACHE_DIR=str(out / "inductor"))
     if dumps:
         programs = out / "programs"
         dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"

@@ -12,6 +12,7 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
+_COMPILE_OPTIONS = ("compile_mode", "compile_dynamic", "compile_backend")
 _RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt")
 
 
@@ -85,6 +86,7 @@ def _refuse_contradictions(config: Config) -> None:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")
     _refuse_choice_without_recompute(config)
+    _refuse_choice_without_compile(config)
 
 
 def _refuse_choice_without_recompute(config: Config) -> None:
@@ -98,6 +100,22 @@ def _refuse_choice_without_recompute(config: Config) -> None:
                 f"memory.{name} = {shown(value)} chooses what is computed again, and memory.gc is False, so that "
                 f"nothing is: set config.memory.gc = True, or leave config.memory.{name} out"
             )
+
+
+def _refuse_choice_without_compile(config: Config) -> None:
+    compute = config.compute
+    for name in _COMPILE_OPTIONS:
+        value = getattr(compute, name)
+        if value != type(compute).model_fields[name].default and not compute.compile:
+            raise ConfigError(
+                f"compute.{name} = {shown(value)} says how units are compiled, and compute.compile is False, so that "
+                f"none is: set config.compute.compile = True, or leave config.compute.{name} out"
+            )
+    if compute.compile_mode != "default" and compute.compile_backend != "inductor":
+        raise ConfigError(
+            f"compute.compile_mode = {shown(compute.compile_mode)} is one of the backend 'inductor', and "
+            f"compute.compile_backend is {shown(compute.compile_backend)}: leave one of them out"
+        )
 
 
 def _refuse_not_yet(config: Config) -> None:

@@ -28,6 +28,7 @@ from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
 HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
 
@@ -285,8 +286,18 @@ class ComputeConfig(Section):
     each device, or True for as many as have 64 Mi logits."""
     scan_layers: StrictBool = False
     """Run layers that are alike as one loop, compiled as one layer and computed again in backward (SPMD only)."""
+    compile: StrictBool = False
+    """Compile each unit by `torch.compile`; units that are alike share their graphs (native engine only)."""
+    compile_mode: CompileMode = "default"
+    """How long the compiler may search: `max-autotune-no-cudagraphs` times several kernels for each product."""
+    compile_dynamic: StrictBool | None = None
+    """Compile for all shapes at once (True), for each shape by itself (False), or, None, for all once a second shape
+    has come."""
+    compile_backend: Annotated[StrictStr, Field(min_length=1)] = "inductor"
+    """The backend of `torch.compile`; `aot_eager` runs its graphs without a compiler, to find out what breaks them."""
     compile_cache: StrictStr | None = None
-    """Folder that keeps compiled programs for the next start (XLA, not on the CPU); None to compile them each time."""
+    """Folder that keeps compiled programs for the next start: of XLA, not on the CPU; natively of `compile`. None to
+    compile them each time under XLA; `torch.compile` keeps them in a temporary folder of its own."""
 
 
 class MemoryConfig(Section):

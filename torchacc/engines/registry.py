@@ -45,6 +45,7 @@ class Choice:
 
 
 _NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
+    "compute.compile": lambda config: config.compute.compile,
     "compute.fp16": lambda config: config.compute.fp16,
     "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
     "memory.offload_activations": lambda config: config.memory.offload_activations,

@@ -98,7 +98,9 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
 
 
 def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield when a unit is unsharded, which `fully_shard` has beside the shards on one process, too."""
+    """Yield when a unit is unsharded, which `fully_shard` has beside the shards."""
+    if plan.is_plain:
+        return
     turn = lifetimes.num_forward
     uses = {
         unit: sorted(use for parameter in unit.parameters for use in lifetimes.uses.get(parameter.name, ()))

@@ -96,6 +96,12 @@ class ShardingPlan:
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a single device computes with the parameters as they are: none is gathered, cast or moved."""
+        is_cast = {self.compute_dtype, self.master_dtype, self.reduce_dtype} != {"float32"}
+        return self.mesh.num_devices == 1 and not is_cast and not self.shards_on_host
+
     def is_resharded_after_forward(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
         return self.reshard_after_forward and bool(unit.name)

@@ -22,6 +22,7 @@ XLA_HAS_IT = [
 ]
 XLA_HAS_IT_NOT = [
     {"compute": {"fp16": True}},
+    {"compute": {"compile": True}},
     {"memory": {"offload_activations": True}},
     {"dist": {"fsdp": {"cpu_offload": True}}},
     {"backend": "native"},

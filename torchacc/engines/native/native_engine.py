@@ -1,7 +1,7 @@
 """PyTorch's own FSDP2 on whatever device PyTorch has, one process per device; needs no torch_xla."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import register_dataclass, tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
 from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
 from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import split_layers
+from torchacc.engines.native import compiled_units, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
+from torchacc.engines.native.recomputed_forward import checkpointed
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
@@ -52,16 +53,18 @@ class NativeEngine(Engine):
         "dist.fsdp.limit_all_gathers": "FSDP2 holds at most the unit that runs and the next, and has no other way",
         "dist.fsdp.shard_output_callable": "it belongs to SPMD",
         "dist.fsdp.use_spmd": "it belongs to XLA",
-        "compute.compile_cache": "nothing is compiled",
-        "compute.scan_layers": "nothing is compiled",
+        "compute.scan_layers": "units that are alike share their graphs, where they are compiled",
     }
 
     def options_without_effect(self) -> Mapping[str, str]:
         """Return what means nothing to FSDP2, or not on this machine's devices."""
+        no_effect = dict(self.no_effect)
+        if not self.config.compute.compile:
+            no_effect["compute.compile_cache"] = "nothing is compiled without compute.compile"
         if self.device.type == "cuda":
-            return {**self.no_effect, "memory.gpu_preallocate": "PyTorch takes memory as it is needed"}
+            return {**no_effect, "memory.gpu_preallocate": "PyTorch takes memory as it is needed"}
         on_cpu = dict.fromkeys(_OFFLOADS, _ON_HOST) if self.device.type == "cpu" else {}
-        return {**self.no_effect, **NO_GPU, **on_cpu}
+        return {**no_effect, **NO_GPU, **on_cpu}
 
     @classmethod
     def count_devices(cls, config: Config, job: Job) -> int:
@@ -81,6 +84,7 @@ class NativeEngine(Engine):
         """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
         super().check(model)
         check_installed_torch()
+        compiled_units.check(self.config, self.device)
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty:
             raise ConfigError(
@@ -114,6 +118,8 @@ class NativeEngine(Engine):
         fraction = self.config.memory.gpu_fraction
         if self.device.type == "cuda" and fraction is not None:
             torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        if self.config.compute.compile:
+            compiled_units.prepare(self.config)
 
     @cached_property
     def device(self) -> torch.device:
@@ -168,6 +174,10 @@ class NativeEngine(Engine):
         if self.device.type != "cpu" and "device" in state:
             torch.get_device_module(self.device).set_rng_state(state["device"])
 
+    def compile_report(self) -> CompileReport:
+        """Return what torch.compile has compiled in this process so far, where it compiles units."""
+        return compiled_units.report() if self.config.compute.compile else super().compile_report()
+
     def memory(self) -> Memory | None:
         """Return the most that tensors have taken of the accelerator, or the process's where it is the CPU."""
         if self.device.type == "cpu":
@@ -179,8 +189,10 @@ class NativeEngine(Engine):
         return super().device_name() if self.device.type == "cpu" else _name(self.device)
 
     def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
-        """Shard a model in place with `fully_shard`."""
-        sharded = NativeModel(self, model, plan)
+        """Shard a model in place with `fully_shard`, or leave it as it is where there is nobody to share it with."""
+        from torchacc.engines.native.single_device import SingleDeviceModel
+
+        sharded = (SingleDeviceModel if plan.is_plain else NativeModel)(self, model, plan)
         sharded.shard(optimizer)
         return sharded
 
@@ -195,6 +207,8 @@ class NativeModel(ShardedModel):
     """A model whose parameters are DTensors."""
 
     engine: NativeEngine
+    _compiled: compiled_units.CompiledUnits | None = None
+    """What `compute.compile` compiles."""
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
@@ -202,6 +216,7 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
+        self._compile_units()
         self._install_forward(self._run)
         self._replicate_numbers()
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
@@ -221,9 +236,13 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
-        recompute.install(self.model, self.plan.recomputed, _checkpoint)
+        recompute.install(self.model, self.plan.recomputed, checkpointed)
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
+
+    def _compile_units(self) -> None:
+        if self.engine.config.compute.compile:
+            self._compiled = compiled_units.CompiledUnits(self.model, self.plan, self.engine.config)
 
     def _shard_of_full(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""
@@ -328,6 +347,8 @@ class NativeModel(ShardedModel):
             stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
             if self.plan.activations_on_host and device != "cpu":
                 stack.enter_context(SaveActivationsOnHost(device))
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.of_call(kwargs))
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
@@ -360,6 +381,11 @@ class NativeModel(ShardedModel):
                 "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "
                 "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"
             )
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of what was compiled again without being new."""
+        if self._compiled is not None:
+            compiled_units.watch.after_step(optimizer)
 
     def _drop_window(self) -> None:
         self._groups.drop_gradients()
@@ -441,18 +467,6 @@ def _keep_class_name(module: nn.Module) -> None:
     """Give the subclass that FSDP2 makes the name of the class, by which libraries look models up."""
     made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def _checkpoint(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    has_run = False
-
-    def run(*args: Any) -> Any:
-        nonlocal has_run
-        again, has_run = has_run, True
-        with recompute.statistics_kept(module) if again else nullcontext():
-            return forward(*args, **kwargs)
-
-    return checkpoint(run, *args, use_reentrant=False)
 
 
 def _with_full_numbers(output: Any) -> Any:

@@ -304,6 +304,8 @@ def recorded_classes(model: nn.Module) -> tuple[type, ...]:
 
 
 def _note_output(state: Any, module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():  # where such a tensor is asked for, nothing is compiled
+        return
     state._register_pre_backward_hook(output)
 
 

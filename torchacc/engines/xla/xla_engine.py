@@ -85,6 +85,7 @@ class XlaEngine(Engine):
         super().check(model)
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
+        _refuse_torch_compile(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
@@ -383,6 +384,14 @@ def _refuse_host_memory(config: Config) -> None:
             "memory.offload_activations = True is not available under XLA: what forward saves is a value inside of the "
             "device's program, which PyTorch cannot move. Compute it again (config.memory.gc = True), or use "
             'config.backend = "native"'
+        )
+
+
+def _refuse_torch_compile(config: Config) -> None:
+    if config.compute.compile:
+        raise ConfigError(
+            "compute.compile = True is not available under XLA, which compiles each step as a whole by itself: leave "
+            'it at False, or use config.backend = "native"'
         )
 
 

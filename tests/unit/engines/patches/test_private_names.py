@@ -26,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torchacc.engines.patches.private_names import PRIVATE_NAMES, look_up
 
 model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-torchacc.accelerate(model, config=torchacc.Config(backend="native"))
+# In bfloat16, for which there is a group of FSDP2 on one device, too.
+torchacc.accelerate(model, config=torchacc.Config(backend="native", compute={"bf16": True}))
 loss = nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 2), reduction="sum")
 plain = torch.ones(2, requires_grad=True)
 state = fully_shard.state(model)

@@ -1,0 +1,38 @@
+"""On one device a native step is plain PyTorch's, to the last bit and operation by operation."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import forkrun
+
+PROGRAM = Path(__file__).with_name("single_device_program.py")
+CASES = [
+    "parameters_stay_what_they_are",
+    "step_runs_the_operations_of_plain_pytorch",
+    "numbers_are_those_of_plain_pytorch",
+    "window_adds_up_and_its_end_is_waited_for",
+    "optimizer_made_before_goes_on",
+    "deferred_model_gets_its_numbers",
+    "checkpoint_goes_on_where_it_was",
+    "graphs_of_gradients_are_plain_pytorchs",
+    "half_precision_is_kept_in_float32",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single_device")
+    done = forkrun.run(PROGRAM, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_device_does_what_plain_pytorch_does(found, case):
+    assert found[case] is None, found[case]
+
+
+def test_all_cases_were_looked_at(found):
+    assert found.keys() == set(CASES)

@@ -1,0 +1,189 @@
+"""`torch.compile` of units, each by itself, so that units that are alike share a graph.
+
+What is compiled is a unit's `forward`, and not its call: the hooks that gather its weights run around it, and recompute
+runs it again. A unit that holds other units, or modules that are computed again, is left as it is, as is the model
+around its units, but for the loss that transformers has as a function.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.config.names import nearest
+from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.patches import torch_compile
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+from torchacc.parallel.plan import ShardingPlan
+
+_log = get_logger(__name__)
+
+WARM_UP_STEPS = 2
+"""Steps of an optimizer in which something new may be compiled without a warning."""
+_INDUCTOR = "inductor"
+
+
+def check(config: Config, device: torch.device) -> None:
+    """Refuse what cannot be compiled, before anything is started.
+
+    Raises:
+        ConfigError: The compiler's needs are missing, or the config asks for what is not compiled.
+    """
+    compute = config.compute
+    if not compute.compile:
+        return
+    if config.dist.tp.size > 1:
+        raise ConfigError(
+            f"compute.compile = True with dist.tp.size = {config.dist.tp.size} is not available: the layers compute "
+            "with distributed tensors there, which torchacc does not compile. Put these devices on "
+            "config.dist.fsdp.size, or leave compile at False"
+        )
+    if config.memory.offload_activations and device.type != "cpu":
+        raise ConfigError(
+            "compute.compile = True with memory.offload_activations = True is not available: what a compiled forward "
+            "saves is not seen one tensor at a time. Use config.memory.gc = True in its place"
+        )
+    if compute.chunked_loss:
+        raise ConfigError(
+            "compute.compile = True with compute.chunked_loss is not available: graphs are not tried around logits "
+            "that are never there as a whole. Leave one of them out"
+        )
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if compute.compile_backend not in backends:
+        raise ConfigError(
+            f"compute.compile_backend = {compute.compile_backend!r} is no backend of torch.compile here; "
+            f"{nearest(compute.compile_backend, backends)}"
+        )
+    why = torch_compile.why_it_cannot(device) if compute.compile_backend == _INDUCTOR else None
+    if why is not None:
+        raise ConfigError(f"compute.compile = True cannot be had on this machine: {why}. Or leave compile at False")
+
+
+def prepare(config: Config) -> None:
+    """Make torch.compile ready for a process's models."""
+    torch_compile.prepare()
+    if config.compute.compile_cache is None:
+        return
+    folder = Path(config.compute.compile_cache).expanduser().absolute()
+    used = torch_compile.keep_programs_in(folder)
+    if used != folder:
+        _log.warning("compute.compile_cache = %s: TORCHINDUCTOR_CACHE_DIR in the environment says %s", folder, used)
+
+
+def regions(plan: ShardingPlan) -> tuple[str, ...]:
+    """Return the modules to compile: units, and modules that are computed again, that hold no other of them."""
+    names = list(dict.fromkeys([*(unit.name for unit in plan.units), *plan.recomputed]))
+
+    def holds_another(name: str) -> bool:
+        return any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
+
+    return tuple(name for name in names if not holds_another(name))
+
+
+class CompiledUnits:
+    """The compiled functions of one model."""
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, config: Config) -> None:
+        """Let the units of a model, and the loss of a transformers model, run compiled. Nothing is compiled yet."""
+        compute = config.compute
+        self._compile: Callable[..., Any] = functools.partial(
+            torch.compile,
+            backend=compute.compile_backend,
+            mode=None if compute.compile_mode == "default" else compute.compile_mode,
+            dynamic=compute.compile_dynamic,
+        )
+        self._model_config: Any = getattr(model, "config", None)
+        self._runs_eagerly = False
+        self._has_said = False
+        names = regions(plan)
+        for name in names:
+            module = model.get_submodule(name)
+            module.forward = self._switched(module.forward)
+        if isinstance(getattr(type(model), "loss_function", None), property) and names != ("",):
+            transformers_model: Any = model
+            transformers_model.loss_function = self._switched(transformers_model.loss_function)
+        _log.info("%d modules are compiled by torch.compile, each when it first runs", len(names))
+
+    def _switched(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = self._compile(own)
+
+        @functools.wraps(own)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (own if self._runs_eagerly else compiled)(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def of_call(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Hold a context for a forward of the model, which runs eagerly where it returns what its layers note.
+
+        A gradient may begin at that, inside of a unit, where no hook could gather the weights of a compiled one.
+        """
+        asked = _noted_outputs(self._model_config, kwargs)
+        if asked and not self._has_said and torch.is_grad_enabled():
+            self._has_said = True
+            _log.warning(
+                "%s returns what layers note on the way: this forward, and each like it, runs without "
+                "config.compute.compile",
+                " and ".join(asked),
+            )
+        before, self._runs_eagerly = self._runs_eagerly, bool(asked)
+        try:
+            yield
+        finally:
+            self._runs_eagerly = before
+
+
+def _noted_outputs(config: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the options of transformers, given by argument or by the model's config, that ask for more outputs."""
+    names = ("output_attentions", "output_hidden_states", "output_router_logits")
+    return [name for name in names if kwargs.get(name, getattr(config, name, False))]
+
+
+class RecompileWatch:
+    """Says when a step compiles something again that is not new."""
+
+    def __init__(self) -> None:
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._num_known = 0
+        self._has_warned = False
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at what was compiled again since the last step of any optimizer; the first time, warn."""
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._has_warned:
+            return
+        found = torch_compile.compiled_so_far().recompiles
+        new, self._num_known = [each for each in found[self._num_known :] if not each.is_of_mode], len(found)
+        if new and step > WARM_UP_STEPS:
+            self._has_warned = True
+            _log.warning(
+                "compiled anew: %s, up to step %d of %s. Later ones are listed by torchacc.compile_report(); batches "
+                "of many lengths are padded to a few by config.dataloader.buckets, or take "
+                "config.compute.compile_dynamic = True",
+                new[0],
+                step,
+                type(optimizer).__name__,
+            )
+
+
+watch = RecompileWatch()
+
+
+def report() -> CompileReport:
+    """Return what torch.compile has compiled in this process so far."""
+    found = torch_compile.compiled_so_far()
+    return CompileReport(
+        graphs=found.graphs,
+        secs=found.secs,
+        persistent_cache_hits=found.read_from_disk,
+        recompiles=tuple(map(str, found.recompiles)),
+        breaks=found.breaks,
+    )

@@ -1,0 +1,66 @@
+"""A model on one device that computes in the dtype of its parameters: nothing is sharded, gathered or copied.
+
+Parameters stay the tensors that they are, and a step is PyTorch's own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.engines import recompute
+from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.initial_values import materialise_parameters
+from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.native_engine import NativeModel
+from torchacc.engines.native.recomputed_forward import checkpointed
+from torchacc.engines.optimizers import remap_optimizer
+from torchacc.engines.patches import torch_patches
+
+
+class SingleDeviceModel(NativeModel):
+    """A model whose parameters are ordinary tensors."""
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Move the model to the device."""
+        device = self.engine.device
+        self._move_buffers()
+        originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
+        self._compile_units()
+        self._install_forward(self._run)
+        materialise_parameters(self.model, self.plan.parameters, self.plan, device)
+        moved: dict[torch.Tensor, nn.Parameter] = {
+            original: self.model.get_parameter(name) for name, original in originals.items()
+        }
+        for original, parameter in moved.items():
+            parameter.data = parameter.data.to(device)
+            parameter.grad = None  # as of a parameter that a shard replaces
+            vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
+        if torch_patches.knows_clipping():
+            from torchacc.engines.native.gradients import total_norm
+
+            note_total_norm(self, total_norm)
+        recompute.install(self.model, self.plan.recomputed, checkpointed)
+        if optimizer is not None:
+            remap_optimizer(optimizer, moved, lambda original, state: self.place(moved[original], state))
+
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward in the dtype of its parameters."""
+        device = self.engine.device.type
+        offloads = self.plan.activations_on_host and device != "cpu"
+        with torch.autocast(device, enabled=False), SaveActivationsOnHost(device) if offloads else nullcontext():
+            return inner(*args, **kwargs)
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in a parameter's shape, on its device."""
+        return local.view(parameter.shape).to(parameter.device)
+
+    @contextmanager
+    def _hold_gradients(self) -> Iterator[None]:
+        """Hold an empty context: gradients are complete after each backward."""
+        yield
+
+    def _drop_window(self) -> None:
+        """Leave it to zero_grad(): the parameters hold the gradients of a window themselves."""
