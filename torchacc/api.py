@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchacc import arguments, data
-from torchacc.attach import attach, replaced_parameters_noted
+from torchacc.attach import attach, replaced_parameters_refused
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.model_state import FullStateDictConfig, StateDictType
 from torchacc.config import Config
@@ -78,7 +78,7 @@ def accelerate(
     loader = _make_loader(dataloader, engine) if dataloader is not None else None
     log_kept_dtypes(model, plan)
     materialise_buffers(model)
-    with replaced_parameters_noted(model):
+    with replaced_parameters_refused(model):
         sharded = engine.apply(model, plan, optimizer)
     attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])

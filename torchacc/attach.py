@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,19 +13,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.engines.base import HANDLE, ShardedModel
+from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
-
-_replaced: list[weakref.ref[nn.Parameter]] = []
-"""Parameters that shards have replaced in their models, as long as somebody else holds them."""
 
 
 def attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[HANDLE] = sharded
-    model.register_forward_pre_hook(lambda *_: sharded.status.check_usable(), prepend=True)
+    held = HeldParameters(model)
+
+    def check(*_: Any) -> None:
+        sharded.status.check_usable()
+        held.check()
+
+    model.register_forward_pre_hook(check, prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
     for module in model.modules():
         if module._parameters or module._buffers:  # others may be shared by models, as transformers' own `gelu` is
@@ -63,7 +67,6 @@ def _watch_optimizers() -> None:
     """Register hooks that prepare optimizers of sharded models for their steps, also those that are made later."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _refuse_replaced_parameters(optimizer)
         for sharded in _models_of(optimizer):
             progress.stepping()
             sharded.before_step(optimizer, makes_gradients=_has_closure(args, kwargs))
@@ -88,15 +91,21 @@ def _watch_optimizers() -> None:
         return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
 
     def cleared(optimizer: torch.optim.Optimizer) -> None:
-        _refuse_replaced_parameters(optimizer)
         for sharded in _models_of(optimizer):
             sharded.on_zero_grad(optimizer)
+
+    def clipped(parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if isinstance(parameter, ReplacedParameter):
+                parameter.grad  # noqa: B018 - which says why it cannot be clipped
+            elif (sharded := getattr(parameter, "__dict__", {}).get(HANDLE)) is not None:
+                sharded.status.check_window("clipping gradients")
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
     torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
-    torch_patches.hold_until_exit(torch_patches.steps_of_schedules(_refuse_replaced_parameters))
+    torch_patches.hold_until_exit(torch_patches.clipping_of_gradients(clipped))
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -110,26 +119,43 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 
 @contextmanager
-def replaced_parameters_noted(model: nn.Module) -> Iterator[None]:
-    """Hold a context in which a model is sharded; afterwards optimizers of replaced parameters are refused."""
+def replaced_parameters_refused(model: nn.Module) -> Iterator[None]:
+    """Hold a context in which a model is sharded: the parameters that it had before then refuse to be used."""
+    # Weakly, so that what nobody else holds goes as soon as its shard is there.
     before = [weakref.ref(parameter) for parameter in model.parameters()]
     yield
-    now = {id(parameter) for parameter in model.parameters()}
-    _replaced[:] = [each for each in (*_replaced, *before) if (held := each()) is not None and id(held) not in now]
+    now = set(model.parameters())
+    for each in before:
+        parameter = each()
+        if type(parameter) is nn.Parameter and parameter not in now:
+            parameter.__class__ = ReplacedParameter
 
 
-def _refuse_replaced_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of parameters that are in no model any more: it would silently train nothing.
+class ReplacedParameter(nn.Parameter):
+    """A parameter that is in no model any more, as its shard has taken its place: its values are of before."""
 
-    Raises:
-        ConfigError: It holds some.
-    """
-    if not _replaced:
-        return
-    held = {id(parameter) for each in _replaced if (parameter := each()) is not None}
-    if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function that asks for no values and no gradient.
+
+        Raises:
+            ConfigError: It is another.
+        """
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (attribute or func.__name__) in _ASKS_FOR_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         raise ConfigError(
-            f"{type(optimizer).__name__} was made before accelerate(), with parameters that sharding replaces, so that "
-            "it would train nothing: make it after accelerate(), from the model's parameters of then, or hand it in: "
-            "model, loader, optimizer = torchacc.accelerate(model, loader, config, optimizer=optimizer)"
+            f"{attribute or func.__name__} of a parameter that was listed before accelerate(), and that sharding has "
+            "replaced: an optimizer, an average or a clipping of it would do nothing to the model, without a word. "
+            "List parameters after accelerate(), from model.parameters() of then; hand in an optimizer that was made "
+            "before: model, loader, optimizer = torchacc.accelerate(model, loader, config, optimizer=optimizer)"
         )
+
+
+_ASKS_FOR_NO_VALUES = {
+    "__hash__", "__len__", "__repr__", "device", "dim", "dtype", "element_size", "is_complex", "is_floating_point",
+    "is_leaf", "is_sparse", "layout", "ndim", "nelement", "numel", "requires_grad", "shape", "size",
+}  # fmt: skip

@@ -8,6 +8,17 @@ from torchacc.errors import printable
 _ROOT = "torchacc"
 
 
+def _tells_something(record: logging.LogRecord) -> bool:
+    """Return whether a line of the root logger is not torch_xla's of the device that `accelerate()` will choose.
+
+    It is written where something else, such as transformers, imports torch_xla before `accelerate()` has chosen.
+    """
+    return record.msg != "Defaulting to PJRT_DEVICE=CPU"
+
+
+logging.getLogger().addFilter(_tells_something)
+
+
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of one module; `name` is the module's `__name__`."""
     return logging.getLogger(name)

@@ -37,6 +37,7 @@ FOUND: dict[str, list[Call]] = {
     "largest-element-of-one-row": [("forward", 0, 0), ("backward", 0, 0), ("clip", 4, 3), ("clip", 1, 1)],
     "some-gradients-dropped-in-a-window": [("make_optimizer", 0, 3), ("accumulate", 0, 0), ("zero_grad", 0, 1)],
     "freeze-in-a-window": [("accumulate", 0, 0), ("freeze", 0, 1), ("train", 0, 0)],
+    "filled-by-torch-nn-init": [("edit", 4, 4), ("evaluate", 0, 0)],
     "clip-in-a-window": [("accumulate", 0, 0), ("clip", 0, 0), ("clip", 0, 1)],
 }
 EACH = [pytest.param(engine, marks=[pytest.mark.xla] if engine.startswith("xla") else []) for engine in NUM_RANKS]

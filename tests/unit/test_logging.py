@@ -45,3 +45,9 @@ def test_logging_that_the_user_has_set_up_is_left_alone(line):
     assert line(has_torch_xla=True, level=logging.DEBUG) == "INFO:torchacc.api:ready\n"
     assert line(has_torch_xla=True, format="mine: %(message)s") == "mine: ready\n"
     assert line(has_torch_xla=False, plain=True) == "INFO:torchacc.api:ready\n"
+
+
+def test_the_device_that_torch_xla_would_choose_is_not_printed(caplog):
+    logging.warning("Defaulting to PJRT_DEVICE=CPU")  # as torch_xla does when it is imported
+    logging.warning("another line")
+    assert caplog.messages == ["another line"]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+from torch.nn.utils import clip_grad
 
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.patches import torch_patches
@@ -24,20 +26,12 @@ def note_total_norm(model: ShardedModel, total_norm: TotalNorm) -> None:
     """
     _norms[model] = total_norm
     _hold_patch()
+    nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_  # torch_xla's import, which may come late, puts its own there
 
 
 @functools.cache
 def _hold_patch() -> None:
     torch_patches.hold_until_exit(torch_patches.total_norm_over_shards(_checked_norm))
-    torch_patches.hold_until_exit(torch_patches.clipping_of_gradients(_check_windows))
-
-
-def _check_windows(gradients: Sequence[torch.Tensor], call: str = "clipping gradients") -> None:
-    given = {id(gradient) for gradient in gradients}
-    for model in _norms:
-        # In a window an engine may hold the gradients, so that there are none to clip yet.
-        if not given or any(id(parameter.grad) in given for parameter in model.model.parameters()):
-            model.status.check_window(call)
 
 
 def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
@@ -46,6 +40,9 @@ def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     Raises:
         EngineError: They are those of an accumulation window that was not completed.
     """
-    _check_windows(gradients, "clip_grad_norm_()")
+    given = {id(gradient) for gradient in gradients}
+    for model in _norms:
+        if any(id(parameter.grad) in given for parameter in model.model.parameters()):
+            model.status.check_window("clip_grad_norm_()")
     found = (total_norm(gradients, norm_type) for total_norm in set(_norms.values()))
     return next((norm for norm in found if norm is not None), None)

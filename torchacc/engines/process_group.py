@@ -141,6 +141,13 @@ class ProcessGroup:
         """Return the mean of a tensor over all processes. Collective: every process."""
         return self.sum(value) / self.job.num_processes if self.job.launched else value
 
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest that any process has of each number. Collective: every process, with as many."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if self.job.launched and numbers:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [int(number) for number in found]
+
     def call_on_all(self, act: Callable[[], _T]) -> _T:
         """Call a function on every process, and raise on all of them what any of them raises. Collective.
 

@@ -52,6 +52,12 @@ _NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
 }
 """What the native engine alone can do: an option's path, and whether a config asks for it."""
 
+_XLA_ONLY: Mapping[str, Callable[[Config], bool]] = {
+    "dist.fsdp.use_spmd": lambda config: config.dist.fsdp.use_spmd,
+    "compute.scan_layers": lambda config: config.compute.scan_layers,
+}
+"""What XLA alone can do."""
+
 
 def choose(config: Config, job: Job) -> Choice:
     """Choose the engine for a config: here, for `accelerate()`, `fsdp()` and the trainer alike.
@@ -62,8 +68,8 @@ def choose(config: Config, job: Job) -> Choice:
     config names is the user's choice: its engine refuses what it cannot do.
 
     Raises:
-        ConfigError: The XLA backend is asked for, or chosen, and torch_xla cannot load with this torch, or what drives
-            its devices is not installed.
+        ConfigError: It asks for what only different engines can; or XLA is asked for, or chosen, and torch_xla cannot
+            load with this torch, or what drives its devices is not installed.
     """
     if config.backend == "native":
         return Choice("native")
@@ -72,6 +78,12 @@ def choose(config: Config, job: Job) -> Choice:
         if left_idle or not xla_runtime.is_installed():
             return Choice("native")
         option = next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
+        of_xla = next((path for path, is_asked in _XLA_ONLY.items() if is_asked(config)), None)
+        if option is not None and of_xla is not None:
+            raise ConfigError(
+                f"{option} is what the native engine alone can do, and {of_xla} what XLA alone can: leave one of them "
+                "out, or choose the engine by config.backend = 'native' or 'xla'"
+            )
         if option is not None and (xla_runtime.runs_on_cpu() or torch.accelerator.is_available()):
             return Choice("native", instead_of_xla=option)
     xla_runtime.check_versions()

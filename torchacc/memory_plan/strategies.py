@@ -66,7 +66,7 @@ def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_b
 
 def _size(plan: ShardingPlan, buffer: Buffer) -> int:
     """Return what a buffer takes: a lookup's gradient is added into the shard, or into what is there of it."""
-    if buffer.lookup_of is None:
+    if buffer.lookup_of is None or not buffer.nbytes:
         return buffer.nbytes
     if buffer.joins_another and not plan.mesh.averages_gradients:
         return 0

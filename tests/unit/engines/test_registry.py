@@ -10,6 +10,7 @@ from torchacc.config import Config
 from torchacc.engines import registry
 from torchacc.engines.xla import hardware, runtime
 from torchacc.env import Job
+from torchacc.errors import ConfigError
 from torchacc.train.config import DistributedConfig
 from torchacc.train.layout import make_layout
 
@@ -89,3 +90,16 @@ def test_why_auto_is_native_is_said_where_torch_xla_would_have_been_taken(has_xl
     with caplog.at_level("INFO", logger="torchacc"):
         registry.make_engine(Config(compute={"fp16": True}), Job())
     assert ("takes the native engine for compute.fp16" in caplog.text) == has_xla
+
+
+@pytest.mark.parametrize("of_xla", [{"compute": {"scan_layers": True}}, {"dist": {"fsdp": {"use_spmd": True}}}])
+def test_auto_refuses_options_of_two_engines(monkeypatch, of_xla):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtime, "runs_on_cpu", lambda: True)
+    config = Config.from_dict(of_xla)
+    config.compute.fp16 = True
+    with pytest.raises(ConfigError, match=r"compute\.fp16 is what the native engine alone can do, and"):
+        registry.choose(config, Job())
+    config.backend = "native"
+    assert registry.choose(config, Job()).kind == "native"

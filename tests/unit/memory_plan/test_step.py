@@ -214,6 +214,21 @@ def test_the_gradient_of_a_lookup_joins_that_of_the_head():
     assert sharded.activations == one.activations + weight / 4
 
 
+class WithEmptyEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.head = nn.Embedding(0, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens):
+        return self.head(self.none(tokens)).sum()
+
+
+def test_an_embedding_without_rows_takes_nothing():
+    with torch.device("meta"):
+        step = study(WithEmptyEmbedding(), {"tokens": torch.zeros(0, dtype=torch.long)}, Config(), num_states=0)
+    assert step.on(2, "FULL_SHARD").total < 8 * WIDTH * 4
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"), [("adamw", {}, 2), ("SGD", {}, 0), ("sgd", {"momentum": 0.9}, 1)]
 )

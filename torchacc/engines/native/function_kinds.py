@@ -19,7 +19,7 @@ class FunctionKind(Enum):
     ELEMENTWISE = auto()
     """On shards, if all tensors lie alike."""
     RANDOM = auto()
-    """On shards, and copies of a shard get the same numbers."""
+    """For a full tensor, of which copies of a shard get the same numbers."""
     NORM = auto()
     """On shards, if no shard is empty; what comes out are parts of a norm."""
     JOIN = auto()
@@ -50,7 +50,8 @@ _PLAIN = {
 _ELEMENTWISE = ELEMENTWISE | {"and", "bool", "int", "invert", "long", "or", "xor"}
 _CONVERSIONS = {"__bool__", "__complex__", "__float__", "__index__", "__int__", "__long__"}
 _RANDOM = RANDOM_LIKE | {
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_",
+    "uniform_",
 }  # fmt: skip
 _VIEWS = VIEWS | {"__getitem__", "adjoint", "broadcast_to", "hsplit", "moveaxis", "real", "vsplit"}
 WRITING_DUNDERS = {

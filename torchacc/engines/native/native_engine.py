@@ -29,7 +29,7 @@ from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import gloo_silenced
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
@@ -299,7 +299,9 @@ class NativeModel(ShardedModel):
     def _take_over_groups(self) -> None:
         from torchacc.engines.native.parameter_groups import Groups
 
-        self._groups = Groups(self.model, [self.model.get_submodule(unit.name) for unit in self.plan.units])
+        units = [self.model.get_submodule(unit.name) for unit in self.plan.units]
+        agree = self.engine.group.largest if self.engine.job.launched else None
+        self._groups = Groups(self.model, units, agree, self.engine.mesh.size(Role.SHARD) > 1)
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
@@ -352,8 +354,31 @@ class NativeModel(ShardedModel):
             output = inner(*args, **kwargs)
         _let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
+            self._check_numbers()
             output = _with_full_numbers(output)
         return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
+
+    def _check_numbers(self) -> None:
+        """Check that this forward has used the same parameters without dimensions in every process.
+
+        Raises:
+            EngineError: It has not: their gradients would be averaged by some processes only.
+        """
+        from torchacc.engines.native.shard_arithmetic import pop_used
+
+        if not torch.is_grad_enabled() or self.engine.job.num_processes == 1:
+            return
+        names = [planned.name for planned in self.plan.parameters if not planned.shape]
+        used = [int(pop_used(self.model.get_parameter(name))) for name in names]
+        agreed = self.engine.group.largest([*used, *(-each for each in used)])
+        for name, most, negated_least in zip(names, agreed, agreed[len(names) :], strict=False):
+            if most != -negated_least:
+                raise EngineError(
+                    f"the forward of some processes has used the parameter {name!r}, which has no dimensions, and that "
+                    "of others has not: natively its gradient would wait for them. Use it in every forward, such as by "
+                    f"`output = output + 0 * self.{name.rpartition('.')[2]}`, or give it one dimension: "
+                    "nn.Parameter(torch.ones(1))"
+                )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""

@@ -9,7 +9,8 @@ A graph of gradients (`create_graph=True`) has saved unsharded weights that no h
 They then stay until they change, and gradients are reduced when all of a backward is over.
 """
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
 
+Agree = Callable[[Sequence[int]], list[int]]
+
 _TIMES_DATA = "_torchacc_times_data"
 """The attribute that counts how often a script has got a parameter's `data`."""
 
@@ -37,8 +40,12 @@ class Group(FSDPParamGroup):
     """Whether unsharded weights wait for backward, while modules show the shards."""
     _keeps = False
     """Whether a graph of gradients may need the unsharded weights, which then stay until they change."""
+    is_alone = True
+    """Whether there is one process only."""
     is_last = False
     """Whether no more gradients of this backward are to come."""
+    number: int
+    """Which of the model's groups it is."""
     owner: "Groups"
     _watched: WeakSet[FSDPParam]
     """The parameters whose unsharded weights have a hook that ends a backward."""
@@ -57,6 +64,7 @@ class Group(FSDPParamGroup):
             self._to_sharded()
         if self.is_sharded and self._all_gather_result is None:
             self._note_versions()
+            self.owner.note_gather(self.number)
         with _no_inference_mode():
             super().unshard(async_op)
 
@@ -82,7 +90,29 @@ class Group(FSDPParamGroup):
             self._refuse_gradients_with_graph()
             self._keep()
         if self.is_last or not self._keeps:
+            self._fill_in_gradients()
             super().post_backward(*unused)
+
+    def _fill_in_gradients(self) -> None:
+        """Give zeros to weights without a gradient, such as those of experts that have got no token.
+
+        Another process may have a gradient there: FSDP2 would add up what happens to lie at the same place.
+        """
+        if self.is_alone or not self.reduce_grads or self._training_state is TrainingState.IDLE:
+            return
+        held = [p.unsharded_accumulated_grad for p in self.fsdp_params if p.unsharded_accumulated_grad is not None]
+        for parameter in self.fsdp_params:
+            weight: Any = parameter._unsharded_param
+            if not (weight.requires_grad and parameter.sharded_param.requires_grad):
+                continue
+            if weight.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                self.owner.with_gradient.add(parameter)
+            elif parameter.sharded_param.grad is None:
+                self.owner.filled_in.append(parameter)
+            if held and parameter.unsharded_accumulated_grad is None:  # all of a window in its dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(weight, dtype=held[0].dtype)
+            elif weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def rest(self) -> None:
         """Free unsharded weights, and those that were gathered ahead and not used."""
@@ -176,19 +206,30 @@ def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
 class Groups:
     """All groups of a model."""
 
-    def __init__(self, model: nn.Module, units: list[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, units: list[nn.Module], agree: Agree | None, is_split: bool) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
 
         Args:
             model: The outermost of them.
             units: All of them.
+            agree: Returns the largest that any process has of each number of a list; None where there is one process.
+            is_split: Whether several processes take part when a unit is gathered.
         """
+        self._agree = agree
+        self.with_gradient: set[FSDPParam] = set()
+        """Parameters that this backward has given a gradient."""
+        self.filled_in: list[FSDPParam] = []
+        """Parameters that had none, and have zeros from this backward."""
+        self._is_split = is_split
+        self._gathered = 0
+        """A checksum of which groups were gathered since the last backward, in their order."""
         self._root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
         self._states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
         for state in self._states:
             state._root_post_backward_final_callback = self._finish_backward
-        for group in self._all_groups():
+        for number, group in enumerate(self._all_groups()):
             group.__class__ = Group
+            group.number, group.is_alone = number, agree is None
             group._watched = WeakSet()
             group.owner = self
             for parameter in group.fsdp_params:
@@ -199,6 +240,11 @@ class Groups:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
+
+    def note_gather(self, number: int) -> None:
+        """Note that a group is gathered, where others have to do the same: one may evaluate its copy alone."""
+        if self._is_split:
+            self._gathered = zlib.crc32(number.to_bytes(4, "little"), self._gathered)
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
@@ -246,6 +292,30 @@ class Groups:
             type(self._root)._root_post_backward_final_callback(self._root)
         finally:
             self._set_last(False)
+        if self._agree is not None and next(self._all_groups()).reduce_grads:
+            self._compare_backwards(self._agree)
+
+    def _compare_backwards(self, agree: Agree) -> None:
+        """Check that all processes have run the same units, and take zeros back where none has a gradient."""
+        every = [parameter for group in self._all_groups() for parameter in group.fsdp_params]
+        ran = self._gathered
+        largest, negated, *used = agree([ran, -ran, *(int(each in self.with_gradient) for each in every)])
+        without = {each for each, is_used in zip(every, used, strict=True) if not is_used}
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.filled_in:
+                if parameter in without:
+                    parameter.sharded_param.grad = None
+        self.with_gradient.clear()
+        self.filled_in.clear()
+        self._gathered = 0
+        if largest != -negated:
+            raise EngineError(
+                "the processes have run other units of the model than each other since the last backward, in another "
+                "order or another number of times, as with layers that are left out at random or by the data. FSDP2 "
+                "then takes the weights of one unit for those of another: let every process run all of them and choose "
+                "among the outputs, draw such choices from a generator with the same seed, or use config.backend = "
+                "'xla' with config.dist.fsdp.use_spmd = True"
+            )
 
     def _set_last(self, is_last: bool) -> None:
         for group in self._all_groups():

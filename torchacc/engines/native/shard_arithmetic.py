@@ -30,6 +30,8 @@ OWNER = "_torchacc_owner"
 """The attribute by which a sharded parameter knows its `Owner`."""
 _COPY = "_torchacc_copy"
 """The attribute of what stands for a view of a sharded tensor, and is a copy of it."""
+_USED = "_torchacc_used"
+"""The attribute that says that a graph was made through a tensor."""
 _WITHOUT_GRADIENT = {"detach", "empty_like", "full_like", "ones_like", "zeros_like"}
 """Names of element-wise functions that pass no gradient on."""
 
@@ -64,6 +66,9 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind = _kinds.get(func)
     if kind is None:
         kind = _kinds[func] = kind_of(func)
+    if _draws_or_fills(func) and torch.is_grad_enabled():
+        with torch.no_grad():
+            return call(func, args, kwargs)
     if kind is FunctionKind.ITERATE:
         return iter(call(torch.Tensor.unbind, args, kwargs))
     if kind is FunctionKind.PLAIN:
@@ -93,7 +98,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with suppress(NotImplementedError):  # of this function, or with this torch
             return _with_mark_of(args, _call_as_is(func, args, kwargs))
     if kind is FunctionKind.RANDOM:
-        return _same_on_copies(_call_as_is(func, args, kwargs))
+        return _draw(func, args, kwargs, shards[0])
     if kind is FunctionKind.NORM and _is_total_norm(args, kwargs) and all(map(_has_no_empty_part, shards)):
         return _call_as_is(func, args, kwargs)
     if kind is FunctionKind.JOIN and all(map(_is_partial, shards)) and len(shards) == len(tensors):
@@ -104,6 +109,11 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
         return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
     return output
+
+
+def _draws_or_fills(func: Function) -> bool:
+    """Return whether a function is one of torch.nn.init, whose own work needs no gradient."""
+    return getattr(func, "__module__", None) == "torch.nn.init"
 
 
 def is_of_model(tensor: Any) -> bool:
@@ -123,12 +133,12 @@ def _targets(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if kwargs.get("out") is not None:
         return _tensors_in(kwargs["out"], {})
     name = func.__name__
-    writes = name in WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
-    if not writes:
+    in_place = name.endswith("_") and not name.endswith("__")
+    if not (in_place or name in WRITING_DUNDERS or kwargs.get("inplace") is True):
         return []
     if name.startswith("_fused_"):
         return _tensors_in([arg for arg in args if isinstance(arg, list | tuple)], {})
-    return _tensors_in(args[:1], {})
+    return _tensors_in([*args, *kwargs.values()][:1], {})  # by its name in torch.nn.init
 
 
 def _check_targets(func: Function, targets: Sequence[torch.Tensor]) -> None:
@@ -236,8 +246,14 @@ def full_tensor(tensor: Any) -> torch.Tensor:
     """
     with torch._C.DisableTorchFunctionSubclass():
         if _needs_graph(tensor):
+            vars(tensor)[_USED] = True
             return _Unshard.apply(tensor)  # type: ignore[no-any-return]
         return _values(tensor)
+
+
+def pop_used(parameter: torch.Tensor) -> bool:
+    """Return whether a graph was made through a parameter since this was last asked."""
+    return bool(vars(parameter).pop(_USED, False))
 
 
 def _values(tensor: Any) -> torch.Tensor:
@@ -371,6 +387,33 @@ def _with_mark_of(args: tuple[Any, ...], output: Any) -> Any:
     if made._local_tensor.untyped_storage()._cdata == given._local_tensor.untyped_storage()._cdata:
         setattr(made, _COPY, True)
     return made
+
+
+def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any) -> Any:
+    """Call a function that draws random numbers, for all of a tensor: processes with one seed then have one tensor.
+
+    Each would otherwise draw the same numbers for its own part, and generators would go apart where parts are uneven.
+    """
+    spec = like._spec
+    if sum(not isinstance(placement, Replicate) for placement in spec.placements) > 1:  # which cannot be cut up
+        return _same_on_copies(_call_as_is(func, args, kwargs))
+    in_place = _targets(func, args, kwargs)
+    if in_place and _needs_graph(like):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    empty = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    given, named = tree_map(lambda leaf: empty if leaf is like else leaf, (args, kwargs))
+    part = cut(func(*given, **named), spec)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if not in_place:
+            made = part.clone().requires_grad_(part.requires_grad)
+            return _same_on_copies(
+                DTensor.from_local(
+                    made, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
+                )
+            )
+        like._local_tensor.copy_(part)
+        increment_version(like)
+        return _same_on_copies(like)
 
 
 def _same_on_copies(output: Any) -> Any:

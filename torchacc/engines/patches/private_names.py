@@ -107,6 +107,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(_GROUP, _GROUPS, {
         "fsdp_params": "the parameters of a unit",
         "_training_state": "set to IDLE between forwards",
+        "reduce_grads": "whether a backward is the last of its window",
         "_reshard_after_forward": "whether the unit's weights are freed after its forward",
         "_all_gather_result": "whether a gather is on its way",
         "_orig_dtype": "set where all parameters of the group are frozen",

@@ -90,30 +90,35 @@ def total_norm_over_shards(
 
 @contextmanager
 def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Call a function before PyTorch's functions clip gradients, `clip_grad_value_()` among them.
+    """Let PyTorch's functions that clip gradients be noticed before they do, however a script has imported them.
 
-    All of them sort the gradients that there are by device and dtype.
+    Each is a closure, which calls the function that it holds without gradients.
 
     Args:
-        notice: Called with the gradients; there may be none.
+        notice: Called with the parameters whose gradients are to be clipped.
     """
-    if not knows_clipping():
+    if not is_for_installed("clipping_of_gradients"):
         yield
         return
     from torch.nn.utils import clip_grad
 
-    module: Any = clip_grad  # which does not export the name
-    original = module._group_tensors_by_device_and_dtype
+    functions: Any = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_, clip_grad._clip_grads_with_norm_
+    cells = [next(cell for cell in each.__closure__ if callable(cell.cell_contents)) for each in functions]
+    originals = [cell.cell_contents for cell in cells]
 
-    def noticed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        notice([tensor for listed in tensors for tensor in listed])
-        return original(tensors, *args, **kwargs)
+    def noticed(original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        notice(listed)
+        # PyTorch's own warns of an empty generator.
+        return original(listed or (each for each in listed), *args, **kwargs)
 
-    module._group_tensors_by_device_and_dtype = noticed
+    for cell, original in zip(cells, originals, strict=True):
+        cell.cell_contents = functools.partial(noticed, original)
     try:
         yield
     finally:
-        module._group_tensors_by_device_and_dtype = original
+        for cell, original in zip(cells, originals, strict=True):
+            cell.cell_contents = original
 
 
 @contextmanager
@@ -240,41 +245,6 @@ def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> It
         yield
     finally:
         optimizer_class.zero_grad = own_zero_grad  # type: ignore[method-assign]
-
-
-@contextmanager
-def steps_of_schedules(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Call a function before each step of a learning-rate schedule.
-
-    Args:
-        notice: Called with the optimizer whose rates it sets.
-    """
-    from torch.optim import lr_scheduler
-
-    schedules = {
-        each
-        for each in vars(lr_scheduler).values()
-        if isinstance(each, type) and issubclass(each, lr_scheduler.LRScheduler)
-    }
-    originals: dict[Any, Callable[..., Any]] = {each: vars(each)["step"] for each in schedules if "step" in vars(each)}
-    for each, original in originals.items():
-        each.step = _noticed_by_optimizer(notice, original)
-    try:
-        yield
-    finally:
-        for each, original in originals.items():
-            each.step = original
-
-
-def _noticed_by_optimizer(
-    notice: Callable[[torch.optim.Optimizer], None], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        notice(self.optimizer)
-        return original(self, *args, **kwargs)
-
-    return step
 
 
 @contextmanager

@@ -23,14 +23,13 @@ PATCHES: Mapping[str, PatchVersions] = {
     # torch_patches.py
     "cuda_autocast_is_optional": PatchVersions("torch", ">=2.9,<2.14", "torch.cuda.amp.common, a function of it"),
     "total_norm_over_shards": PatchVersions("torch", ">=2.9,<2.14", "torch.nn.utils.clip_grad._get_total_norm()"),
-    "clipping_of_gradients": PatchVersions("torch", ">=2.9,<2.14", "what torch.nn.utils.clip_grad sorts gradients by"),
+    "clipping_of_gradients": PatchVersions("torch", ">=2.9,<2.14", "closures of torch.nn.utils.clip_grad"),
     "checkpoint_through": PatchVersions("torch", ">=2.9,<2.10", "what torch.utils.checkpoint.checkpoint() looks up"),
     "updates_within": PatchVersions("torch", ">=2.9,<2.10", "the _single_tensor_… functions of torch.optim"),
     "inputs_of_backward": PatchVersions("torch", ">=2.9", "torch.autograd.backward()"),
     "functions_of_dtensors": PatchVersions("torch", ">=2.9", "DTensor.__torch_function__()"),
     "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
     "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
-    "steps_of_schedules": PatchVersions("torch", ">=2.9", "step() of the classes in torch.optim.lr_scheduler"),
     # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py
     "model_patches": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), and modules of a model"),
     "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
