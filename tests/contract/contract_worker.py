@@ -28,6 +28,7 @@ import state_cases  # noqa: F401
 import tensor_parallel_cases  # noqa: F401
 import training_cases  # noqa: F401
 import xla_forward_cases  # noqa: F401
+import xla_operation_cases  # noqa: F401
 from casekit import main
 
 if __name__ == "__main__":

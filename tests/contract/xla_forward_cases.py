@@ -7,7 +7,6 @@ import pytest
 import torch
 from casekit import (
     ENGINE,
-    MULTIPROCESS,
     SPMD,
     XLA,
     X,
@@ -185,160 +184,6 @@ def plain_documents_get_no_mask_and_ask_nothing() -> None:
     assert masks[1] is not None
 
 
-# Modules and operations that torch_xla computes otherwise
-
-IMAGES = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(5))
-
-
-class Scaled(nn.Module):
-    """Applies a function to its input times a parameter."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function, self.scale = function, nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x * self.scale)
-
-
-def replaced(x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
-    y[x > 1] = 0.5
-    y[x < -1] = x[x < -1] * 2
-    return y
-
-
-def integers(x: torch.Tensor) -> torch.Tensor:
-    whole = (x.detach() * 10).int()
-    shifted = (whole >> 1) + torch.bitwise_right_shift(whole, 2) + (whole >> torch.ones_like(whole))
-    counts = (whole > 0).count_nonzero(1)[:, None] + (whole > 0).cumsum(1)
-    assert shifted.dtype == torch.int32
-    assert counts.dtype == torch.int64
-    return x * (shifted + counts) + histogram(whole)
-
-
-def resized(x: torch.Tensor) -> torch.Tensor:
-    picture, resize = x.view(-1, 1, 2, 4), nn.functional.interpolate
-    return sum(
-        resize(picture, scale_factor=scale, mode=mode).sum((1, 2, 3)) * weight
-        for weight, scale in enumerate((2.0, 1.3, (2.6, 1.4)), 1)
-        for mode in ("nearest", "bilinear")
-    ) + resize(picture, size=(3, 5), mode="bilinear", align_corners=True).square().sum((1, 2, 3))
-
-
-def pooled(x: torch.Tensor) -> torch.Tensor:
-    picture, pool = x.reshape(1, 1, 4, 8), nn.functional.max_pool2d
-    with_gaps = (
-        pool(picture, 2, dilation=2).sum() + pool(picture, 3, stride=2, padding=1, dilation=(1, 3)).square().sum()
-    )
-    tight = (
-        pool(picture, (2, 3), dilation=(1, 2), padding=(1, 1), ceil_mode=True).sum() + pool(picture, 2).square().sum()
-    )
-    block = nn.functional.max_pool3d(x.reshape(1, 1, 2, 4, 4), 2, stride=1, dilation=(1, 2, 2))
-    return x + with_gaps + tight + block.square().sum()
-
-
-def at_bounds(x: torch.Tensor) -> torch.Tensor:
-    """Return activations where their slope jumps; what a gradient is there is a convention, as of ReLU6 at 0."""
-    functional = nn.functional
-    activations = (functional.relu6, functional.hardtanh, functional.hardsigmoid, functional.hardswish)
-    found = torch.zeros_like(x)
-    for place, weight in ((-3.0, 1.0), (-1.0, 0.1), (0.0, 0.01), (1.0, 2.0), (3.0, 0.2), (6.0, 0.02), (0.4, 5.0)):
-        exactly = x - x.detach() + place
-        for activation in activations:
-            found = found + weight * (activation(exactly) + activation(exactly * 1.0, inplace=True))
-    return found
-
-
-def by_order(x: torch.Tensor) -> torch.Tensor:
-    """Return rows moved by indices that come straight from a sort."""
-    order = x.detach()[0].sort().indices
-    moved = x.index_select(1, order) * 2 + torch.zeros_like(x).index_add(1, order, x, alpha=3)
-    return (moved * torch.ones_like(x).index_add_(1, order, x.square()) + moved[:, order]) / 100
-
-
-def by_group(x: torch.Tensor) -> torch.Tensor:
-    """Return rows, multiplied by the matrix of their group as mixtures of experts do, and each by its own where not."""
-    ends = torch.tensor([1, 1, len(x)], dtype=torch.int32, device=x.device)
-    matrices = torch.linspace(-1, 1, 3 * 64, device=x.device).view(3, 8, 8) * x.mean()
-    if x.device.type == "xla":
-        return torch._grouped_mm(x, matrices, offs=ends)
-    return torch.cat([x[:1] @ matrices[0], x[1:] @ matrices[2]])
-
-
-def averaged(x: torch.Tensor) -> torch.Tensor:
-    picture, pool = x.reshape(1, 1, 4, 8), nn.functional.avg_pool2d
-    one = pool(picture.square(), 9, ceil_mode=True).sum() + pool(picture, (3, 20), ceil_mode=True).square().sum()
-    return x + one + pool(picture, 3, 2, 1, ceil_mode=True).square().sum() + pool(picture, (2, 3)).square().sum()
-
-
-def convolved(x: torch.Tensor) -> torch.Tensor:
-    """Return what convolutions in groups make of a row's numbers taken for channels."""
-    conv1d, conv2d = nn.functional.conv1d, nn.functional.conv2d
-    weight = torch.linspace(-0.3, 0.3, 8 * 12, device=x.device).view(12, 8) * (1 + x.mean())
-    row, bias = x[:, :, None].expand(-1, -1, 3), weight[:, 0]
-    wide = conv1d(row * torch.arange(3, device=x.device), weight[:, :2, None], bias, groups=4)
-    tall = conv2d(wide[..., None], weight[:, :3, None, None], groups=4) + conv2d(
-        wide[..., None], weight[:, :1, None, None].expand(-1, -1, 3, 1), padding=(1, 0), groups=12
-    )
-    alone = conv1d(row[0], weight[:, :4, None], groups=2)
-    return x + torch.tanh(tall).mean((1, 2, 3))[:, None] + torch.tanh(alone).mean()
-
-
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "elu": lambda x: nn.functional.elu(x, 0.5) + nn.functional.selu(x) + nn.functional.celu(x, 2.0),
-    "elu-in-place": lambda x: nn.functional.elu(x * 2, inplace=True),
-    "at-bounds": at_bounds,
-    "averaged": averaged,
-    "by-group": by_group,
-    "by-order": by_order,
-    "convolved": convolved,
-    "cumsum": lambda x: x.cumsum(1) * x.detach().long().cumsum(1),
-    "boolean-index": lambda x: x[x > 0].sum() + x.masked_select(x < 1).square().sum() + replaced(x),
-    "masked-scatter": lambda x: x.masked_scatter(x > 0, x * 3).masked_scatter(x[:, :1] < 0, x.flip(1)),
-    "pooled": pooled,
-    "resized": resized,
-    "extremes": lambda x: x + x.amax() + x.amin((0, 1)) + x.amax(1, keepdim=True),
-}
-
-
-@case([SPMD], each=FUNCTIONS)
-def function_gives_the_same(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    check_two_steps(lambda: Scaled(function), {"x": X})
-
-
-def histogram(x: torch.Tensor) -> torch.Tensor:
-    """Return PyTorch's; of whole numbers it has none on a CPU."""
-    return torch.histc(x if x.device.type == "xla" else x.float(), 8, -8, 8).float()
-
-
-@case([SPMD])
-def whole_numbers_are_pytorchs() -> None:
-    model, plain = sharded_and_plain(lambda: Scaled(integers))
-    with torch.no_grad():
-        check_equal(plain_value(model(part(X))), plain(X), "result")
-
-
-NORMS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
-    "batch": (lambda: nn.BatchNorm1d(8), X),
-    "cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), IMAGES),
-    "without-statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), IMAGES),
-    "instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), IMAGES),
-}
-
-
-@case([SPMD], each=NORMS)
-def norm_and_its_statistics(norm: tuple[Callable[[], nn.Module], torch.Tensor]) -> None:
-    make, x = norm
-    for training in (True, False):
-        check_two_steps(lambda training=training: nn.Sequential(make()).train(training), {"input": x})
-
-
-@case([MULTIPROCESS])
-def norm_in_evaluation() -> None:
-    check_two_steps(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), {"input": X})
-
-
 # Families that used to crash
 
 
@@ -458,6 +303,43 @@ def edit_that_would_be_lost_is_refused(refused: tuple[Callable[[nn.Linear], Any]
     model, _ = sharded_and_plain(lambda: nn.Sequential(Edits(edit), nn.Linear(8, 4)), **options)
     with pytest.raises(torchacc.EngineError, match=LOST):
         model(part(X))
+
+
+# Edits between two steps
+
+
+DATA: dict[str, Callable[[nn.Linear, torch.Tensor], Any]] = {
+    "a-full-tensor": lambda linear, new: setattr(linear.weight, "data", new),
+    "a-view": lambda linear, new: setattr(linear.weight, "data", torch.cat([new, new])[4:12]),
+    "its-own-times": lambda linear, new: setattr(linear.weight, "data", linear.weight.data * 0.5),
+}
+
+
+@case(XLA)
+def data_is_assigned() -> None:
+    model, plain = sharded_and_plain(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    new = torch.randn(8, 8, generator=torch.Generator().manual_seed(9))
+    for assign_data in DATA.values():
+        for each in (model, plain):
+            assign_data(each[0], new.to(each[0].weight.device))
+        check_parameters(model, plain)
+        check_still_trains(model, plain)
+
+
+@case([SPMD])
+def data_of_another_shape_is_refused() -> None:
+    model, _ = sharded_and_plain(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    model[0].weight.data = model[0].weight.data[:, :4]
+    with pytest.raises(torchacc.EngineError, match="'0.weight' was sharded with the shape .8, 8., and has got data of"):
+        torchacc.full_state_dict(model)
+
+
+@case(XLA)
+def another_parameter_is_refused() -> None:
+    model, _ = sharded_and_plain(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    model[0].weight = nn.Parameter(torch.zeros(8, 8, device=model[1].weight.device))
+    with pytest.raises(torchacc.EngineError, match="another parameter '0.weight' than the one that was sharded"):
+        torchacc.full_state_dict(model)
 
 
 # PyTorch's own recompute

@@ -110,6 +110,7 @@ class StateEntry(NamedTuple):
 
 def parameter_entries(sharded: ShardedModel) -> Iterator[StateEntry]:
     """Yield the parameters that optimizers see."""
+    sharded.check_parameters()
     for parameter, local_shard in sharded.local_shards.items():
         yield StateEntry(parameter, local_shard, "", parameter, is_sharded=True)
 

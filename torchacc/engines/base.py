@@ -230,6 +230,13 @@ class ShardedModel(ABC):
     @abstractmethod
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]: ...
 
+    def check_parameters(self) -> None:
+        """Check that the model has the parameters that were sharded, before their values are handed out.
+
+        Raises:
+            EngineError: The script has put another one in the place of one, or given it another shape.
+        """
+
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what this process holds of tensors that are sharded like parameters, on the host.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchacc.engines.patches import picture_lowerings
 from torchacc.errors import EngineError
 
 _library: torch.library.Library | None = None  # what is registered lasts as long as this
@@ -27,6 +28,14 @@ def install() -> None:
         for key, lowerings in _LOWERINGS.items():
             for name, lowering in lowerings.items():
                 _library.impl(name, lowering, key, allow_override=True)
+            for name, lowering in _AROUND_ORIGINAL[key].items():
+                original = torch.library.get_kernel(f"aten::{name}", key)
+                around = functools.partial(_call_around, lowering, original)
+                _library.impl(name, around, key, with_keyset=True, allow_override=True)
+
+
+def _call_around(lowering: Callable[..., Any], original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return lowering(functools.partial(original.call_boxed, keys), *args, **kwargs)
 
 
 def _batch_norm(
@@ -70,12 +79,23 @@ def _update(running: torch.Tensor | None, new: torch.Tensor, momentum: float) ->
 
 
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Put the source's values, in their order, where the mask is set; torch_xla's shapes would depend on the data."""
+    """Put the source's values, in their order, where the mask is set; torch_xla's shapes would depend on the data.
+
+    Where PyTorch raises that there are fewer values than places, the places left over become NaN: only the device
+    could know, and it would have to be waited for. That happens for a dtype that has no NaN.
+    """
+    if mask.dtype != torch.bool or source.dtype != x.dtype:
+        raise RuntimeError(f"masked_scatter: a mask of {mask.dtype}, and values of {source.dtype} for {x.dtype}")
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).long().cumsum(0) - 1
-    values = source.reshape(-1)
-    # More places than values is an error that only the device could find; the last value is repeated.
-    chosen = values[place.clamp(0, values.numel() - 1)]
+    count = source.numel()
+    values = source.reshape(-1) if count else x.new_zeros(1)
+    chosen = values[place.clamp(0, max(count - 1, 0))]
+    if count < mask.numel():
+        if x.is_floating_point() or x.is_complex():
+            chosen = torch.where(place < count, chosen, torch.nan)
+        elif int(mask.sum()) > count:
+            raise RuntimeError(f"masked_scatter: {int(mask.sum())} places are to be set, and source has {count} values")
     return torch.where(mask, chosen.view(x.shape), x)
 
 
@@ -197,7 +217,8 @@ def _grouped_mm(
 
 def _count_nonzero(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> torch.Tensor:
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return (x != 0).long().sum(dims)
+    counted = (x != 0).long()
+    return counted.sum(dims) if dims else counted.sum()
 
 
 def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
@@ -268,94 +289,61 @@ def _amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> to
 
 def _extreme(find: Callable[..., Any], x: torch.Tensor, dim: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Return the largest or smallest values over dimensions, or over all if none is named, which torch_xla fails at."""
-    dims = sorted({d % x.dim() for d in dim}) or list(range(x.dim()))
+    if not x.dim():
+        return x.clone()
+    dims = sorted({d % x.dim() for d in dim} or range(x.dim()))
     for d in reversed(dims):
         x = find(x, d, keepdim=keepdim).values
     return x
 
 
-def _nearest(
-    x: torch.Tensor, size: Sequence[int], scale_h: float | None = None, scale_w: float | None = None
+def _diagonal(
+    original: Callable[..., Any], x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> torch.Tensor:
-    """Resize pictures; torch_xla goes by their sizes, also where the caller gives a scale that does not divide them."""
-    for dim, after, scale in zip((2, 3), size, (scale_h, scale_w), strict=True):
-        before = x.shape[dim]
-        ratio = 0.5 if after == 2 * before else _ratio(before, after, scale)
-        place = (torch.arange(after, device=x.device) * ratio).long().clamp(max=before - 1)
-        x = x.index_select(dim, place)
-    return x
+    """Return diagonals; torch_xla's are others where a dimension comes behind the two."""
+    order, _ = _last(x.dim(), dim1, dim2)
+    return original(x.permute(order), offset, -2, -1)  # type: ignore[no-any-return]
 
 
-def _bilinear(
+def _diagonal_scatter(
+    original: Callable[..., Any], x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    order, back = _last(x.dim(), dim1, dim2)
+    return original(x.permute(order), source, offset, -2, -1).permute(back)  # type: ignore[no-any-return]
+
+
+def _last(num_dims: int, *dims: int) -> tuple[list[int], list[int]]:
+    """Return the order of dimensions in which these come last, and the one that puts them back."""
+    dims = tuple(dim % num_dims for dim in dims)
+    order = [dim for dim in range(num_dims) if dim not in dims] + list(dims)
+    return order, sorted(range(num_dims), key=order.__getitem__)
+
+
+def _as_strided_scatter(
     x: torch.Tensor,
+    source: torch.Tensor,
     size: Sequence[int],
-    align_corners: bool,
-    scale_h: float | None = None,
-    scale_w: float | None = None,
-) -> torch.Tensor:
-    for dim, after, scale in zip((2, 3), size, (scale_h, scale_w), strict=True):
-        before = x.shape[dim]
-        index = torch.arange(after, device=x.device)
-        if align_corners:
-            place = index * ((before - 1) / max(after - 1, 1))
-        else:
-            place = ((index + 0.5) * _ratio(before, after, scale) - 0.5).clamp(min=0)
-        low = place.long().clamp(max=before - 1)
-        weight = (place - low).to(x.dtype).view(-1, *[1] * (3 - dim))
-        high = (low + 1).clamp(max=before - 1)
-        x = x.index_select(dim, low) * (1 - weight) + x.index_select(dim, high) * weight
-    return x
-
-
-def _ratio(before: int, after: int, scale: float | None) -> float:
-    """Return how far apart in a picture the places of neighbours in the resized one are, as PyTorch has it."""
-    return before / after if scale is None or after == before else 1 / scale
-
-
-def _max_pool(
-    num_dims: int,
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> torch.Tensor:
-    arguments = (kernel_size, stride, padding, dilation, ceil_mode)
-    if set(dilation) != {1}:
-        return _max_pool_dilated(x, num_dims, *arguments)
-    aten = torch.ops.aten
-    pool = aten.max_pool2d_with_indices if num_dims == 2 else aten.max_pool3d_with_indices
-    return pool(x, *arguments)[0]  # type: ignore[no-any-return]
-
-
-def _max_pool_dilated(
-    x: torch.Tensor,
-    num_dims: int,
-    kernel_size: Sequence[int],
     stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
+    storage_offset: int | None = None,
 ) -> torch.Tensor:
-    """Return the largest of each window with gaps; torch_xla's gradient is that of windows without."""
-    of_each_dim = [_for_each(option, num_dims) for option in (kernel_size, stride or kernel_size, padding, dilation)]
-    outside = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    for dim, (kernel, step, pad, gap) in enumerate(zip(*of_each_dim, strict=True), start=x.dim() - num_dims):
-        length = x.shape[dim] + 2 * pad - gap * (kernel - 1) - 1
-        count = -(-length // step) + 1 if ceil_mode else length // step + 1
-        if ceil_mode and (count - 1) * step >= x.shape[dim] + pad:  # a window begins in the input or on its left
-            count -= 1
-        missing = (count - 1) * step + gap * (kernel - 1) + 1 - x.shape[dim] - pad
-        sides = [x.new_full([*x.shape[:dim], size, *x.shape[dim + 1 :]], outside) for size in (pad, max(missing, 0))]
-        padded = torch.cat([sides[0], x, sides[1]], dim)
-        places = torch.arange(count, device=x.device) * step
-        x = torch.stack([padded.index_select(dim, places + gap * index) for index in range(kernel)]).max(0).values
-    return x
+    """Put values in the places of a strided view; torch_xla mixes them up where strides do not fall."""
+    places = torch.full([1] * len(size), storage_offset or 0, device=x.device)
+    for dim, (length, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [-1 if other == dim else 1 for other in range(len(size))]
+        places = places + (torch.arange(length, device=x.device) * step).view(shape)
+    return x.reshape(-1).scatter(0, places.reshape(-1), source.reshape(-1)).view(x.shape)
 
 
-def _for_each(option: Sequence[int], num_dims: int) -> list[int]:
-    return list(option) if len(option) == num_dims else list(option) * num_dims
+def _norm(
+    x: torch.Tensor,
+    p: float | None = None,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the norm of vectors; torch_xla's of order infinity is 1."""
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
 
 class _AvgPool(torch.autograd.Function):
@@ -383,7 +371,9 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> torch.Tensor:
-    kernel, step, pad = (_for_each(option, 2) for option in (kernel_size, stride or kernel_size, padding))
+    kernel, step, pad = (
+        picture_lowerings.for_each(option, 2) for option in (kernel_size, stride or kernel_size, padding)
+    )
     if ceil_mode:
         for dim, length in enumerate(x.shape[-2:]):  # the only window of a dimension ends where that does
             if not pad[dim] and 0 < kernel[dim] - length < step[dim]:
@@ -403,7 +393,7 @@ def _conv(
     groups: int = 1,
 ) -> torch.Tensor:
     """Convolve; where each place is by itself, groups of channels are multiplied: XLA partitions that one wrongly."""
-    options = [_for_each(option, num_dims) for option in (stride, padding, dilation)]
+    options = [picture_lowerings.for_each(option, num_dims) for option in (stride, padding, dilation)]
     is_pointwise = set(weight.shape[2:]) == {1} and set(options[0]) == {1} and set(options[1]) == {0}
     if groups == 1 or not is_pointwise or x.dim() != num_dims + 2:
         unbatched = x.dim() == num_dims + 1
@@ -417,6 +407,90 @@ def _conv(
     y = torch.einsum("goi,bgip->bgop", matrices, grouped).reshape(batch, weight.shape[0], *places)
     return y if bias is None else y + bias.view(-1, *[1] * num_dims)
 
+
+def _largest(
+    original: Callable[..., Any], x: torch.Tensor, dim: int, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest or smallest values and their places; torch_xla goes on without a NaN."""
+    values, places = original(x, dim, keepdim)
+    if x.is_floating_point():
+        values = torch.where(x.isnan().any(dim, keepdim), torch.nan, values)
+    return values, places
+
+
+def _cumulative_extreme(
+    sign: int, original: Callable[..., Any], x: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the extremes so far and their last places, as PyTorch; torch_xla has the first, and goes on without NaN.
+
+    Gradients go by the places.
+    """
+    values = original(x, dim)[0]
+    if not x.dim():
+        return values, torch.zeros_like(x, dtype=torch.int64)
+    is_one = x == values
+    if x.is_floating_point():
+        is_nan = x.isnan()
+        values = torch.where(is_nan.long().cumsum(dim) > 0, torch.nan, values)
+        is_one = torch.where(values.isnan(), is_nan, is_one)
+    shape = [-1 if other == dim % x.dim() else 1 for other in range(x.dim())]
+    places = torch.arange(x.shape[dim], device=x.device).view(shape)
+    return values, sign * original(torch.where(is_one, sign * places, 0), dim)[0]
+
+
+def _roll(original: Callable[..., Any], x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
+    """Roll a tensor; torch_xla ends the process where it has no elements."""
+    return original(x, shifts, dims) if x.numel() else x.clone()  # type: ignore[no-any-return]
+
+
+def _nll_loss(
+    original: Callable[..., Any],
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """Return the loss; torch_xla ends the process where there is one sample without a dimension for samples."""
+    if x.dim() != 1:
+        return original(x, target, weight, reduction, ignore_index)  # type: ignore[no-any-return]
+    loss = original(x[None], target.reshape(1), weight, reduction, ignore_index)
+    return loss.reshape(target.shape) if reduction == 0 else loss  # type: ignore[no-any-return]
+
+
+def _arange(
+    original: Callable[..., Any], start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **place: Any
+) -> torch.Tensor:
+    """Return numbers at steps; torch_xla counts the steps in single precision, so that arange(0, 1, 0.1) has 11."""
+    if all(isinstance(number, int) for number in (start, end, step)):
+        return original(start, end, step, dtype=dtype, **place)  # type: ignore[no-any-return]
+    like = torch.arange(start, end, step, dtype=dtype, device="meta")
+    index = original(0, len(like), 1, dtype=torch.float64, **place)
+    return (index * step + start).to(like.dtype)  # type: ignore[no-any-return]
+
+
+def _linspace(
+    original: Callable[..., Any], start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, **place: Any
+) -> torch.Tensor:
+    """Return numbers at equal steps; torch_xla cuts off whole numbers elsewhere."""
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+        return original(start, end, steps, dtype=dtype, **place)  # type: ignore[no-any-return]
+    return torch.linspace(start, end, steps, dtype=dtype).to(place["device"])
+
+
+def _on_host(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return an operation that runs on the host: torch_xla's gives wrong numbers, or not all that backward needs."""
+    operation = getattr(torch.ops.aten, name)
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(found.to(x.device) for found in operation(x.cpu(), *args, **kwargs))
+
+    return run
+
+
+_NORMS = {
+    f"norm.{overload}": _norm for overload in ("Scalar", "ScalarOpt_dim", "ScalarOpt_dtype", "ScalarOpt_dim_dtype")
+}
 
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
@@ -433,8 +507,9 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "hardsigmoid_": _hardsigmoid_,
     "hardswish": _hardswish,
     "hardswish_": _hardswish_,
-    "upsample_nearest2d": _nearest,
-    "upsample_bilinear2d": _bilinear,
+    "upsample_nearest2d": picture_lowerings.nearest,
+    "upsample_bilinear2d": picture_lowerings.bilinear,
+    **_NORMS,
 }
 """Of differentiable operations, so that autograd's part of each follows."""
 
@@ -449,8 +524,8 @@ _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
         "index_add": _index_add,
         "index_add_": _index_add_,
         "index_select": _index_select,
-        "max_pool2d": functools.partial(_max_pool, 2),
-        "max_pool3d": functools.partial(_max_pool, 3),
+        "max_pool2d": functools.partial(picture_lowerings.max_pool_values, 2),
+        "max_pool3d": functools.partial(picture_lowerings.max_pool_values, 3),
     },
     "XLA": {
         **_COMPOSED,
@@ -463,6 +538,27 @@ _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
         "bitwise_right_shift.Tensor_Scalar": _shift_right,
         "amax": _amax,
         "amin": _amin,
+        "as_strided_scatter": _as_strided_scatter,
+        "_linalg_svd": _on_host("_linalg_svd"),
+        "_linalg_slogdet": _on_host("_linalg_slogdet"),
     },
 }
 """By the dispatcher's key, which says whether autograd has had its part yet."""
+
+_AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
+    "AutogradXLA": {**picture_lowerings.POOLS, "nll_loss_nd": _nll_loss},
+    "XLA": {
+        **picture_lowerings.POOLS,
+        "nll_loss_nd": _nll_loss,
+        "diagonal_copy": _diagonal,
+        "diagonal_scatter": _diagonal_scatter,
+        "max.dim": _largest,
+        "min.dim": _largest,
+        "cummax": functools.partial(_cumulative_extreme, 1),
+        "cummin": functools.partial(_cumulative_extreme, -1),
+        "roll": _roll,
+        "arange.start_step": _arange,
+        "linspace": _linspace,
+    },
+}
+"""By the dispatcher's key; their first argument is what there was for that key, torch_xla's or autograd's."""

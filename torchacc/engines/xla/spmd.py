@@ -22,7 +22,7 @@ from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
 from torchacc.parallel.plan import ShardingPlan
@@ -284,6 +284,17 @@ class SpmdModel(XlaModel):
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         for planned in self.plan.parameters:
             yield self.model.get_parameter(planned.name), unsharded(planned.name, planned.shape)
+
+    def check_parameters(self) -> None:
+        """Check that the model has the parameters that were sharded, each with its shape."""
+        super().check_parameters()
+        for parameter, local_shard in self.local_shards.items():
+            [(name, shape)] = local_shard.members
+            if tuple(parameter.shape) != shape:
+                raise EngineError(
+                    f"{name!r} was sharded with the shape {shape}, and has got data of shape "
+                    f"{tuple(parameter.shape)}: change the shapes of parameters before accelerate()"
+                )
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return full tensors, flat, on the host."""
