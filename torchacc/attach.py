@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.engines.base import HANDLE, ShardedModel
-from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
@@ -23,7 +22,7 @@ def attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[HANDLE] = sharded
-    held = HeldParameters(model)
+    held = sharded.held_parameters
 
     def check(*_: Any) -> None:
         sharded.status.check_usable()
@@ -135,7 +134,7 @@ class ReplacedParameter(nn.Parameter):
     """A parameter that is in no model any more, as its shard has taken its place: its values are of before."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function that asks for no values and no gradient.

@@ -92,6 +92,8 @@ def parameters_put_into_a_sharded_model_are_refused(change: Callable[[nn.Module]
     change(model)
     with pytest.raises(torchacc.EngineError, match=r"is not the one that accelerate\(\) has sharded"):
         model(part(X))
+    with pytest.raises(torchacc.EngineError, match=r"is not the one that accelerate\(\) has sharded"):
+        torchacc.full_state_dict(model)
 
 
 @case(ALL)

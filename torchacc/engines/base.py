@@ -17,6 +17,7 @@ from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import is_sum_over
+from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
@@ -236,6 +237,12 @@ class ShardedModel(ABC):
         Raises:
             EngineError: The script has put another one in the place of one, or given it another shape.
         """
+        self.held_parameters.check()
+
+    @functools.cached_property
+    def held_parameters(self) -> HeldParameters:
+        """The parameters that the model has when this is first asked for, which is when it has been sharded."""
+        return HeldParameters(self.model)
 
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

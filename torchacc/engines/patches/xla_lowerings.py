@@ -343,7 +343,8 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the norm of vectors; torch_xla's of order infinity is 1."""
-    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+    found: torch.Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+    return found
 
 
 class _AvgPool(torch.autograd.Function):
@@ -440,7 +441,7 @@ def _cumulative_extreme(
 
 def _roll(original: Callable[..., Any], x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
     """Roll a tensor; torch_xla ends the process where it has no elements."""
-    return original(x, shifts, dims) if x.numel() else x.clone()  # type: ignore[no-any-return]
+    return original(x, shifts, dims) if x.numel() else x.clone()
 
 
 def _nll_loss(

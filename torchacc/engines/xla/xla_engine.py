@@ -241,18 +241,6 @@ class XlaModel(ShardedModel):
             computed = getattr(torch, self.plan.compute_dtype) if lowered else dtype
             yield original, Weight(planned.name, new, slots, planned.shape, computed)
 
-    def check_parameters(self) -> None:
-        """Check that the model has the parameters that were sharded."""
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        for parameter, local_shard in self.local_shards.items():
-            owner, _, leaf = local_shard.key.rpartition(".")
-            if owner in modules and modules[owner]._parameters.get(leaf) is not parameter:
-                raise EngineError(
-                    f"the model has another parameter {local_shard.key!r} than the one that was sharded: neither an "
-                    "optimizer nor a checkpoint knows its values. Change the values that are there: "
-                    "parameter.data.copy_(new), or model.load_state_dict()"
-                )
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""
         runtime.sync()
