@@ -39,10 +39,10 @@ class Case:
 CASES = (
     Case("compile", "compile", reference="eager"),
     Case("native-compile-1", "native-compile", reference="compile"),
-    Case("native-1", "native", reference="eager"),
     Case("xla-spmd-2", "xla-spmd", devices=2, reference="eager"),
     Case("fsdpv2-4", "fsdpv2", devices=4, reference="eager"),
     Case("xla-spmd-4", "xla-spmd", devices=4, reference="eager"),
+    Case("native-1", "native", reference="eager"),
     Case("eager", "eager"),
     Case("xla-spmd-1", "xla-spmd", reference="torch_xla"),
     Case("torch_xla", "torch_xla", reference="eager"),

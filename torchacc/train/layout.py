@@ -183,12 +183,14 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | Non
     fsdp = config.dist.fsdp
     may_drive_all = "use_spmd" not in fsdp.model_fields_set or fsdp.use_spmd
     are_launched = launched is not None and launched.launched
-    fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
-    choice = registry.choose(config, job)
+    choice = registry.choose(config, job)  # by what the file says, before a process for all devices is written into it
     if choice.instead_of_xla is not None:
         notes.append(f"engine: auto takes {choice.kind}, as {choice.instead_of_xla} is asked for, which XLA has not")
-    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(choice.kind)
-    return choice.kind
+        return choice.kind
+    fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
+    kind = registry.choose(config, job).kind
+    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(kind)
+    return kind
 
 
 def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None:

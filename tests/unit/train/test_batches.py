@@ -35,7 +35,7 @@ class Stream(IterableDataset):
 
 
 def sharded(loader, num_shards: int, shards: range) -> AsyncLoader:
-    return AsyncLoader(shard_loader(loader, num_shards=num_shards, shards=shards), prefetch=0)
+    return AsyncLoader(shard_loader(loader, num_data_shards=num_shards, shards=shards), prefetch=0)
 
 
 @pytest.mark.parametrize("as_list", [False, True])

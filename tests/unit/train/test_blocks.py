@@ -122,7 +122,7 @@ def test_a_stream_is_found_again_at_its_position(num_epochs_before):
             return [DOCUMENTS[index] for index in np.random.default_rng(order).permutation(len(DOCUMENTS))]
 
         return shard_loader(
-            DataLoader(StreamedBlocks(documents, BLOCK, True, PAD, seed=3)), num_shards=2, shards=range(2)
+            DataLoader(StreamedBlocks(documents, BLOCK, True, PAD, seed=3)), num_data_shards=2, shards=range(2)
         )
 
     def rest_of_epoch(of):
