@@ -8,8 +8,9 @@ import torch
 
 from torchacc.checkpoint.format.safetensors_files import FileRegion
 from torchacc.checkpoint.interop.new_tensors import NewTensor, Source
-from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded, ShardFormat, cast_to
+from torchacc.checkpoint.interop.rank_files import RankFiles
 from torchacc.checkpoint.interop.rank_optimizer import read_optimizer
+from torchacc.checkpoint.interop.sharded_parameters import Sharded, ShardFormat, cast_to
 from torchacc.errors import CheckpointError
 
 _ByRank = dict[str, list[NewTensor]]

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import islice
 from math import prod
@@ -17,131 +16,18 @@ from typing import Any, Literal
 import torch
 
 from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, read_chunks, replace_leaves, short
+from torchacc.checkpoint.interop.new_tensors import read_chunks, replace_leaves
 from torchacc.checkpoint.interop.pth import read_pth
+from torchacc.checkpoint.interop.sharded_parameters import XLA_SHARD, Sharded, ShardedParameter
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
-from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
 
 Part = Literal["model", "optimizer"]
 
-_XLA_SHARD = "_fsdp_shard"
 _MAX_SIZE = 2**63 - 1
 _MAX_NAMED = 8
 _NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
 _log = get_logger(__name__)
-
-
-class ShardFormat(Enum):
-    """How a parameter is sharded into tensors of equal size."""
-
-    FLAT = "flattened, in multiples of 128 elements"
-    """As torch_xla does unless told otherwise."""
-    ROWS = "along the first dimension"
-    """As torchacc does, and torch_xla with `shard_param_on_dim_0`."""
-
-
-@dataclass(frozen=True)
-class ShardedParameter:
-    """What is sharded as one tensor: a parameter, or several flattened one after another."""
-
-    key: str
-    """Its name in the `model` of a rank file."""
-    members: tuple[tuple[str, tuple[int, ...]], ...]
-    """Original names and shapes of the parameters."""
-    shape: tuple[int, ...]
-    """The unsharded shape: the parameter's, or one dimension."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unsharded tensor."""
-        return prod(self.shape)
-
-    @property
-    def from_xla(self) -> bool:
-        """Whether torch_xla sharded it."""
-        return self.key.rpartition(".")[2].startswith(_XLA_SHARD)
-
-    def shard_shape(self, shard_format: ShardFormat, count: int) -> tuple[int, ...]:
-        """Return the shape of one of `count` shards, padding included."""
-        if shard_format is ShardFormat.FLAT:
-            return FlatLayout(self.shape, count, TORCH_XLA_MULTIPLE).shard_shape
-        return RowLayout(self.shape, count).shard_shape
-
-    def is_shard(self, shape: tuple[int, ...], shard_format: ShardFormat, count: int) -> bool:
-        """Return whether a tensor of this shape can be the first of `count` shards of this, or of state like it."""
-        expected = self.shard_shape(shard_format, count)
-        if shard_format is ShardFormat.FLAT:
-            return self.from_xla and shape == expected
-        is_number = shape == self.shape == ()  # which each rank may have as it is
-        return is_number or shape in (expected, (prod(expected),))
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A parameter, or an optimizer's state of the same shape, in all rank files of a set."""
-
-    parameter: ShardedParameter
-    name: str
-    """Named in errors: the parameter's key, and that of the state."""
-    slots: tuple[FileRegion, ...]
-    """The shards by rank; the last ones may lack their padding."""
-
-    def __post_init__(self) -> None:
-        """Check that these can be the shards of one tensor."""
-        first, count = self.slots[0], len(self.slots)
-        if not any(self.parameter.is_shard(first.shape, each, count) for each in ShardFormat):
-            raise CheckpointError(
-                f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
-                f"{self.parameter.shape}: the tensor and shard_metadata contradict each other"
-            )
-        for slot, _, held in self.sources:
-            is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:]
-            is_flat = is_flat and (bool(slot.shape) or not self.parameter.shape)
-            if not is_flat or slot.numel not in (held, first.numel) or slot.dtype != first.dtype:
-                raise CheckpointError(
-                    f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
-                    "these are not files of one save"
-                )
-
-    @cached_property
-    def sources(self) -> tuple[Source, ...]:
-        """The shards without their padding, which together are the flattened tensor."""
-        each, numel = self.slots[0].numel, self.parameter.numel  # the first shard has all of its elements
-        return tuple(Source(slot, 0, min(each, max(0, numel - rank * each))) for rank, slot in enumerate(self.slots))
-
-    @property
-    def lacks_padding(self) -> bool:
-        """Whether what lies beyond the end of the unsharded tensor is left out of the last shards."""
-        return any(slot.numel < self.slots[0].numel for slot in self.slots)
-
-    def full(self, dtype: torch.dtype | None = None, entry: str = "") -> dict[str, NewTensor]:
-        """Return the full tensors that it is made of, by original name.
-
-        Args:
-            dtype: What floating tensors are cast to.
-            entry: Added to the tensors' names in messages.
-        """
-        own = cast_to(dtype, self.slots[0].dtype)
-        members = self.parameter.members
-        parts = cut(self.sources, [prod(shape) for _, shape in members])
-        return {
-            name: NewTensor(name + entry, own, shape, part) for (name, shape), part in zip(members, parts, strict=True)
-        }
-
-    def resharded(self, shapes: Sequence[tuple[int, ...]]) -> list[NewTensor]:
-        """Return the shards of these shapes that it becomes."""
-        parts = cut(self.sources, [prod(shape) for shape in shapes])
-        return [
-            NewTensor(self.name, self.slots[0].dtype, shape, part) for shape, part in zip(shapes, parts, strict=True)
-        ]
-
-    def has_format(self, shard_format: ShardFormat) -> bool:
-        """Return whether the shards are sharded so."""
-        shape, count = self.slots[0].shape, len(self.slots)
-        if self.parameter.from_xla and shard_format is ShardFormat.ROWS:
-            return shape == self.parameter.shard_shape(shard_format, count)
-        return self.parameter.is_shard(shape, shard_format, count)
 
 
 @dataclass(frozen=True)
@@ -284,7 +170,7 @@ class RankFiles:
             for key in state:
                 if not isinstance(key, str):
                     raise CheckpointError(f"{file.path}: its model has the key {key!r}, which is no parameter's name")
-                if key.rpartition(".")[2].startswith(_XLA_SHARD) and key not in self.parameters:
+                if key.rpartition(".")[2].startswith(XLA_SHARD) and key not in self.parameters:
                     raise CheckpointError(f"{file.path}: {key} is a shard, but shard_metadata does not say of what")
 
 
@@ -494,12 +380,3 @@ def _shape(key: str, sizes: Any) -> tuple[int, ...]:
     if not (isinstance(sizes, (list, tuple)) and all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes)):
         raise ValueError(f"{key} has the size {sizes!r}")
     return tuple(sizes)
-
-
-def _describe(slot: FileRegion) -> str:
-    return f"{short(slot.dtype)} {slot.shape}"
-
-
-def cast_to(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
-    """Return what a tensor is cast to where floating ones are to be of a dtype; those of 8 bits are quantized."""
-    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.rank_files import RankFiles, Sharded, ShardedParameter, ShardFormat
+from torchacc.checkpoint.interop.rank_files import RankFiles
+from torchacc.checkpoint.interop.sharded_parameters import Sharded, ShardedParameter, ShardFormat
 from torchacc.errors import CheckpointError
 
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import register_dataclass, tree_leaves
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
@@ -342,6 +341,8 @@ class NativeModel(ShardedModel):
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
+        from torchacc.engines.native.outputs import let_pytree_see, with_full_numbers
+
         device = self.engine.device.type
         if self.plan.tensor_parallel.size > 1 and self.model.training:
             split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
@@ -352,10 +353,10 @@ class NativeModel(ShardedModel):
             if self._compiled is not None:
                 stack.enter_context(self._compiled.of_call(kwargs))
             output = inner(*args, **kwargs)
-        _let_pytree_see(output)
+        let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
             self._check_numbers()
-            output = _with_full_numbers(output)
+            output = with_full_numbers(output)
         return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
 
     def _check_numbers(self) -> None:
@@ -492,24 +493,6 @@ def _keep_class_name(module: nn.Module) -> None:
     """Give the subclass that FSDP2 makes the name of the class, by which libraries look models up."""
     made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def _with_full_numbers(output: Any) -> Any:
-    """Return an output with ordinary tensors for parameters without dimensions, and for what was computed of them."""
-    from torchacc.engines.native.shard_arithmetic import full_tensor, is_of_model
-
-    return map_tensors(
-        lambda tensor: full_tensor(tensor) if not tensor.dim() and is_of_model(tensor) else tensor, output
-    )
-
-
-def _let_pytree_see(output: Any) -> None:
-    """Register the dataclasses in an output with PyTorch's pytree, by which FSDP2 finds where backward starts."""
-    for leaf in tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            register_dataclass(type(leaf))
-            _let_pytree_see(output)
-            return
 
 
 def _name(device: torch.device) -> str:
