@@ -26,7 +26,8 @@ def attach(sharded: ShardedModel) -> None:
 
     def check(*_: Any) -> None:
         sharded.status.check_usable()
-        held.check()
+        if torch._C._current_graph_task_id() == -1:  # else the model is recomputed, and may show unsharded weights
+            held.check()
 
     model.register_forward_pre_hook(check, prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]

@@ -18,10 +18,14 @@ SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores tha
 
 
 def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
-    """Return the variables, with this checkout and no network, and with more flags of XLA's."""
+    """Return the variables, with this checkout and no network, and with more flags of XLA's.
+
+    A process forgets old programs: each takes mappings of memory, of which a process may have 65,530.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     flags = " ".join([os.environ["XLA_FLAGS"], *xla_flags])
-    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags} | variables
+    own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags, "XLA_COMPILATION_CACHE_SIZE": "128"}
+    return os.environ | own | variables
 
 
 def run_all(

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from torchacc.errors import ConfigError
+
 LOGITS_OF_A_CHUNK = 2**26
 """How many logits a chunk has, at most: 256 MiB in float32."""
 
@@ -35,6 +37,9 @@ class LossChunks:
     """Devices that one program's tokens are split over, in order."""
     after: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor] = lambda tokens, sums: tokens
     """Returns a tensor that waits for others, where a program is recorded before it runs."""
+
+    stand_ins: Sequence[torch.Tensor] = ()
+    """What `logits_of` computes with in the place of each weight: without its hooks, and without what it is made of."""
 
     def loss(self, hidden: torch.Tensor, labels: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the loss, a float32 tensor without dimensions.
@@ -61,7 +66,7 @@ class LossChunks:
             of_hidden: Whether that of the hidden states is.
         """
         count = (labels != self.ignore_index).sum() if self.is_mean else None
-        scale = None if count is None else 1.0 / count.clamp(min=1).float()
+        scale = None if count is None else 1.0 / count.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))
         total: torch.Tensor | None = None
         of_tokens: list[torch.Tensor] = []
         sums: list[torch.Tensor | None] = [None] * len(wanted)
@@ -104,6 +109,7 @@ class LossChunks:
             if not with_gradients:
                 return loss, []
             asked = [*([tokens] if of_hidden else []), *wanted]
+            _refuse_others(loss, asked)
             return loss.detach(), list(torch.autograd.grad(loss, asked, scale, allow_unused=True))
 
     def _chunks(self, hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -118,6 +124,23 @@ class LossChunks:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _refuse_others(loss: torch.Tensor, asked: Sequence[torch.Tensor]) -> None:
+    """Raise if a tensor would get a gradient that is not asked for, and so would be lost."""
+    known, seen, nodes = {id(tensor) for tensor in asked}, set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise ConfigError(
+                f"compute.chunked_loss: the head computes logits with a tensor of shape {tuple(variable.shape)} that "
+                "is trained and is no parameter of the head or of its modules: set config.compute.chunked_loss = False"
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
@@ -135,7 +158,8 @@ class _LossAndGradients(torch.autograd.Function):
         ctx: Any, chunks: LossChunks, labels: torch.Tensor, hidden: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
         of_hidden, *of_weights = ctx.needs_input_grad[2:]
-        wanted = [weight for weight, is_wanted in zip(weights, of_weights, strict=True) if is_wanted]
+        used = chunks.stand_ins or weights
+        wanted = [weight for weight, is_wanted in zip(used, of_weights, strict=True) if is_wanted]
         loss, of_states, sums = chunks.compute(hidden, labels, wanted, of_hidden=of_hidden)
         found = iter(sums)
         ctx.save_for_backward(of_states, *(next(found) if is_wanted else None for is_wanted in of_weights))

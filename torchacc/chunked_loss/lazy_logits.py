@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchacc.errors import ConfigError, UnknownNameError
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-"""Computes logits from logits, element by element, whatever tokens they are of."""
+Step = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], torch.Tensor]
+"""Computes logits from logits, element by element, for any tokens; the mapping has what replaces tensors, by `id()`"""
 
 _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "add": torch.add,
@@ -122,6 +122,8 @@ class LazyLogits:
     def __getitem__(self, index: Any) -> "LazyLogits":
         """Choose tokens."""
         places = index if isinstance(index, tuple) else (index,)
+        if sum(_num_dims(place) for place in places if place is not Ellipsis) >= self.ndim:
+            places = tuple(place for place in places if place is not Ellipsis)  # which stands for no dimension
         last = places[-1]
         if any(place is Ellipsis for place in places):
             reaches_last = last is not Ellipsis
@@ -144,7 +146,7 @@ class LazyLogits:
         return self._cast(other.dtype)
 
     def _cast(self, dtype: torch.dtype) -> "LazyLogits":
-        steps = (*self.steps, lambda logits: logits.to(dtype))
+        steps = (*self.steps, lambda logits, _: logits.to(dtype))
         return LazyLogits(self.hidden, self.vocabulary, dtype, self.source, steps)
 
     def __getattr__(self, name: str) -> Any:
@@ -166,7 +168,8 @@ class LazyLogits:
         lazy = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, LazyLogits))
         if func is F.cross_entropy:
             return lazy.source.cross_entropy(*args, **kwargs)
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = getattr(func, "__name__", str(func))
+        name = name.strip("_") if name.startswith("__") else name  # add_() is not add()
         if name in _ELEMENTWISE:
             return lazy._elementwise(func, args, kwargs)
         raise lazy._refused(f"{name}()")
@@ -181,9 +184,10 @@ class LazyLogits:
             raise self._refused(f"{func.__name__}() with a tensor that differs between tokens or processes")
         self.source.note_operands(tensors)
 
-        def step(logits: torch.Tensor) -> torch.Tensor:
-            given = [logits if value is self else value for value in args]
-            result: torch.Tensor = func(*given, **kwargs).reshape(logits.shape)
+        def step(logits: torch.Tensor, stand_ins: Mapping[int, torch.Tensor]) -> torch.Tensor:
+            given = [logits if value is self else stand_ins.get(id(value), value) for value in args]
+            named = {name: stand_ins.get(id(value), value) for name, value in kwargs.items()}
+            result: torch.Tensor = func(*given, **named).reshape(logits.shape)
             return result
 
         return LazyLogits(self.hidden, self.vocabulary, self.dtype, self.source, (*self.steps, step))

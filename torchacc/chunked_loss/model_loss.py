@@ -132,6 +132,8 @@ class ModelLoss:
                     f"in model.eval() for logits, {_WITHOUT}"
                 )
             return self._project(hidden, *args, **kwargs)
+        if args or kwargs:
+            raise ConfigError(self.explain("arguments of the head beside the hidden states, for the making"))
         device = hidden.device.type
         lowers = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if lowers else hidden.dtype
@@ -175,23 +177,48 @@ class ModelLoss:
         if not isinstance(input, LazyLogits) or input.ndim != 2 or target.shape != input.shape[:1]:
             raise ConfigError(self.explain("a cross entropy with other labels than one for each token"))
         self._num_losses += 1
+        weights = self._weights()
+        stand_ins = {id(weight): weight.detach().requires_grad_(weight.requires_grad) for weight in weights}
         chunks = LossChunks(
-            partial(self._logits_of, input.steps),
+            partial(self._logits_of, input.steps, stand_ins),
             size=self._size,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             is_mean=reduction == "mean",
             num_devices=self._num_devices,
             after=self._after,
+            stand_ins=list(stand_ins.values()),
         )
-        return chunks.loss(input.hidden, target, self._weights())
+        return chunks.loss(input.hidden, target, weights)
 
-    def _logits_of(self, steps: Sequence[Forward], hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._project(hidden)
+    def _logits_of(
+        self, steps: Sequence[Forward], stand_ins: Mapping[int, torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        with self._standing_in(stand_ins):
+            logits: torch.Tensor = self._project(hidden)
         assert logits.shape[-1] == self._vocabulary, f"{self._name} returns {logits.shape[-1]} logits"
         for step in steps:
-            logits = step(logits)
+            logits = step(logits, stand_ins)
         return logits
+
+    @contextmanager
+    def _standing_in(self, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Let the head's modules find the stand-ins in the place of their parameters, or unsharded weights."""
+        missing = object()
+        slots = [(owner, name) for owner in self._head.modules() for name in owner._parameters]
+        before = [vars(owner).get(name, missing) for owner, name in slots]
+        found = [getattr(owner, name) for owner, name in slots]
+        try:
+            for (owner, name), tensor in zip(slots, found, strict=True):
+                if tensor is not None:
+                    vars(owner)[name] = stand_ins[id(tensor)]
+            yield
+        finally:
+            for (owner, name), old in zip(slots, before, strict=True):
+                if old is missing:
+                    vars(owner).pop(name, None)
+                else:
+                    vars(owner)[name] = old
 
     def _weights(self) -> list[torch.Tensor]:
         """Return what the head computes with now, each tensor once: unsharded weights in the place of parameters."""

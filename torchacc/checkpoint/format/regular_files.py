@@ -6,7 +6,7 @@ import pickle
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar
+from typing import IO, Any, BinaryIO, ClassVar, NamedTuple
 
 from typing_extensions import override
 
@@ -39,6 +39,27 @@ def open_regular(path: Path) -> BinaryIO:
             return io.BufferedReader(file)
         file.close()
     raise CheckpointError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}: a file is expected")
+
+
+class FileState(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileState":
+        """Return a file's.
+
+        Raises:
+            CheckpointError: It is not there.
+        """
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def read_regular(path: Path, limit: int) -> bytes:

@@ -18,7 +18,7 @@ from torchacc.errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 _EAGER_BYTES = 1 << 20
 """What the disk is to begin with at once; smaller ones are left together."""
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -39,7 +39,7 @@ _DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileRegion(NamedTuple):
@@ -275,7 +275,7 @@ def _region(path: Path, entry: Mapping[str, Any], start: int) -> FileRegion:
     numbers = [*shape, *offsets]
     if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(entry)
-    return FileRegion(path, _DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
+    return FileRegion(path, DTYPES[entry["dtype"]], tuple(shape), start + offsets[0])
 
 
 def _weight_map(path: Path) -> dict[str, str]:

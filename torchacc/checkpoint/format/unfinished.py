@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from torchacc.checkpoint.format.locks import is_abandoned, new_token
+from torchacc.checkpoint.format.locks import FolderLock, is_abandoned, new_token
 from torchacc.checkpoint.format.manifest import sync_folder
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -20,7 +20,8 @@ _UNFINISHED = re.compile(r"\..+\.([0-9a-f]{8}-\d+-[0-9a-f]{8})\.incomplete")
 def unfinished_paths(targets: Sequence[Path], *contents: str) -> Iterator[list[Path]]:
     """Yield names to write under, hidden and beside the final ones, which what was written takes in the end.
 
-    All of it reaches the disk before any of it takes its name; where anything fails, nothing is left.
+    All of it reaches the disk before any of it takes its name; where anything fails before, nothing is left. Of several
+    files what has their names is removed first: a process that is killed meanwhile leaves no mixture of old and new.
 
     Args:
         targets: Files that are to be made, or folders.
@@ -31,6 +32,7 @@ def unfinished_paths(targets: Sequence[Path], *contents: str) -> Iterator[list[P
     """
     names = [unfinished(target) for target in targets]
     folders = {target.parent for target in targets}
+    made = {each for folder in folders for each in (folder, *folder.parents) if not each.exists()}
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +40,16 @@ def unfinished_paths(targets: Sequence[Path], *contents: str) -> Iterator[list[P
         yield names
         for name in names:
             sync_folder(name)
-        for name, target in zip(names, targets, strict=True):
-            os.replace(name, target)
+        with ExitStack() as held:
+            if len(targets) > 1:  # a mixture with old ones, or with another process's, would be a set
+                for folder in sorted(folders):
+                    lock = FolderLock(folder)
+                    lock.take()
+                    held.callback(lock.release)
+                for target in targets:
+                    target.unlink(missing_ok=True)
+            for name, target in zip(names, targets, strict=True):
+                os.replace(name, target)
         for folder in folders:
             sync_folder(folder)
     except OSError as error:
@@ -48,6 +58,9 @@ def unfinished_paths(targets: Sequence[Path], *contents: str) -> Iterator[list[P
     finally:
         for name in names:
             _remove(name, *contents)
+        for folder in sorted(made, reverse=True):  # those in others first; what has anything in it stays
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def unwritten(path: Path | str, error: OSError, where: str = "") -> CheckpointError:

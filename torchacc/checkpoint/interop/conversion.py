@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchacc.checkpoint.format.regular_files import FileState
 from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, preallocate, write_exactly
 from torchacc.checkpoint.format.unfinished import unfinished_paths, unwritten
 from torchacc.checkpoint.interop.new_tensors import NewTensor, leaves, read_chunks, short
@@ -81,7 +82,8 @@ def safetensors_file(path: Path, layout: SafetensorsLayout, by_name: Mapping[str
 class ConversionPlan:
     """What is to be written, and from where."""
 
-    sources: tuple[Path, ...]
+    sources: tuple[tuple[Path, FileState], ...]
+    """The files that are read, each as it was when the plan was made."""
     files: tuple[NewFile, ...]
     """In the order in which they get their final names."""
     stale: tuple[Path, ...] = ()
@@ -135,38 +137,37 @@ def execute(
 
 @contextmanager
 def verified_sources(
-    tensors: Iterable[NewTensor], paths: Sequence[Path], workers: int | None, *, everything: bool = False
+    tensors: Iterable[NewTensor],
+    sources: Sequence[tuple[Path, FileState]],
+    workers: int | None,
+    *,
+    everything: bool = False,
 ) -> Iterator[None]:
     """Compare the records that tensors are read from with their checksums, and then let them be read.
 
     Args:
         tensors: The tensors.
-        paths: The files.
+        sources: The files, and how they were when it was planned to read the tensors.
         workers: As for `execute()`.
         everything: Compare all records of the files.
 
     Raises:
         CheckpointError: One is damaged; or a file has been changed, or replaced, until the context is left.
     """
-    before = [_state(path) for path in paths]
-    regions: dict[Path, set[tuple[FileRegion, str]]] = {path: set() for path in paths}
+    _check_unchanged(sources)
+    regions: dict[Path, set[tuple[FileRegion, str]]] = {path: set() for path, _ in sources}
     for new in tensors:
         for region, _, _ in new.sources:
             regions[region.path].add((region, new.name))
-    _each(lambda path: verify_regions(path, regions[path], everything=everything), paths, workers)
+    _each(lambda path: verify_regions(path, regions[path], everything=everything), list(regions), workers)
     yield
-    for path, state in zip(paths, before, strict=True):
-        if _state(path) != state:
+    _check_unchanged(sources)
+
+
+def _check_unchanged(sources: Iterable[tuple[Path, FileState]]) -> None:
+    for path, state in sources:
+        if FileState.of(path) != state:
             raise CheckpointError(f"{path} has been changed while it was read: convert it again when it is complete")
-
-
-def _state(path: Path) -> tuple[int, int, int]:
-    """Return what changes when a file is written or replaced."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _each(action: Callable[[Any], Any], items: Sequence[Any], workers: int | Non
 
 
 def _refuse_targets(plan: ConversionPlan) -> None:
-    sources = {path.resolve() for path in plan.sources}
+    sources = {path.resolve() for path, _ in plan.sources}
     twice = [path for path, count in Counter(file.path.resolve() for file in plan.files).items() if count > 1]
     if twice:
         raise CheckpointError(f"{twice[0]} would be written twice, with other contents: give each its own name")

@@ -69,14 +69,16 @@ class DcpFolder:
         is_read = torch.zeros(entry.size, dtype=torch.bool)
         for chunk in entry.chunks:
             if prod(chunk.sizes):
-                part = self._load(key, tuple(chunk.offsets))
-                if not isinstance(part, torch.Tensor) or (part.dtype, part.shape) != (full.dtype, chunk.sizes):
+                part: Any = self._load(key, tuple(chunk.offsets))
+                is_plain = isinstance(part, torch.Tensor) and part.layout is torch.strided
+                if not is_plain or (part.dtype, part.shape) != (full.dtype, chunk.sizes):
                     raise CheckpointError(
                         f"{self.path}: the part of {key} at {tuple(chunk.offsets)} is not as {METADATA} there has it, "
                         f"{full.dtype} of shape {tuple(chunk.sizes)}: the files are of different saves"
                     )
                 if part.shape == full.shape:
-                    return part.contiguous()
+                    found: torch.Tensor = part.contiguous()
+                    return found
                 begins_and_sizes = zip(chunk.offsets, chunk.sizes, strict=True)
                 where = tuple(slice(begin, begin + size) for begin, size in begins_and_sizes)
                 full[where] = part

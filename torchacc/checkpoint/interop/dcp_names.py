@@ -146,12 +146,16 @@ def _states(folder: DcpFolder, model: Mapping[str, str], keys: Mapping[str, str]
         parts = rest.split(".")
         names = ((_plain(".".join(parts[:cut])), ".".join(parts[cut:])) for cut in range(len(parts) - 1, 0, -1))
         name, state = next((split for split in names if split[0] in model), (None, ""))
-        if name is not None:
-            states.setdefault(name, {})[state] = key
-        elif parts[0].isdigit():
-            states.setdefault(int(parts[0]), {})[".".join(parts[1:])] = key
-        else:
+        if name is None and not parts[0].isdigit():
             raise CheckpointError(f"{folder.path}: {key} is an optimizer's state of no parameter of the model")
+        if name is None:
+            state = ".".join(parts[1:])
+        if "." in state:
+            raise CheckpointError(
+                f"{folder.path}: {key} lies in a container in the optimizer's state of {name or parts[0]}, which is "
+                "not supported: save the model alone"
+            )
+        states.setdefault(int(parts[0]) if name is None else name, {})[state] = key
     return states
 
 

@@ -126,7 +126,13 @@ def _models(tree: Any) -> set[ShardedModel]:
 
 
 def _check_usable(tree: Any, *, split: bool) -> None:
-    """Refuse shards of a model that cannot be used, or that one slice for each process does not describe."""
+    """Refuse what has no values, and shards of a model that cannot be used, or that no slice for each process is."""
+    for tensor in _tensors(tree):
+        if tensor.is_meta:
+            raise CheckpointError(f"a tensor of {tensor.dtype} is on the device meta, and has no values")
+        if tensor.is_nested or any(getattr(tensor, "names", ())):  # which later versions of PyTorch have not
+            cure = "nested: save its unbind()" if tensor.is_nested else "named: save its rename(None)"
+            raise CheckpointError(f"a tensor of {tensor.dtype} is {cure}")
     for sharded in _models(tree):
         sharded.status.check_usable()
         if split:
@@ -160,6 +166,7 @@ _UNKNOWN = (
 def _may_be_shard(tensor: torch.Tensor) -> bool:
     """Return whether a tensor that is not put together could be a part of something: neither a buffer nor a number."""
     known = model_state.shard_of(tensor) is not None or model_state.is_buffer(tensor)
+    known |= tensor.layout is not torch.strided
     return tensor.dim() > 0 and tensor.is_floating_point() and not known
 
 
@@ -293,7 +300,7 @@ def _write(content: Any, target: Path, partial: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from None
     except RuntimeError as error:  # how torch.save reports a full disk
-        raise CheckpointError(f"{target} was not written: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{target} was not written: {(str(error) or repr(error)).splitlines()[0]}") from None
 
 
 def _own_file(folder: Path, job: Job) -> Path:

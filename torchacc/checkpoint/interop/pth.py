@@ -25,6 +25,8 @@ from torchacc.checkpoint.interop.new_tensors import CHUNK_BYTES, NewTensor, leav
 from torchacc.errors import CheckpointError
 
 _DOS_FOLDER = 0x10
+_END_BYTES = 98
+"""What a zip file ends with: two records of the directory's place in 64 bits, and one in 32."""
 _STORAGES = {
     1: ("Untyped", "Byte", "Char", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4"),
     2: ("Half", "BFloat16", "Short"),
@@ -77,6 +79,8 @@ def read_pth(path: Path) -> Any:
             pickle_bytes = verify_records(file, str(path), pickle_only=True)
         tree = _mapped(path)
     check_tree(tree, pickle_bytes, path)
+    if _hides_tensor(tree):
+        raise CheckpointError(f"{path} has a tensor in a set, or in a key of a dict: save it in a list")
     tensors = {id(tensor): tensor for tensor in leaves(tree, torch.Tensor)}
     regions = _regions(path, tensors)
     return replace_leaves(tree, torch.Tensor, lambda tensor: regions[id(tensor)])
@@ -241,6 +245,16 @@ def _mapped(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
+def _hides_tensor(tree: Any, *, hidden: bool = False) -> bool:
+    """Return whether there is a tensor where `leaves()` does not go."""
+    if isinstance(tree, torch.Tensor):
+        return hidden
+    if isinstance(tree, Mapping):
+        return any(_hides_tensor(key, hidden=True) or _hides_tensor(tree[key], hidden=hidden) for key in tree)
+    hidden |= type(tree) not in (list, tuple)
+    return isinstance(tree, (list, tuple, set, frozenset)) and any(_hides_tensor(item, hidden=hidden) for item in tree)
+
+
 def _regions(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, FileRegion]:
     """Return where tensors lie in the file that they are mapped from.
 
@@ -292,6 +306,7 @@ def _archive(file: IO[bytes], name: str) -> Iterator[tuple[zipfile.ZipFile, dict
     """Yield a zip file and its records by name, once its directory is such as `torch.save` writes it."""
     try:
         with zipfile.ZipFile(file) as archive:
+            _check_directory(file, archive.start_dir, name)
             yield archive, _checked_records(archive, name, size_of(file))
     except zipfile.BadZipFile as error:
         raise CheckpointError(
@@ -326,13 +341,31 @@ def _compare(
             raise CheckpointError(f"{name} is damaged: the checksum of its record {which} is wrong") from None
 
 
+def _check_directory(file: IO[bytes], start: int, name: str) -> None:
+    """Refuse a file whose directory PyTorch would look for elsewhere than where Python has found it.
+
+    Python takes what lies before the end's record, PyTorch what lies at the offset that is noted there.
+    """
+    size = size_of(file)
+    file.seek(max(0, size - _END_BYTES))
+    tail = file.read(_END_BYTES).rjust(_END_BYTES, b"\0")
+    record, locator, end = tail[:56], tail[56:76], tail[76:]  # the first two are there where sizes have 64 bits
+    noted = struct.unpack("<I", end[16:20])[0]
+    is_plain = end[:4] == b"PK\x05\x06" and end[20:] == bytes(2)
+    if locator[:4] == b"PK\x06\x07":
+        noted = struct.unpack("<Q", record[48:])[0]
+        is_plain &= record[:4] == b"PK\x06\x06" and locator[8:16] == struct.pack("<Q", size - _END_BYTES)
+    if not is_plain or noted != start:
+        raise CheckpointError(f"{name} is not as `torch.save` writes it: its directory is not where it says")
+
+
 def _checked_records(archive: zipfile.ZipFile, name: str, file_size: int) -> dict[str, zipfile.ZipInfo]:
     """Return the records of a file by name, once their directory is such as `torch.save` writes it."""
     infos = archive.infolist()
     records = {_inner_name(info): info for info in infos}
     if "data.pkl" not in records:
         raise CheckpointError(f"{name} is a zip file, but not one that `torch.save` wrote")
-    if len(records) < len(infos):
+    if len({record.lower() for record in records}) < len(infos):  # PyTorch takes capital letters for small ones
         raise CheckpointError(f"{name} is damaged: it has two records of one name")
     if not any(info.CRC for info in infos if info.file_size):
         raise CheckpointError(

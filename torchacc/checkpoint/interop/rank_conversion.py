@@ -154,17 +154,17 @@ def plan_conversion(
         if num_ranks > 1:
             path_of = _namer(target, name or f"rank-*-of-*-{part}.pth", num_ranks)
             new = [pth_file(path_of(rank), content) for rank, content in enumerate(resharded(files, num_ranks))]
-            plans.append(ConversionPlan(files.paths, tuple(new)))
+            plans.append(ConversionPlan(files.states, tuple(new)))
         elif part == "optimizer":
             file = pth_file(target / (name or "optimizer_consolidated.pth"), {"optimizer": full_optimizer(files)})
-            plans.append(ConversionPlan(files.paths, (file,)))
+            plans.append(ConversionPlan(files.states, (file,)))
         else:
             is_folder = output.format == "safetensors"
             plans.append(
                 _plan_model(files, target if is_folder else target / (name or "model_consolidated.pth"), output)
             )
     return ConversionPlan(
-        sources=tuple(dict.fromkeys(path for plan in plans for path in plan.sources)),
+        sources=tuple(dict.fromkeys(source for plan in plans for source in plan.sources)),
         files=tuple(file for plan in plans for file in plan.files),
         stale=tuple(path for plan in plans for path in plan.stale),
     )
@@ -174,11 +174,11 @@ def _plan_model(files: RankFiles, target: Path, output: Output) -> ConversionPla
     """Plan to write a full model into a file, or into a folder if the format is safetensors."""
     state = _with_tied(files, output)
     if output.format == "pth":
-        return ConversionPlan(files.paths, (pth_file(target, {"model": state}),))
+        return ConversionPlan(files.states, (pth_file(target, {"model": state}),))
     new = _hugging_face(files, state, target, output)
     written = {file.path for file in new}
     stale = [path for path in target.glob("model*.safetensors*") if path not in written]
-    return ConversionPlan(files.paths, tuple(new), tuple(stale))
+    return ConversionPlan(files.states, tuple(new), tuple(stale))
 
 
 def _with_tied(files: RankFiles, output: Output) -> dict[str, Any]:
@@ -255,6 +255,6 @@ def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:
 def _in_memory(files: RankFiles, workers: int | None) -> dict[str, Any]:
     state = _with_tied(files, Output())
     new = {value: None for value in state.values() if isinstance(value, NewTensor)}
-    with verified_sources(new, files.paths, workers):
+    with verified_sources(new, files.states, workers):
         tensors = {each: each.read() for each in new}
     return {name: tensors[value] if isinstance(value, NewTensor) else value for name, value in state.items()}

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import FileRegion
+from torchacc.checkpoint.format.regular_files import FileState
+from torchacc.checkpoint.format.safetensors_files import DTYPES, FileRegion
 from torchacc.checkpoint.interop.new_tensors import read_chunks, replace_leaves
 from torchacc.checkpoint.interop.pth import read_pth
 from torchacc.checkpoint.interop.sharded_parameters import XLA_SHARD, Sharded, ShardedParameter
@@ -27,6 +28,8 @@ Part = Literal["model", "optimizer"]
 _MAX_SIZE = 2**63 - 1
 _MAX_NAMED = 8
 _NAMED_AS_RANK_FILE = re.compile(r"rank-\d+-of-\d+")
+_BUFFER_DTYPES = {torch.complex128, *DTYPES.values()}
+"""What buffers can be cast to."""
 _log = get_logger(__name__)
 
 
@@ -38,6 +41,8 @@ class RankFile:
     contents: Mapping[str, Any]
     metadata: Mapping[str, Any]
     """How it is sharded."""
+    state: FileState
+    """Of before it was read."""
 
     @property
     def rank(self) -> int:
@@ -99,6 +104,11 @@ class RankFiles:
         """The files that are read."""
         return tuple(file.path for file in self.files)
 
+    @property
+    def states(self) -> tuple[tuple[Path, FileState], ...]:
+        """The files that are read, each as it was before."""
+        return tuple((file.path, file.state) for file in self.files)
+
     @cached_property
     def tied(self) -> Mapping[str, str]:
         """A model's aliases, to the name that is stored; torch_xla does not note them."""
@@ -148,7 +158,7 @@ class RankFiles:
         dtypes = {}
         for key, entry in (first.metadata.get("buffer_info") or {}).items():
             dtype = entry.get("_orig_dtype") if isinstance(entry, Mapping) else None
-            if not isinstance(dtype, torch.dtype):
+            if dtype not in _BUFFER_DTYPES:
                 raise CheckpointError(f"{first.path}: its shard_metadata does not say which dtype the buffer {key} had")
             dtypes[original_name(key)] = dtype  # torch_xla writes other prefixes here than into the state dict
         found: dict[str, tuple[Any, torch.dtype | None]] = {}
@@ -223,12 +233,13 @@ def read_rank_file(path: Path) -> RankFile | None:
     Raises:
         CheckpointError: It cannot be read, or it is named as a rank file and is none, or its metadata makes no sense.
     """
+    state = FileState.of(path)
     contents = read_pth(path)
     for holder in (contents, contents.get("optimizer")) if isinstance(contents, Mapping) else ():
         metadata = holder.get("shard_metadata") if isinstance(holder, Mapping) else None
         if isinstance(metadata, Mapping) and {"rank", "world_size"} <= metadata.keys():
             _check_metadata(path, metadata)
-            return RankFile(path, contents, metadata)
+            return RankFile(path, contents, metadata, state)
     if _NAMED_AS_RANK_FILE.match(path.name):
         raise CheckpointError(
             f"{path} has no 'shard_metadata' with a rank and a world_size, and cannot be joined with the other ranks' "

@@ -47,6 +47,8 @@ class Group(FSDPParamGroup):
     number: int
     """Which of the model's groups it is."""
     owner: "Groups"
+    _in_window: set[FSDPParam]
+    """The parameters of which any process may hold gradients of an accumulation window."""
     _watched: WeakSet[FSDPParam]
     """The parameters whose unsharded weights have a hook that ends a backward."""
     _versions: tuple[tuple[int, int, int], ...] = ()
@@ -98,14 +100,16 @@ class Group(FSDPParamGroup):
 
         Another process may have a gradient there: FSDP2 would add up what happens to lie at the same place.
         """
-        if self.is_alone or not self.reduce_grads or self._training_state is TrainingState.IDLE:
+        if self.is_alone:
+            return
+        if self._training_state is not TrainingState.IDLE:
+            self._in_window.update(filter(_is_trained, self.fsdp_params))
+        if not self.reduce_grads or not self._in_window:
             return
         held = [p.unsharded_accumulated_grad for p in self.fsdp_params if p.unsharded_accumulated_grad is not None]
-        for parameter in self.fsdp_params:
+        for parameter in self._to_fill_in():
             weight: Any = parameter._unsharded_param
-            if not (weight.requires_grad and parameter.sharded_param.requires_grad):
-                continue
-            if weight.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            if _has_gradient(parameter):
                 self.owner.with_gradient.add(parameter)
             elif parameter.sharded_param.grad is None:
                 self.owner.filled_in.append(parameter)
@@ -113,6 +117,18 @@ class Group(FSDPParamGroup):
                 parameter.unsharded_accumulated_grad = torch.zeros_like(weight, dtype=held[0].dtype)
             elif weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
+
+    def _to_fill_in(self) -> list[FSDPParam]:
+        """Return the parameters that need a gradient in each process: all that are trained, or were in the window.
+
+        A hook that runs after the gradient, as one that steps an optimizer, has none where no process has any.
+        """
+        trained = [each for each in self.fsdp_params if each in self._in_window]
+        self._in_window.clear()
+        if not any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in trained):
+            return trained
+        used = self.owner.agree_on([int(_has_gradient(each)) for each in trained])
+        return [each for each, is_used in zip(trained, used, strict=True) if is_used]
 
     def rest(self) -> None:
         """Free unsharded weights, and those that were gathered ahead and not used."""
@@ -149,6 +165,7 @@ class Group(FSDPParamGroup):
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
         self._partial_reduce_output = None
+        self._in_window.clear()
         for parameter in self.fsdp_params:
             _drop_gradient(parameter)
 
@@ -192,6 +209,16 @@ def _no_inference_mode() -> Iterator[None]:
         yield
 
 
+def _is_trained(parameter: FSDPParam) -> bool:
+    weight: Any = parameter._unsharded_param
+    return bool(weight.requires_grad and parameter.sharded_param.requires_grad)
+
+
+def _has_gradient(parameter: FSDPParam) -> bool:
+    weight: Any = parameter._unsharded_param
+    return weight.grad is not None or parameter.unsharded_accumulated_grad is not None
+
+
 def _drop_gradient(parameter: FSDPParam) -> None:
     parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
@@ -230,7 +257,7 @@ class Groups:
         for number, group in enumerate(self._all_groups()):
             group.__class__ = Group
             group.number, group.is_alone = number, agree is None
-            group._watched = WeakSet()
+            group._watched, group._in_window = WeakSet(), set()
             group.owner = self
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
@@ -240,6 +267,10 @@ class Groups:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
+
+    def agree_on(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest that any process has of each number. Collective: every process."""
+        return list(numbers) if self._agree is None else self._agree(numbers)
 
     def note_gather(self, number: int) -> None:
         """Note that a group is gathered, where others have to do the same: one may evaluate its copy alone."""
@@ -292,7 +323,7 @@ class Groups:
             type(self._root)._root_post_backward_final_callback(self._root)
         finally:
             self._set_last(False)
-        if self._agree is not None and next(self._all_groups()).reduce_grads:
+        if self._agree is not None and all(group.reduce_grads for group in self._all_groups()):
             self._compare_backwards(self._agree)
 
     def _compare_backwards(self, agree: Agree) -> None:

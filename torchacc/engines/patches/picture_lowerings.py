@@ -28,6 +28,9 @@ def bilinear(
     scale_w: float | None = None,
 ) -> torch.Tensor:
     """Resize pictures linearly; torch_xla goes by their sizes here, too."""
+    if not x.is_floating_point():
+        wide = bilinear(x.float(), size, align_corners, scale_h, scale_w)
+        return wide.round().to(x.dtype)
     for dim, after, scale in zip((2, 3), size, (scale_h, scale_w), strict=True):
         before = x.shape[dim]
         index = torch.arange(after, device=x.device)
@@ -86,7 +89,7 @@ def _max_pool(
     windows = x.flatten(-num_dims).index_select(-1, places.flatten()).view(*x.shape[:-num_dims], *sizes, -1)
     values, chosen = windows.max(-1)
     places = places.reshape(*sizes, -1).expand(windows.shape)
-    return values, places.gather(-1, chosen[..., None])[..., 0]
+    return values, torch.squeeze_copy(places.gather(-1, torch.unsqueeze_copy(chosen, -1)), -1)
 
 
 def _without_data(x: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,12 @@ def why_it_cannot(device: torch.device) -> str | None:
 
 def prepare() -> None:
     """Let torch.compile remember what it compiles, and keep graphs usable for a second backward (`retain_graph`)."""
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.utils import set_compilation_metrics_limit
     from torch._functorch import config
 
+    # Else a hook that a script gives a module of a compiled unit after its first run would never be called.
+    dynamo_config.skip_nnmodule_hook_guards = False
     set_compilation_metrics_limit(_MOST_ENTRIES)
     # With donated buffers a compiled backward writes over what it has read, and raises where it is to run again.
     config.donated_buffer = False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches import picture_lowerings
+from torchacc.engines.patches.activation_lowerings import ACTIVATIONS
 from torchacc.errors import EngineError
 
 _library: torch.library.Library | None = None  # what is registered lasts as long as this
@@ -221,62 +222,17 @@ def _count_nonzero(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> t
     return counted.sum(dims) if dims else counted.sum()
 
 
-def _elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
-    """Return the ELU, of which SELU is a case; torch_xla's gradient of it is another one."""
-    negative = torch.expm1(x.clamp(max=0) * input_scale) * (alpha * scale)
-    return torch.where(x > 0, x * scale, negative)
-
-
-def _elu_(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
-    return x.copy_(_elu(x.clone(), alpha, scale, input_scale))
-
-
-def _celu(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
-    return _elu(x, alpha, 1, 1 / alpha)
-
-
-def _celu_(x: torch.Tensor, alpha: float = 1) -> torch.Tensor:
-    return _elu_(x, alpha, 1, 1 / alpha)
-
-
-def _hardtanh(x: torch.Tensor, min_val: float = -1, max_val: float = 1) -> torch.Tensor:
-    """Cut values off, as ReLU6 does; torch_xla's gradient at the bounds themselves, such as 0, is 1 and not 0."""
-    return torch.where((x > min_val) & (x < max_val), x, x.detach().clamp(min_val, max_val))
-
-
-def _hardtanh_(x: torch.Tensor, min_val: float = -1, max_val: float = 1) -> torch.Tensor:
-    return x.copy_(_hardtanh(x.clone(), min_val, max_val))
-
-
-def _hardsigmoid(x: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (_hardtanh(wide + 3, 0, 6) / 6).to(x.dtype)
-
-
-def _hardsigmoid_(x: torch.Tensor) -> torch.Tensor:
-    return x.copy_(_hardsigmoid(x.clone()))
-
-
-def _hardswish(x: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    inside = torch.where(wide < 3, wide * (wide + 3) / 6, wide)
-    return torch.where(wide <= -3, 0, inside).to(x.dtype)
-
-
-def _hardswish_(x: torch.Tensor) -> torch.Tensor:
-    return x.copy_(_hardswish(x.clone()))
-
-
 def _shift_right(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     """Divide by a power of two and round down; torch_xla rounds negative numbers towards zero."""
-    bits = torch.iinfo(x.dtype).bits
+    bits = torch.iinfo(x.dtype).bits + (not x.dtype.is_signed)
     if not isinstance(by, torch.Tensor):
         by = torch.full((), int(by), dtype=x.dtype, device=x.device)
     dtype = torch.promote_types(x.dtype, by.dtype)
     x, by = x.to(dtype), by.to(dtype)
-    low = torch.where(by < bits - 1, by, bits - 2)
+    is_small = (by >= 0) & (by < bits - 1)
+    low = torch.where(is_small, by, 0)
     halved = torch.div(x, torch.bitwise_left_shift(torch.ones_like(low), low), rounding_mode="floor")
-    return torch.where(by < bits - 1, halved, torch.where(x < 0, -1, 0).to(dtype))
+    return torch.where(is_small, halved, torch.where(x < 0, -1, 0).to(dtype))
 
 
 def _amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
@@ -302,14 +258,15 @@ def _diagonal(
 ) -> torch.Tensor:
     """Return diagonals; torch_xla's are others where a dimension comes behind the two."""
     order, _ = _last(x.dim(), dim1, dim2)
-    return original(x.permute(order), offset, -2, -1)  # type: ignore[no-any-return]
+    return original(torch.permute_copy(x, order), offset, -2, -1)  # type: ignore[no-any-return]
 
 
 def _diagonal_scatter(
     original: Callable[..., Any], x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> torch.Tensor:
     order, back = _last(x.dim(), dim1, dim2)
-    return original(x.permute(order), source, offset, -2, -1).permute(back)  # type: ignore[no-any-return]
+    scattered = original(torch.permute_copy(x, order), source, offset, -2, -1)
+    return torch.permute_copy(scattered, back)
 
 
 def _last(num_dims: int, *dims: int) -> tuple[list[int], list[int]]:
@@ -405,7 +362,7 @@ def _conv(
     batch, places = x.shape[0], x.shape[2:]
     grouped = x.reshape(batch, groups, x.shape[1] // groups, math.prod(places))
     matrices = weight.view(groups, weight.shape[0] // groups, weight.shape[1])
-    y = torch.einsum("goi,bgip->bgop", matrices, grouped).reshape(batch, weight.shape[0], *places)
+    y = torch.matmul(matrices, grouped).reshape(batch, weight.shape[0], *places)
     return y if bias is None else y + bias.view(-1, *[1] * num_dims)
 
 
@@ -439,6 +396,16 @@ def _cumulative_extreme(
     return values, sign * original(torch.where(is_one, sign * places, 0), dim)[0]
 
 
+def _cumsum_of_any(
+    original: Callable[..., Any], x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Sum up integers in int64, also where autograd has no part: in inference_mode(), and into `out`."""
+    if dtype is None and not (x.is_floating_point() or x.is_complex()):
+        dtype = torch.int64
+    x = x if dtype is None else x.to(dtype)
+    return original(x, dim) if x.numel() else x.clone()
+
+
 def _roll(original: Callable[..., Any], x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
     """Roll a tensor; torch_xla ends the process where it has no elements."""
     return original(x, shifts, dims) if x.numel() else x.clone()
@@ -466,6 +433,8 @@ def _arange(
     if all(isinstance(number, int) for number in (start, end, step)):
         return original(start, end, step, dtype=dtype, **place)  # type: ignore[no-any-return]
     like = torch.arange(start, end, step, dtype=dtype, device="meta")
+    if not (like.dtype.is_floating_point or like.dtype.is_complex):  # PyTorch cuts off the step, not each number
+        start, step = int(start), int(step)
     index = original(0, len(like), 1, dtype=torch.float64, **place)
     return (index * step + start).to(like.dtype)  # type: ignore[no-any-return]
 
@@ -497,17 +466,8 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "masked_scatter": _masked_scatter,
     "masked_scatter_": _masked_scatter_,
-    "elu": _elu,
-    "elu_": _elu_,
-    "celu": _celu,
-    "celu_": _celu_,
     "_grouped_mm": _grouped_mm,
-    "hardtanh": _hardtanh,
-    "hardtanh_": _hardtanh_,
-    "hardsigmoid": _hardsigmoid,
-    "hardsigmoid_": _hardsigmoid_,
-    "hardswish": _hardswish,
-    "hardswish_": _hardswish_,
+    **ACTIVATIONS,
     "upsample_nearest2d": picture_lowerings.nearest,
     "upsample_bilinear2d": picture_lowerings.bilinear,
     **_NORMS,
@@ -557,6 +517,7 @@ _AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
         "min.dim": _largest,
         "cummax": functools.partial(_cumulative_extreme, 1),
         "cummin": functools.partial(_cumulative_extreme, -1),
+        "cumsum": _cumsum_of_any,
         "roll": _roll,
         "arange.start_step": _arange,
         "linspace": _linspace,

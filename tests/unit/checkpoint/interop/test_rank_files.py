@@ -404,7 +404,7 @@ def test_every_record_that_is_read_is_checked_without_asking(tmp_path, style, ch
             convert(old, "model", num_ranks=2, target=tmp_path / "new")
         flip(path, last)
     assert len(list(old.iterdir())) == 6
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()
     consolidate_sharded_model_checkpoints(str(old))
 
 
