@@ -182,6 +182,31 @@ def parameters_that_some_processes_have_not_used(strategy: str) -> None:
 
 
 @case([NATIVE])
+def parameters_of_a_window_that_some_processes_have_not_used() -> None:
+    model, plain = sharded_and_plain(Routed)
+    x, last = X.clone(), X[:1].repeat(4, 1)
+    x[2, 0] = X[0, 0] + 1
+    with torchacc.accumulate(model):
+        model(part(x)).backward()
+    plain(x).backward()
+    for each, rows in ((model, part(last)), (plain, last)):
+        each.experts[1].requires_grad_(False)  # it keeps the gradient that one process has
+        each(rows).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = None if found.grad is None else found.grad.full_tensor()
+        check_equal(whole, expected.grad, f"gradient of {name}")
+
+
+@case([NATIVE])
+def model_is_recomputed_as_one() -> None:
+    model, plain = sharded_and_plain()
+    for each, rows in ((model, part(X)), (plain, X)):
+        loss_of(torch.utils.checkpoint.checkpoint(each, rows, use_reentrant=False)).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        check_equal(found.grad.full_tensor(), expected.grad, f"gradient of {name}")
+
+
+@case([NATIVE])
 def number_that_some_processes_have_not_used_is_refused() -> None:
     model, _ = sharded_and_plain(lambda: Routed(()))
     x = X.clone()
