@@ -108,18 +108,25 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> torch.Tensor:
-    """Return the mean of each window, or its sum divided by a number of the caller's, which torch_xla ignores."""
+    """Return the mean of each window, or its sum divided by a number of the caller's, which torch_xla ignores.
+
+    Nor does torch_xla know how many values a window has that `ceil_mode` lets end behind the picture.
+    """
     options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    sizes = getattr(torch.ops.aten, f"avg_pool{num_dims}d")(_without_data(x), *options).shape[-num_dims:]
-    if divisor_override is None:
+    if not ceil_mode and divisor_override is None:
         return original(x, *options)  # type: ignore[no-any-return]
-    kernels = for_each(kernel_size, num_dims)
-    of_each_dim = (kernels, for_each(stride or kernel_size, num_dims), for_each(padding, num_dims))
+    sizes = getattr(torch.ops.aten, f"avg_pool{num_dims}d")(_without_data(x), *options).shape[-num_dims:]
+    kernels, steps, pads = (for_each(option, num_dims) for option in (kernel_size, stride or kernel_size, padding))
     sides: list[int] = []  # the last dimension first, as pad() has it
-    for size, length, kernel, step, pad in zip(sizes, x.shape[-num_dims:], *of_each_dim, strict=True):
+    counts = torch.ones((), dtype=x.dtype, device=x.device)
+    for size, length, kernel, step, pad in zip(sizes, x.shape[-num_dims:], kernels, steps, pads, strict=True):
         sides = [pad, max((size - 1) * step + kernel - length - pad, 0), *sides]
-    means = original(torch.nn.functional.pad(x, sides), kernel_size, stride, (0,) * num_dims, False, True, None)
-    return means * (prod(kernels) / divisor_override)  # type: ignore[no-any-return]
+        border = pad if count_include_pad else 0
+        starts = torch.arange(size, device=x.device) * step - pad
+        ends = (starts + kernel).clamp(max=length + border)
+        counts = counts.unsqueeze(-1) * (ends - starts.clamp(min=-border))
+    means = original(torch.nn.functional.pad(x, sides), kernels, steps, (0,) * num_dims, False, True, None)
+    return means * (prod(kernels) / (divisor_override or counts))  # type: ignore[no-any-return]
 
 
 def for_each(option: Sequence[int], num_dims: int) -> list[int]:

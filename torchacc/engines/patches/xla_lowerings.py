@@ -304,42 +304,6 @@ def _norm(
     return found
 
 
-class _AvgPool(torch.autograd.Function):
-    """Average windows, of which torch_xla has none where one is larger than the picture and `ceil_mode` is set."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kernel_size: Sequence[int], *options: Any) -> torch.Tensor:
-        ctx.options = kernel_size, *options
-        ctx.save_for_backward(x)
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.aten.avg_pool2d(x, *ctx.options)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        return torch.ops.aten.avg_pool2d_backward(grad, x, *ctx.options), *[None] * len(ctx.options)
-
-
-def _avg_pool(
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> torch.Tensor:
-    kernel, step, pad = (
-        picture_lowerings.for_each(option, 2) for option in (kernel_size, stride or kernel_size, padding)
-    )
-    if ceil_mode:
-        for dim, length in enumerate(x.shape[-2:]):  # the only window of a dimension ends where that does
-            if not pad[dim] and 0 < kernel[dim] - length < step[dim]:
-                kernel[dim] = length
-    pooled: torch.Tensor = _AvgPool.apply(x, kernel, step, pad, ceil_mode, count_include_pad, divisor_override)
-    return pooled
-
-
 def _conv(
     num_dims: int,
     x: torch.Tensor,
@@ -477,7 +441,6 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
     "AutogradXLA": {
         **_COMPOSED,
-        "avg_pool2d": _avg_pool,
         "conv1d": functools.partial(_conv, 1),
         "conv2d": functools.partial(_conv, 2),
         "conv3d": functools.partial(_conv, 3),

@@ -4,14 +4,12 @@ python compiled_units_program.py out/
 """
 
 import copy
-import json
 import logging
 import sys
-import traceback
 from pathlib import Path
 
-import pytest
 import torch
+from program_cases import run_cases
 from torch import nn
 
 import torchacc
@@ -178,14 +176,7 @@ def main(folder: str) -> None:
     """Run all cases, and write why each failed, or null."""
     global FOLDER
     FOLDER = Path(folder)
-    found = {}
-    for case in CASES:
-        try:
-            case()
-            found[case.__name__] = None
-        except (Exception, pytest.fail.Exception):
-            found[case.__name__] = traceback.format_exc()
-    (FOLDER / "found.json").write_text(json.dumps(found))
+    run_cases(CASES, FOLDER)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ python single_device_program.py out/
 """
 
 import copy
-import json
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from program_cases import run_cases
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -178,14 +177,7 @@ def main(folder: str) -> None:
     """Run all cases, and write why each failed, or null."""
     global FOLDER
     FOLDER = Path(folder)
-    found = {}
-    for case in CASES:
-        try:
-            case()
-            found[case.__name__] = None
-        except (Exception, pytest.fail.Exception):
-            found[case.__name__] = traceback.format_exc()
-    (FOLDER / "found.json").write_text(json.dumps(found))
+    run_cases(CASES, FOLDER)
 
 
 if __name__ == "__main__":

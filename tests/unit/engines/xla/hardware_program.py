@@ -59,7 +59,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         train(virtual=len(sys.argv) > 2)
     else:
-        os.environ["CPU_NUM_DEVICES"] = "2"
+        # torch_xla chooses the device where it is imported, which in a forked process has happened already.
+        os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
         import torch_xla
 
         torch_xla.launch(spawned)

@@ -1,0 +1,20 @@
+"""Run the cases of a program: functions without arguments, each by itself, in one process."""
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+
+def run_cases(cases: Sequence[Callable[[], None]], folder: Path) -> None:
+    """Run all cases, and write into found.json why each failed, or null."""
+    found = {}
+    for case in cases:
+        try:
+            case()
+            found[case.__name__] = None
+        except (Exception, pytest.fail.Exception):
+            found[case.__name__] = traceback.format_exc()
+    (folder / "found.json").write_text(json.dumps(found))
