@@ -201,6 +201,7 @@ class JobKiller(Killer):
         if self.newest >= self.steps_of_a_round and not self.pending:
             shutil.rmtree(self.run)
             self.acknowledged = self.newest = 0
+        kills = kills and self.newest < self.steps_of_a_round  # else let the last kills of a round be looked at
         is_async = self.random.random() < 0.5
         until = self.newest + SAVES_OF_AN_ATTEMPT if kills else self.newest + 2
         began = time.monotonic()
