@@ -38,7 +38,7 @@ NAMES_OTHER_THINGS = {
     ("integrations", "hf", "training_arguments"),
     ("train", "config"),
     ("train", "file"),
-    ("train", "layout"),
+    ("train", "device_layout"),
 }
 ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from torchacc.cli import _planned
+from torchacc.cli import _plan_input
 from torchacc.cli._options import named, path, positive, size
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
-from torchacc.memory_plan import ENGINES, DeviceBytes, Step, study
+from torchacc.memory_plan import PLANNED_ENGINES, DeviceBytes, Step, study
 from torchacc.parallel.mesh import STRATEGIES
 
 EXAMPLES = (
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     choices = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
-    add("--engine", choices=ENGINES, default="xla", help="whose memory is planned (default: xla)")
+    add("--engine", choices=PLANNED_ENGINES, default="xla", help="whose memory is planned (default: xla)")
     add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
     args.platform = _platform(args)
-    training = _planned.read(args)
+    training = _plan_input.read(args)
     step = study(
         training.model,
         training.make_batch(),
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _platform(args: argparse.Namespace) -> str | None:
     """Return what XLA's devices are; None where XLA does not run the step."""
-    if not ENGINES[args.engine].runs_eagerly:
+    if not PLANNED_ENGINES[args.engine].runs_eagerly:
         return args.platform or runtime.platform().lower()
     if args.platform is not None:
         raise ConfigError(f"--platform {args.platform} is of XLA's devices: leave it out with --engine {args.engine}")
@@ -91,7 +91,7 @@ def _replicas(args: argparse.Namespace, strategy: str) -> int:
 
 def _as_text(
     args: argparse.Namespace,
-    training: _planned.Training,
+    training: _plan_input.Training,
     step: Step,
     found: Mapping[str, DeviceBytes],
     fewest: Mapping[str, int | None],
@@ -110,7 +110,7 @@ def _as_text(
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    if training.has_experts and ENGINES[args.engine].runs_eagerly:
+    if training.has_experts and PLANNED_ENGINES[args.engine].runs_eagerly:
         lines += [
             "",
             "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",
@@ -133,7 +133,7 @@ def _fits(num_devices: int | None) -> str:
 
 def _as_json(
     args: argparse.Namespace,
-    training: _planned.Training,
+    training: _plan_input.Training,
     step: Step,
     found: Mapping[str, DeviceBytes],
     fewest: Mapping[str, int | None],

@@ -8,6 +8,12 @@ from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError
 
+_OTHERWISE = {
+    "torchacc": "torchacc.checkpoint.load() takes it at any number of ranks",
+    "hf": "torchacc.checkpoint.load() takes it at any number of ranks",
+    "dcp": "`torchacc convert DIR TARGET --to torchacc` makes one that loads at any number of ranks",
+}
+
 EXAMPLES = (
     "torchacc reshard ckpt --ranks 8 --output ckpt-8",
     "torchacc reshard ckpt --ranks 2 --output ckpt-2 --part model --verify",
@@ -27,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the rank files, and return the exit status."""
     format = format_of(args.folder)
     if format != "rank-files":
-        raise CheckpointError(
-            f"{args.folder} is a {format} checkpoint, and no rank files: it loads at any number of ranks as it is"
-        )
+        raise CheckpointError(f"{args.folder} is a {format} checkpoint, and no rank files: {_OTHERWISE[format]}")
     if args.ranks == 1:
         raise CheckpointError(f"--ranks 1: for one rank there is `torchacc consolidate {args.folder}`")
     parts = _converting.PARTS[args.part]

@@ -26,6 +26,7 @@ from torchacc.config.names import did_you_mean, nearest, oddness, shown_name
 from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
 
 Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
+"""From the slowest (devices far apart) to the fastest (neighbours), unless `dist.topology` says otherwise."""
 HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
@@ -258,7 +259,7 @@ ClassNames = Annotated[Names, BeforeValidator(_class_names)]
 Patterns = Annotated[Names, BeforeValidator(_at_least_one)]
 AxisOrder = Annotated[list[Axis], AfterValidator(_every_axis_once)]
 PartitionSpec = Annotated[list[Literal["fsdp", "tp"] | None], AfterValidator(_every_axis_at_most_once)]
-TensorParallelPlan = Annotated[
+TensorParallelRules = Annotated[
     dict[Annotated[StrictStr, AfterValidator(_regular_expression)], PartitionSpec], Field(min_length=1)
 ]
 # A file cannot hold a function: to a schema, these two can only be null.
@@ -359,7 +360,7 @@ class TPConfig(Section):
 
     size: Count = 1
     """Number of devices that share a layer."""
-    plan: TensorParallelPlan | None = None
+    plan: TensorParallelRules | None = None
     """What is split: regular expressions, searched for in the parameters' names, each with the axis of every dimension,
     `tp`, `fsdp` or None, such as `{"up.weight$": ["tp", None]}`. The first that fits decides. None for the plan of the
     model's family."""
@@ -445,5 +446,5 @@ class DistConfig(Section):
     """Layers split into stages."""
     sp: SPConfig = Field(default_factory=SPConfig)
     """Samples split along their length."""
-    topology: AxisOrder = ["dp", "fsdp", "pp", "sp", "tp"]
+    topology: AxisOrder = list(get_args(Axis))
     """Axes from the slowest (devices far apart) to the fastest (neighbours)."""

@@ -1,4 +1,4 @@
-"""Groups batches into rounds of one per data-parallel device, and joins those of one process."""
+"""Group batches into rounds, each one batch per data-parallel device, and join those of one process."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,1 +1,1 @@
-"""The engines: the only code that knows torch_xla or torch.distributed."""
+"""The engines: how a plan is carried out on each runtime."""

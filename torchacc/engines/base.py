@@ -22,7 +22,7 @@ from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.rows import HostRowGatherer, RowGatherer
+from torchacc.engines.sample_rows import HostRowGatherer, RowGatherer
 from torchacc.engines.status import ModelStatus
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -61,6 +61,8 @@ class Engine(ABC):
     """The engine's name, as users see it."""
     is_lazy: ClassVar[bool] = False
     """Whether operations are recorded, and run together at `sync()`, as PyTorch's lazy tensors are."""
+    drives_all_devices: ClassVar[bool] = False
+    """Whether one process drives all devices of a machine, and not each process one."""
     no_effect: ClassVar[Mapping[str, str]] = {}
     """Options that mean nothing here: dotted path -> why. One that the user changed is listed in a log line."""
 
@@ -86,6 +88,11 @@ class Engine(ABC):
         Raises:
             ConfigError: It cannot.
         """
+
+    @classmethod
+    @abstractmethod
+    def runs_on_cpu(cls) -> bool:
+        """Return whether the devices are this machine's CPU, so that there are as many as a job has processes."""
 
     @classmethod
     @abstractmethod

@@ -91,16 +91,6 @@ def choose(config: Config, job: Job) -> Choice:
     return Choice("xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd")
 
 
-def drives_all_devices(kind: str) -> bool:
-    """Return whether an engine has one process for all of its devices, and not one for each."""
-    return kind == "xla-spmd"
-
-
-def runs_on_cpu(kind: str) -> bool:
-    """Return whether an engine's devices are this machine's CPU."""
-    return not torch.accelerator.is_available() if kind == "native" else xla_runtime.runs_on_cpu()
-
-
 def engine_class(kind: str) -> type[Engine]:
     """Return the class of a kind of engine."""
     module, name = ENGINES[kind].split(":")

@@ -1,4 +1,8 @@
-"""What PyTorch's functions do to tensors, by name: what engines that hold shards of tensors have to know of them."""
+"""What PyTorch's functions do to tensors, by name.
+
+From these lists follow, natively, how a function has to be called with DTensors (`native/function_kinds.py`), and under
+XLA what it does to the shards of `ShardTensor`s (`xla/function_traits.py`).
+"""
 
 ELEMENTWISE = {
     "abs", "absolute", "add", "addcdiv", "addcmul", "atan", "atan2", "bfloat16", "bitwise_and", "bitwise_not",

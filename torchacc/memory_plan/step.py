@@ -32,7 +32,7 @@ class PlannedEngine:
     count: Callable[[ShardingPlan, Lifetimes, int, int], DeviceBytes]
 
 
-ENGINES: Mapping[str, PlannedEngine] = {
+PLANNED_ENGINES: Mapping[str, PlannedEngine] = {
     "xla": PlannedEngine(False, fused_lifetimes, xla_bytes),
     "native": PlannedEngine(True, eager_lifetimes, native_bytes),
 }
@@ -113,7 +113,7 @@ def study(
         batch: The batch of one device, on the meta device.
         config: Precision, units and recompute. How it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
-        engine: One of `ENGINES`.
+        engine: One of `PLANNED_ENGINES`.
         widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
 
     Raises:
@@ -123,7 +123,7 @@ def study(
         section, _, name = path.rpartition(".")
         if getattr(_section(config, section), name):
             raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
-    if config.compute.chunked_loss and not ENGINES[engine].runs_eagerly:
+    if config.compute.chunked_loss and not PLANNED_ENGINES[engine].runs_eagerly:
         raise ConfigError(
             "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
         )
@@ -133,7 +133,7 @@ def study(
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
     config = resolve(config, Job(), num_devices=1)
     plan = make_plan(model, config, from_config(config))
-    chosen = ENGINES[engine]
+    chosen = PLANNED_ENGINES[engine]
     dtype = getattr(torch, plan.compute_dtype)
     trace = record(
         model,

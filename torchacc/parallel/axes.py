@@ -1,7 +1,6 @@
 """The axes of the mesh and what each is for. All else asks by role; only here does an axis have its name.
 
-A new axis is an entry in `AXES`, a section in `torchacc/config/sections.py`, and one place in each engine that carries
-it out.
+docs/design/architecture.md says what else a new axis touches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ class Role(Enum):
     TENSOR = "tensor"
     """Each layer's products are split over them."""
     SEQUENCE = "sequence"
-    """Each sample is split over them, along its length."""
+    """Each sample is split over them, along its length. (`tp.sequence_parallel` is another thing, along TENSOR.)"""
     PIPELINE = "pipeline"
     """Layers are split into stages over them."""
 

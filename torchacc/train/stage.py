@@ -22,10 +22,10 @@ from torchacc.train.config import (
     TrainingConfig,
     WandbConfig,
 )
+from torchacc.train.device_layout import DeviceLayout, make_layout
 from torchacc.train.documents import check_text
 from torchacc.train.families import MODEL_PREFIX
 from torchacc.train.file import TrainFile
-from torchacc.train.layout import DeviceLayout, make_layout
 from torchacc.train.log_files import check_log_file
 from torchacc.train.metric_sinks import check_packages
 from torchacc.train.run_folder import CHECKPOINTS, FINAL, is_finished

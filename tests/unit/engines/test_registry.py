@@ -12,7 +12,7 @@ from torchacc.engines.xla import hardware, runtime
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.train.config import DistributedConfig
-from torchacc.train.layout import make_layout
+from torchacc.train.device_layout import make_layout
 
 XLA_HAS_IT = [
     {},

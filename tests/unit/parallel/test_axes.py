@@ -43,36 +43,36 @@ def test_a_spec_is_asked_by_role():
 
 
 @pytest.fixture
-def cp(monkeypatch):
+def made_up(monkeypatch):
     """An axis that there is not: along it parameters are sharded, and the devices see the same samples."""
-    monkeypatch.setitem(axes.AXES, "cp", frozenset({Role.SHARD}))
+    monkeypatch.setitem(axes.AXES, "made_up", frozenset({Role.SHARD}))
 
 
 SHARDED = Mesh((("dp", 2), ("fsdp", 4)))
 
 
-def test_a_new_axis_is_one_entry_for_the_mesh(cp):
-    mesh = Mesh((("dp", 2), ("fsdp", 2), ("cp", 2)))
+def test_a_new_axis_is_one_entry_for_the_mesh(made_up):
+    mesh = Mesh((("dp", 2), ("fsdp", 2), ("made_up", 2)))
     assert (mesh.num_shards, mesh.num_data_shards, mesh.size(Role.REPLICATE)) == (4, 4, 2)
     assert mesh.groups(Role.SHARD) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [mesh.index(device, Role.SHARD) for device in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [mesh.data_shard(device) for device in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert mesh.describe() == "dp 2 x fsdp 2 x cp 2"
+    assert mesh.describe() == "dp 2 x fsdp 2 x made_up 2"
 
 
-def test_a_new_axis_is_one_entry_for_the_sharding_rule(cp):
-    mesh = Mesh((("dp", 2), ("fsdp", 2), ("cp", 2)))
+def test_a_new_axis_is_one_entry_for_the_sharding_rule(made_up):
+    mesh = Mesh((("dp", 2), ("fsdp", 2), ("made_up", 2)))
     for device in range(8):
         assert local_shard("p", (7, 3), mesh, device) == local_shard("p", (7, 3), SHARDED, device)
     spec = partition_spec((3, 8), mesh)
-    assert spec == (None, ("fsdp", "cp"))
+    assert spec == (None, ("fsdp", "made_up"))
     assert partitioned_shape((3, 8), mesh, spec) == (3, 2)
     assert partition_spec((3, 8), mesh, (None, "fsdp")) == (None, "fsdp")
-    assert partition_spec((4, 8), mesh, (None, "fsdp")) == ("cp", "fsdp")
+    assert partition_spec((4, 8), mesh, (None, "fsdp")) == ("made_up", "fsdp")
 
 
 @pytest.mark.parametrize("engine", ["native", "xla"])
-def test_a_new_axis_is_one_entry_for_the_memory_plan(cp, engine):
+def test_a_new_axis_is_one_entry_for_the_memory_plan(made_up, engine):
     with torch.device("meta"):
         model, batch = Layers(), {"x": torch.zeros(4, 8)}
     step = study(model, batch, Config(), num_states=2, engine=engine)
@@ -80,7 +80,7 @@ def test_a_new_axis_is_one_entry_for_the_memory_plan(cp, engine):
     def count(mesh):
         return step.engine.count(replace(step.plan, mesh=mesh), step.lifetimes, step.num_states, step.batch_bytes)
 
-    found, alike = count(Mesh((("fsdp", 2), ("cp", 2)))), count(Mesh((("fsdp", 4),)))
+    found, alike = count(Mesh((("fsdp", 2), ("made_up", 2)))), count(Mesh((("fsdp", 4),)))
     assert found == alike != count(Mesh((("fsdp", 2),)))
     numel = sum(RowLayout(tuple(parameter.shape), 4).shard_numel for parameter in model.parameters())
     assert found.parameters == 4 * numel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
-from torchacc.cli import _planned
+from torchacc.cli import _plan_input
 from torchacc.engines import deferred
 from torchacc.errors import ConfigError, DataError
 from torchacc.train import models as built
@@ -124,7 +124,7 @@ def test_no_code_of_a_checkpoint_is_run_and_nobody_is_asked(tmp_path, monkeypatc
         lambda: planned_config({"pretrained": str(tmp_path)}),
         lambda: model_config({"pretrained": str(tmp_path)}, None),
         lambda: load_tokenizer(str(tmp_path)),
-        lambda: _planned._model_config(str(tmp_path), {}),
+        lambda: _plan_input._model_config(str(tmp_path), {}),
     ):
         with pytest.raises((ConfigError, DataError), match=r"custom code|trust_remote_code"):
             read()

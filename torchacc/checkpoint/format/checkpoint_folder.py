@@ -187,6 +187,11 @@ class CheckpointFolder:
                 "newest that is whole"
             )
         nothing = f"{self.path} holds no model.safetensors and no model.safetensors.index.json"
+        if any(self.path.glob("*.distcp")):
+            return (
+                f"{nothing}, but files of torch.distributed.checkpoint: `torchacc convert {self.path} TARGET --to "
+                "torchacc` makes a checkpoint of them that can be loaded"
+            )
         pickled = sorted(path.name for path in self.path.glob("pytorch_model*.bin"))
         if not pickled:
             return nothing

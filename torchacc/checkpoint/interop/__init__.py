@@ -1,1 +1,3 @@
-"""Checkpoints of others: rank files, .pth files, and folders of `torch.distributed.checkpoint`."""
+"""Formats that others made: rank files and `.pth` files, which `torchacc.save()` also writes, and folders of
+`torch.distributed.checkpoint`.
+"""

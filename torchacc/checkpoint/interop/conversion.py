@@ -1,4 +1,4 @@
-"""Write files whose tensors come from other files: one plan and one executor for whatever is converted.
+"""Write files whose tensors come from other files, as rank files are converted.
 
 A plan is plain data. It is executed in chunks by several threads, in memory that does not grow with the files; what it
 writes gets its name when all of it is complete, and the checksum of every record that was read is right.

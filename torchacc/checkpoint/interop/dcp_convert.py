@@ -28,7 +28,7 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
-Progress = Callable[[int, int], None]
+TotalProgress = Callable[[int, int], None]
 """Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
 _Stored = dict[str, StoredTensor]
@@ -40,7 +40,7 @@ def export_dcp(
     target: str | PathLike[str],
     *,
     tied: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: TotalProgress | None = None,
 ) -> None:
     """Write a torchacc checkpoint as a `torch.distributed.checkpoint` folder.
 
@@ -87,7 +87,7 @@ def import_dcp(
     parameter_names: Sequence[str] | None = None,
     optimizer_class: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
-    progress: Progress | None = None,
+    progress: TotalProgress | None = None,
 ) -> None:
     """Write a `torch.distributed.checkpoint` folder as a torchacc checkpoint.
 
@@ -212,7 +212,7 @@ def _tensors_to_write(
 def _with_progress(
     runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
     layouts: Mapping[str, SafetensorsLayout],
-    progress: Progress | None,
+    progress: TotalProgress | None,
 ) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
     total = sum(region.nbytes for layout in layouts.values() for region in layout.regions.values())
     for region, start, run in runs:

@@ -43,7 +43,7 @@ _ON_HOST = "the device is the host's CPU, so that there is nothing to move"
 
 
 class NativeEngine(Engine):
-    """FSDP2's `fully_shard` on a mesh (dp, fsdp); with fsdp = 1 that is plain data parallelism."""
+    """FSDP2's `fully_shard` on a mesh whose dimensions are roles: replicate, shard, tensor."""
 
     kind: ClassVar[str] = "native"
     no_effect: ClassVar[dict[str, str]] = {
@@ -71,9 +71,14 @@ class NativeEngine(Engine):
         return job.num_processes
 
     @classmethod
+    def runs_on_cpu(cls) -> bool:
+        """Return whether PyTorch has no accelerator here."""
+        return not torch.accelerator.is_available()
+
+    @classmethod
     def find_devices(cls) -> str:
         """Return PyTorch's accelerators, or the CPU."""
-        if not torch.accelerator.is_available():
+        if cls.runs_on_cpu():
             return "CPU"
         kind = str(torch.accelerator.current_accelerator())
         names = [_name(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]

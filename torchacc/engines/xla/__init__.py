@@ -1,1 +1,1 @@
-"""The XLA engines: the only code that knows torch_xla."""
+"""The XLA engines: what runs on torch_xla, but for what `engines/patches/` changes in it."""

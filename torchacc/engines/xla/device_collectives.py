@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.rows import RowGatherer
+from torchacc.engines.sample_rows import RowGatherer
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, weight_places
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of

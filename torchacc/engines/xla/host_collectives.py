@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.rows import RowGatherer
+from torchacc.engines.sample_rows import RowGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
@@ -82,7 +82,7 @@ class HostCollectives(Collectives):
         if self.num_shards > 1:
             shard = full.new_empty(full.shape[1])
             dist.reduce_scatter_tensor(shard, full.view(-1), group=self._shards)
-        if self.num_devices > self.num_shards:
+        if self._replicas is not None:
             dist.all_reduce(shard, group=self._replicas)
         return shard.div_(self.num_devices)
 

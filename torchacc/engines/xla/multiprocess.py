@@ -16,7 +16,7 @@ from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import model_patches
-from torchacc.engines.rows import RowGatherer
+from torchacc.engines.sample_rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
 from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer

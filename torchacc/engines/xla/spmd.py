@@ -37,6 +37,7 @@ class SpmdEngine(XlaEngine):
     """One process and one program for all devices of this machine, or for its only one."""
 
     kind: ClassVar[str] = "xla-spmd"
+    drives_all_devices: ClassVar[bool] = True
     no_effect: ClassVar[dict[str, str]] = {
         **XlaEngine.no_effect,
         "dist.fsdp.flatten_parameters": _ONE_PROGRAM,

@@ -66,6 +66,11 @@ class XlaEngine(Engine):
         return self.no_effect if runtime.runs_on_gpu() else {**self.no_effect, **NO_GPU}
 
     @classmethod
+    def runs_on_cpu(cls) -> bool:
+        """Return whether XLA's devices are the CPU."""
+        return runtime.runs_on_cpu()
+
+    @classmethod
     def find_devices(cls) -> str:
         """Return the devices that the runtime has."""
         runtime.check_versions()

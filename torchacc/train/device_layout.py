@@ -94,7 +94,7 @@ def make_layout(
     total = num_nodes * devices
     job = Job(num_processes=total, local_num_processes=devices)
     kind = _choose_engine(config, job, num_nodes, launched, notes)
-    one_for_all = registry.drives_all_devices(kind)
+    one_for_all = registry.engine_class(kind).drives_all_devices
     job = Job() if one_for_all else job
     if not one_for_all:
         _check_processes(num_nodes, devices, launched)
@@ -189,7 +189,7 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | Non
         return choice.kind
     fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
     kind = registry.choose(config, job).kind
-    fsdp.use_spmd = fsdp.use_spmd and registry.drives_all_devices(kind)
+    fsdp.use_spmd = fsdp.use_spmd and registry.engine_class(kind).drives_all_devices
     return kind
 
 
@@ -208,7 +208,7 @@ def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None
 
 def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
     """Refuse more devices than this machine has, or than its CPU can simulate."""
-    if not registry.runs_on_cpu(kind):
+    if not registry.engine_class(kind).runs_on_cpu():
         if torch.accelerator.is_available() and devices > (found := torch.accelerator.device_count()):
             accelerator = torch.accelerator.current_accelerator()
             raise ConfigError(
@@ -229,7 +229,7 @@ def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
 def _check_batchnorm(distributed: DistributedConfig, kind: str, num_devices: int, notes: list[str]) -> None:
     if not distributed.sync_batchnorm:
         return
-    if num_devices > 1 and not registry.drives_all_devices(kind):
+    if num_devices > 1 and not registry.engine_class(kind).drives_all_devices:
         raise ConfigError(
             "distributed.sync_batchnorm = True: with one process per device each has its own BatchNorm statistics. "
             "Use engine: xla on one machine, where one program sees the batch of all devices, or leave it out"
