@@ -96,10 +96,6 @@ RUNTIMES = {
 }
 """What runs the operations of a case, by its name without the number of devices."""
 ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
-REPLICATED = (
-    "FSDP2 carries it out, on a mesh with one shard: each weight and each gradient is copied once more, and backward "
-    "waits for each unit's reduction, where DDP reduces into its gradients and goes on meanwhile"
-)
 BY_UNIT = "its layers and its loss are graphs of their own, so that what is around them is not fused with them"
 RIVALRIES = (
     Rivalry("native-1", "eager", "plain PyTorch", "its step is the rival's; its loader is in it, too"),
@@ -118,8 +114,8 @@ RIVALRIES = (
     Rivalry("native-compile-2", "fsdp2-2", "raw FSDP2"),
     Rivalry("native-2", "fabric-2", "Lightning Fabric's FSDP2"),
     Rivalry("native-2", "accelerate-2", "Hugging Face Accelerate's FSDP2"),
-    Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", REPLICATED),
-    Rivalry("native-no-shard-2", "accelerate-ddp-2", "Hugging Face Accelerate's DDP", REPLICATED),
+    Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", ALL_ROUND),
+    Rivalry("native-no-shard-2", "accelerate-ddp-2", "Hugging Face Accelerate's DDP", ALL_ROUND),
 )
 
 
@@ -136,3 +132,8 @@ EXPECTATIONS = (
     Limit("xla-multiprocess-2", "fsdp2-2", 1.25),
     Limit("xla-multiprocess-4", "fsdp2-2", None),
 )
+FIRST_STEPS = (
+    Limit("native-compile-1", "compile", 1.00),
+    Limit("native-compile-2", "fsdp2-compile-2", 1.00),
+)
+"""Of the first step of each case, in which it compiles."""

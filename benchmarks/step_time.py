@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-from _cases import CASES, EXPECTATIONS, NEEDS, QUICK, RIVALRIES, WORKLOAD, Case
+from _cases import CASES, EXPECTATIONS, FIRST_STEPS, NEEDS, QUICK, RIVALRIES, WORKLOAD, Case
 from _markdown import count
 from _report import (
     Results,
@@ -29,7 +29,7 @@ from _report import (
     parity,
     ratio_cells,
 )
-from _results import Comparison, Report, Series, Table, emit
+from _results import Comparison, Limit, Report, Series, Table, emit
 from _teams import exit_status, measure, read_command_line
 
 HEADER = [
@@ -64,6 +64,8 @@ def environment(case: Case) -> dict[str, str]:
         return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(case.devices)}
     if case.kind.startswith("accelerate"):
         return {"USE_TORCH_XLA": "0"}  # with torch_xla at hand it would leave the CPU for it
+    if "compile" in case.kind:
+        return {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}  # so that each first step compiles
     return {}
 
 
@@ -89,11 +91,18 @@ def make_report(cases: Sequence[Case], results: Results, wrong: Sequence[str], r
         checks=[
             *loss_checks(results, wrong, "the losses of all cases agree at every step"),
             *(judge(each, results) for each in EXPECTATIONS if each.case in results),
+            *(each.judge("first step", first_ratios(each, results)) for each in FIRST_STEPS if each.case in results),
         ],
         comparisons=against,
         series=[*bars(against), *parity(results, "eager")],
         reading=list(readings(results, against)),
     )
+
+
+def first_ratios(limit: Limit, results: Results) -> list[float]:
+    """Return the first step of a case over its reference's; nothing where one was not measured."""
+    pair = [results[name].first_step_secs for name in (limit.case, limit.reference) if name in results]
+    return [pair[0] / pair[1]] if len(pair) == 2 and all(pair) else []
 
 
 def table_row(case: Case, results: Results) -> list[str]:

@@ -22,6 +22,7 @@ import order_cases  # noqa: F401
 import ordinal_cases  # noqa: F401
 import recompute_cases  # noqa: F401
 import replacing_cases  # noqa: F401
+import replica_cases  # noqa: F401
 import scan_cases  # noqa: F401
 import shard_reading_cases  # noqa: F401
 import state_cases  # noqa: F401

@@ -295,6 +295,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01),
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=0.01),
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
+    "sgd-foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True),
     "adamw-amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, amsgrad=True),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, fused=True),
 }

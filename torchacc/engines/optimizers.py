@@ -7,9 +7,10 @@ from torch import nn
 
 from torchacc.errors import ConfigError
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Lion",
 }  # fmt: skip
+"""Optimizers that update each element by itself, by the name of their class."""
 
 _NUMBERS = {"eta", "mu", "mu_product", "step"}
 """Names of the state of torch.optim's optimizers that is one number for a parameter, whatever its shape."""
@@ -17,7 +18,7 @@ _NUMBERS = {"eta", "mu", "mu_product", "step"}
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is known to update each element by itself."""
-    return bool(_ELEMENTWISE & {base.__name__ for base in type(optimizer).__mro__})
+    return bool(ELEMENTWISE & {base.__name__ for base in type(optimizer).__mro__})
 
 
 def is_for_each_element(key: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:

@@ -123,6 +123,9 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
 
 def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
     """Yield when gradients are unsharded, in the buffer in which those of a unit are summed, and sharded."""
+    if plan.is_plain:
+        yield from _plain_gradients(plan, lifetimes)
+        return
     compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
@@ -134,6 +137,17 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
             yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
         shards = sum(_rows(plan, parameter).shard_numel for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, lifetimes.num_operations)
+
+
+def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
+    """Yield when there are gradients of parameters that are not sharded, and in backward the buckets of their sums."""
+    end = max(lifetimes.gradients.values(), default=0)
+    for parameter in plan.parameters:
+        if parameter.name in lifetimes.gradients:
+            birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * _DTYPE_BYTES[plan.master_dtype]
+            yield _Interval("gradients", nbytes, birth, lifetimes.num_operations)
+            if plan.mesh.averages_gradients:
+                yield _Interval("gradients", nbytes, birth, end)
 
 
 def _rows(plan: ShardingPlan, parameter: PlannedParameter) -> RowLayout:

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
 from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
@@ -98,9 +99,9 @@ class ShardingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a single device computes with the parameters as they are: none is gathered, cast or moved."""
+        """Whether each device computes with all parameters as they are: none is gathered, cast or moved."""
         is_cast = {self.compute_dtype, self.master_dtype, self.reduce_dtype} != {"float32"}
-        return self.mesh.num_devices == 1 and not is_cast and not self.shards_on_host
+        return self.mesh.size(Role.SHARD, Role.TENSOR) == 1 and not is_cast and not self.shards_on_host
 
     def is_resharded_after_forward(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
@@ -138,6 +139,7 @@ class ShardingPlan:
         lines = [f"{self.mesh.describe()}, compute in {self.compute_dtype}, {self.numel:,} parameters"]
         if {self.compute_dtype, self.reduce_dtype} != {"float32"}:
             lines += [f"  masters in {self.master_dtype}, gradients summed in {self.reduce_dtype}"]
+        lines += ["  nothing is sharded or cast: parameters stay as they are"] if self.is_plain else []
         lines += ["  shards on the host"] if self.shards_on_host else []
         lines += ["  activations on the host"] if self.activations_on_host else []
         lines += ["  gathers ahead in forward"] if self.forward_prefetch else []

@@ -1,7 +1,11 @@
-"""`torch.autograd.grad()` and `backward(inputs=…)` of sharded parameters: autograd knows unsharded weights only."""
+"""`torch.autograd.grad()` and `backward(inputs=…)` of a model's parameters on several devices.
+
+Of sharded ones autograd knows unsharded weights only. Of those that each device has as a whole it computes the device's
+own gradients, which are averaged here.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -22,7 +26,12 @@ class Backward(Protocol):
         """Clean up after a backward that has raised, of this model or of another."""
 
 
+AVERAGE = "_torchacc_average"
+"""The attribute by which a parameter that each device has as a whole knows how to average a tensor over the devices."""
+
 _taking_part: WeakSet[Backward] = WeakSet()
+_num_without_accumulation = 0
+"""How many graphs run now that `torch.autograd.grad()` has asked for."""
 
 
 def take_part_in_backward(model: Backward) -> None:
@@ -31,22 +40,88 @@ def take_part_in_backward(model: Backward) -> None:
     _patch()
 
 
+def accumulates() -> bool:
+    """Return whether the graph that runs is a `backward()`, which adds to the gradients of parameters."""
+    return _num_without_accumulation == 0
+
+
 @functools.cache
 def _patch() -> None:
-    torch_patches.hold_until_exit(torch_patches.inputs_of_backward(_with_unsharded_weights, _end_failed_backward))
+    torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
 
 
-def _end_failed_backward() -> None:
-    if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
-        for model in _taking_part:
-            model.end_failed_backward()
+def _run_graph(
+    original: Callable[..., Any],
+    outputs: Any,
+    grad_outputs: Any,
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[torch.Tensor],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Any:
+    """Run a graph of autograd's. Collective where gradients of a model's parameters are computed."""
+    global _num_without_accumulation
+    options = keep_graph, create_graph
+    try:
+        if accumulate_grad:
+            inputs = tuple(_with_unsharded_weights(inputs))
+            return original(
+                outputs, grad_outputs, *options, inputs, allow_unreachable=allow_unreachable, accumulate_grad=True
+            )
+        averages = [getattr(each, "__dict__", {}).get(AVERAGE) for each in inputs]
+        is_known = any(average is not None for average in averages)
+        _num_without_accumulation += 1
+        try:
+            found = original(outputs, grad_outputs, *options, inputs, allow_unreachable or is_known, False)
+        finally:
+            _num_without_accumulation -= 1
+        if not is_known:
+            return found
+        means = tuple(map(_averaged, averages, inputs, found))
+        if not allow_unreachable:
+            _check_used(means)
+        return means
+    except BaseException:
+        if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
+            for model in _taking_part:
+                model.end_failed_backward()
+        raise
 
 
-def _with_unsharded_weights(inputs: Any) -> list[Any]:
-    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+def _averaged(
+    average: Callable[[torch.Tensor], torch.Tensor] | None, parameter: torch.Tensor, own: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the mean of a parameter's gradients over the devices; None where no device has any."""
+    if average is None:
+        return own
+    if own is not None and torch._C._functorch.is_batchedtensor(own):
+        raise EngineError(_NO_BATCHES)
+    used = torch.tensor([own is not None], dtype=torch.float32, device=parameter.device)
+    if not average(used):
+        return None
+    mean: torch.Tensor = _Mean.apply(torch.zeros_like(parameter) if own is None else own, average)
+    return mean
+
+
+def _check_used(found: Sequence[torch.Tensor | None]) -> None:
+    if any(gradient is None for gradient in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+
+
+def _with_unsharded_weights(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     owned = [each for each in given if OWNER in getattr(each, "__dict__", ())]
     weights = [vars(each)[OWNER].unsharded_weight(each) for each in owned]
-    return given + [weight for weight in weights if weight is not None]
+    return [*given, *(weight for weight in weights if weight is not None)]
+
+
+_NO_BATCHES = (
+    "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers are split "
+    "over dist.tp: call backward(), and read parameter.grad"
+)
 
 
 def gradients(
@@ -70,10 +145,7 @@ def gradients(
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     parameters = [each for each in inputs if OWNER in getattr(each, "__dict__", ())]
     if parameters and (is_grads_batched or any(_is_tensor_parallel(each) for each in parameters)):
-        raise EngineError(
-            "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers "
-            "are split over dist.tp: call backward(), and read parameter.grad"
-        )
+        raise EngineError(_NO_BATCHES)
     weights = {id(each): vars(each)[OWNER].unsharded_weight(each) for each in parameters}
     asked = [each for each in inputs if weights.get(id(each), each) is not None]
     asked = [weights.get(id(each), each) for each in asked]
@@ -98,11 +170,8 @@ def gradients(
             gradient = _of_parameter(each, in_forward, gradient, create_graph)
         if gradient is None and materialize_grads:
             gradient = torch.zeros_like(each)
-        if gradient is None and not allow_unused:
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. "
-                "Set allow_unused=True if this is the desired behavior."
-            )
+        if not allow_unused:
+            _check_used([gradient])
         result.append(gradient)
     return tuple(result)
 
@@ -122,7 +191,7 @@ def _of_parameter(
     used = torch.tensor([in_forward is not None], dtype=torch.float32, device=parameter.device)
     if mean_over_data(used, spec):  # by any process: all have to take part
         own = in_forward if in_forward is not None else torch.zeros(parameter.shape, device=parameter.device)
-        mean: torch.Tensor = _Mean.apply(own.to(parameter.dtype), spec)
+        mean: torch.Tensor = _Mean.apply(own.to(parameter.dtype), functools.partial(mean_over_data, spec=spec))
         if create_graph:
             return mean if outside is None else mean + full_tensor(outside)
         shard = DTensor(cut(mean, spec).contiguous(), spec, requires_grad=False)
@@ -142,13 +211,13 @@ class _Mean(torch.autograd.Function):
     """Average a tensor over the devices that see different data, and its gradient, too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Any) -> torch.Tensor:
-        ctx.spec = spec
-        return mean_over_data(tensor, spec)
+    def forward(ctx: Any, tensor: torch.Tensor, average: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.average = average
+        return average(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Mean.apply(gradient, ctx.spec), None
+        return _Mean.apply(gradient, ctx.average), None
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

@@ -193,10 +193,10 @@ class NativeEngine(Engine):
         return super().device_name() if self.device.type == "cpu" else _name(self.device)
 
     def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
-        """Shard a model in place with `fully_shard`, or leave it as it is where there is nobody to share it with."""
-        from torchacc.engines.native.single_device import SingleDeviceModel
+        """Shard a model in place with `fully_shard`, or leave it as it is where nobody shares its parameters."""
+        from torchacc.engines.native.plain_model import PlainModel
 
-        sharded = (SingleDeviceModel if plan.is_plain else NativeModel)(self, model, plan)
+        sharded = (PlainModel if plan.is_plain else NativeModel)(self, model, plan)
         sharded.shard(optimizer)
         return sharded
 
@@ -301,8 +301,10 @@ class NativeModel(ShardedModel):
         _keep_class_name(module)
 
     def _take_over_groups(self) -> None:
+        from torchacc.engines.native import shard_updates
         from torchacc.engines.native.parameter_groups import Groups
 
+        shard_updates.install()
         units = [self.model.get_submodule(unit.name) for unit in self.plan.units]
         agree = self.engine.group.largest if self.engine.job.launched else None
         self._groups = Groups(self.model, units, agree, self.engine.mesh.size(Role.SHARD) > 1)

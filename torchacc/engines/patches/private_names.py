@@ -156,6 +156,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_local_tensor": "the shard itself, to be set after a sum is finished",
     }, of_instances=True),
     *_of("torch._C", _ARITHMETIC, {"DisableTorchFunctionSubclass": "calls PyTorch's own part of what is overridden"}),
+    *_of("torch.autograd", "patches/torch_patches.py", {
+        "_engine_run_backward": "patched: runs graphs, given other inputs, and gives other gradients",
+    }),
+    *_of("torch.autograd.variable:Variable", "native/averaged_gradients.py", {
+        "_execution_engine": "calls back when a backward has run",
+    }),
+    *_of("torch", "native/averaged_gradients.py", {"_foreach_copy_": "copies many means in one call"}),
+    *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
     *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),

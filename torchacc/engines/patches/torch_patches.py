@@ -164,38 +164,20 @@ def functions_of_dtensors(call: Callable[[Callable[..., Any], tuple[Any, ...], d
 
 
 @contextmanager
-def inputs_of_backward(replaced: Callable[[Any], Any], failed: Callable[[], None]) -> Iterator[None]:
-    """Let `backward(inputs=…)` of a tensor, and `torch.autograd.backward()`, be given other inputs.
+def runs_of_graphs(run: Callable[..., Any]) -> Iterator[None]:
+    """Let another function run autograd's graphs, for `backward()` and `torch.autograd.grad()`, wherever they are from.
 
     Args:
-        replaced: Turns the inputs that a script gives into those that autograd gets.
-        failed: Called when they, or `torch.autograd.grad()`, have raised.
+        run: Called with PyTorch's own function and its arguments: the outputs, their gradients, whether to keep the
+            graph, whether to make one, the inputs, `allow_unreachable`, and `accumulate_grad`, which says that it is
+            for `backward()`. Returns the gradients of the inputs, where it is not.
     """
-    original, original_grad = torch.autograd.backward, torch.autograd.grad
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if kwargs.get("inputs") is not None:
-            kwargs["inputs"] = replaced(kwargs["inputs"])
-        try:
-            original(*args, **kwargs)
-        except BaseException:
-            failed()
-            raise
-
-    @functools.wraps(original_grad)
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original_grad(*args, **kwargs)
-        except BaseException:
-            failed()
-            raise
-
-    torch.autograd.backward, torch.autograd.grad = backward, grad
+    original = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = functools.partial(run, original)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd.backward, torch.autograd.grad = original, original_grad
+        torch.autograd._engine_run_backward = original
 
 
 @contextmanager
@@ -248,15 +230,15 @@ def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> It
 
 
 @contextmanager
-def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let torch.optim's optimizers update each group of parameters inside of a context.
-
-    For those updates that go through the parameters one by one, as all do for devices other than PyTorch's own.
+def updates_through(run: Callable[..., None], prefixes: tuple[str, ...]) -> Iterator[None]:
+    """Let another function run the functions with which torch.optim's optimizers update a group of parameters.
 
     Args:
-        context: Called with the name of the function that updates, and the parameters that it updates.
+        run: Called with such a function and its arguments, of which the first are the parameters.
+        prefixes: How their names begin: `_single_tensor_` of those that go through the parameters one by one,
+            `_multi_tensor_` and `_fused_` of the others.
     """
-    if not is_for_installed("updates_within"):
+    if not is_for_installed("updates_through"):
         yield
         return
     modules = {name: sys.modules[name] for name in list(sys.modules) if name.startswith("torch.optim.")}
@@ -264,23 +246,12 @@ def updates_within(context: Callable[[str, Sequence[torch.Tensor]], AbstractCont
         (module, name): function
         for module in modules.values()
         for name, function in vars(module).items()
-        if name.startswith("_single_tensor_")
+        if name.startswith(prefixes) and callable(function)
     }
     for (module, name), function in originals.items():
-        setattr(module, name, _within(context, function))
+        setattr(module, name, functools.wraps(function)(functools.partial(run, function)))
     try:
         yield
     finally:
         for (module, name), function in originals.items():
             setattr(module, name, function)
-
-
-def _within(
-    context: Callable[[str, Sequence[torch.Tensor]], AbstractContextManager[None]], update: Callable[..., None]
-) -> Callable[..., None]:
-    @functools.wraps(update)
-    def wrapped(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        with context(update.__name__, parameters):
-            update(parameters, *args, **kwargs)
-
-    return wrapped

@@ -369,7 +369,12 @@ class XlaModel(ShardedModel):
 
 @functools.cache
 def _keep_numbers_on_device() -> None:
-    torch_patches.hold_until_exit(torch_patches.updates_within(_numbers_on_device))
+    torch_patches.hold_until_exit(torch_patches.updates_through(_update, ("_single_tensor_",)))
+
+
+def _update(update: Callable[..., None], parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    with _numbers_on_device(update.__name__, parameters):
+        update(parameters, *args, **kwargs)
 
 
 def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
-"""A model on one device that computes in the dtype of its parameters: nothing is sharded, gathered or copied.
+"""A model that each device has as a whole, and computes with in the dtype of its parameters: nothing is gathered.
 
-Parameters stay the tensors that they are, and a step is PyTorch's own.
+Parameters stay the tensors that they are, and a step is PyTorch's own, but for gradients, which are averaged over the
+devices where there are several.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,16 +13,22 @@ from torch import nn
 
 from torchacc.engines import recompute
 from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.averaged_gradients import AveragedGradients
+from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_engine import NativeModel
 from torchacc.engines.native.recomputed_forward import checkpointed
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 
 
-class SingleDeviceModel(NativeModel):
+class PlainModel(NativeModel):
     """A model whose parameters are ordinary tensors."""
+
+    _average: AveragedGradients | None = None
+    """What averages gradients, where there are other devices."""
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device."""
@@ -38,6 +45,8 @@ class SingleDeviceModel(NativeModel):
             parameter.data = parameter.data.to(device)
             parameter.grad = None  # as of a parameter that a shard replaces
             vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
+        if self.engine.job.num_processes > 1:
+            self._average = AveragedGradients(dict(self.model.named_parameters()), self.engine.job.num_processes)
         if torch_patches.knows_clipping():
             from torchacc.engines.native.gradients import total_norm
 
@@ -47,11 +56,26 @@ class SingleDeviceModel(NativeModel):
             remap_optimizer(optimizer, moved, lambda original, state: self.place(moved[original], state))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's forward in the dtype of its parameters."""
+        """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""
         device = self.engine.device.type
         offloads = self.plan.activations_on_host and device != "cpu"
         with torch.autocast(device, enabled=False), SaveActivationsOnHost(device) if offloads else nullcontext():
-            return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+        return output if self._average is None else average_scalars(output, self.engine.group.mean)
+
+    def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
+        average = self._average
+        if average is None:
+            return super()._watch_backward(output)
+
+        def note(gradient: torch.Tensor) -> None:
+            if accumulates():
+                self.status.on_backward()
+                average.begin()
+
+        if output.requires_grad:
+            output.register_hook(note)
+        return output
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a tensor in a parameter's shape, on its device."""
@@ -59,8 +83,11 @@ class SingleDeviceModel(NativeModel):
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
-        """Hold an empty context: gradients are complete after each backward."""
-        yield
+        """Hold a context whose backwards leave this process's own gradients in the parameters."""
+        with nullcontext() if self._average is None else self._average.holding():
+            yield
 
     def _drop_window(self) -> None:
-        """Leave it to zero_grad(): the parameters hold the gradients of a window themselves."""
+        """Leave gradients to zero_grad(): the parameters hold those of a window themselves."""
+        if self._average is not None:
+            self._average.drop_window()

@@ -7,7 +7,7 @@ import pytest
 
 from tests import forkrun
 
-PROGRAM = Path(__file__).with_name("single_device_program.py")
+PROGRAM = Path(__file__).with_name("plain_model_program.py")
 CASES = [
     "parameters_stay_what_they_are",
     "step_runs_the_operations_of_plain_pytorch",
@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("single_device")
+    folder = tmp_path_factory.mktemp("plain_model")
     done = forkrun.run(PROGRAM, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())

@@ -1,6 +1,6 @@
-"""What one native device does, for `test_single_device.py`: each case beside the same model in plain PyTorch.
+"""What one native device does, for `test_plain_model.py`: each case beside the same model in plain PyTorch.
 
-python single_device_program.py out/
+python plain_model_program.py out/
 """
 
 import copy
