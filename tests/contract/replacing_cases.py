@@ -163,10 +163,10 @@ class Routed(nn.Module):
         return loss
 
 
-ROUTED_STRATEGIES = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
+STRATEGIES = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
 
 
-@case([NATIVE], each=ROUTED_STRATEGIES)
+@case([NATIVE], each=STRATEGIES)
 def parameters_that_some_processes_have_not_used(strategy: str) -> None:
     model, plain = sharded_and_plain(Routed, sharding_strategy=strategy)
     x = X.clone()
@@ -182,9 +182,9 @@ def parameters_that_some_processes_have_not_used(strategy: str) -> None:
     assert all(expert.grad is not None for expert in plain.experts[:2])
 
 
-@case([NATIVE])
-def parameters_of_a_window_that_some_processes_have_not_used() -> None:
-    model, plain = sharded_and_plain(Routed)
+@case([NATIVE], each=STRATEGIES)
+def parameters_of_a_window_that_some_processes_have_not_used(strategy: str) -> None:
+    model, plain = sharded_and_plain(Routed, sharding_strategy=strategy)
     x, last = X.clone(), X[:1].repeat(4, 1)
     x[2, 0] = X[0, 0] + 1
     with torchacc.accumulate(model):
@@ -194,17 +194,17 @@ def parameters_of_a_window_that_some_processes_have_not_used() -> None:
         each.experts[1].requires_grad_(False)  # it keeps the gradient that one process has
         each(rows).backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        whole = None if found.grad is None else found.grad.full_tensor()
+        whole = None if found.grad is None else plain_value(found.grad)
         check_equal(whole, expected.grad, f"gradient of {name}")
 
 
-@case([NATIVE])
-def model_is_recomputed_as_one() -> None:
-    model, plain = sharded_and_plain()
+@case([NATIVE], each=STRATEGIES)
+def model_is_recomputed_as_one(strategy: str) -> None:
+    model, plain = sharded_and_plain(sharding_strategy=strategy)
     for each, rows in ((model, part(X)), (plain, X)):
         loss_of(torch.utils.checkpoint.checkpoint(each, rows, use_reentrant=False)).backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        check_equal(found.grad.full_tensor(), expected.grad, f"gradient of {name}")
+        check_equal(plain_value(found.grad), expected.grad, f"gradient of {name}")
 
 
 @case([NATIVE])

@@ -1,5 +1,7 @@
 """NO_SHARD natively: a plain model in each process, whose gradients are averaged while backward goes on."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -35,6 +37,19 @@ def replica_keeps_its_parameters() -> None:
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert type(model) is MLP
     check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def deleted_replica_is_freed() -> None:
+    model, _ = replica_and_plain()
+    optimizer = sgd(model)
+    model.head.bias.register_post_accumulate_grad_hook(lambda p: None)
+    loss_of(model(part(X))).backward()
+    optimizer.step()
+    held = weakref.ref(model), weakref.ref(model.head.weight)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
 
 
 @case([NATIVE])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,7 @@ class Bucket:
         return zip(self.parameters, self._views, strict=True)
 
     def _copy(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
         torch.mul(parameter.grad, self._share, out=self._view(parameter))
 
     def _view(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -193,7 +195,8 @@ class AveragedGradients:
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut parameters into buckets, the last one first, as that is how gradients come."""
-        self._buckets, bucket, room = [], [], FIRST_BUCKET_BYTES
+        self._buckets, room = [], FIRST_BUCKET_BYTES
+        bucket: list[nn.Parameter] = []
         for parameter in reversed(parameters):
             is_other = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
             if bucket and (is_other or room < parameter.nbytes):
@@ -209,27 +212,15 @@ class AveragedGradients:
         """Be told of a parameter's gradients, and take over its hooks: they are for the mean."""
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen one may be trained later
-        parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        # Weakly, as what autograd holds the garbage collector does not look into.
+        parameter.register_post_accumulate_grad_hook(partial(_tell, ref(self)))
         parameter.requires_grad_(is_trained)
-        vars(parameter).update(
-            register_post_accumulate_grad_hook=partial(self._add_hook, parameter),
-            register_hook=_refuse_hook,
-        )
-        vars(parameter)[AVERAGE] = self.mean
+        hooks = self._hooks[parameter] = OrderedDict()
+        vars(parameter).update(register_post_accumulate_grad_hook=partial(_add_hook, hooks), register_hook=_refuse_hook)
+        vars(parameter)[AVERAGE] = mean_over_processes
 
-    def _add_hook(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        hooks = self._hooks.setdefault(parameter, OrderedDict())
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
-
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over the devices. Collective: every process."""
-        found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(found)
-        return found / self._num_devices
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that autograd has just added to a parameter."""
         if not parameter.requires_grad or parameter.grad is None:  # frozen after its forward: autograd has left it out
             return
         if parameter.grad.requires_grad:
@@ -274,7 +265,7 @@ class AveragedGradients:
         self._task = None
         self._in_window.clear()
         for parameter in new:
-            for hook in list(self._hooks.get(parameter, {}).values()):
+            for hook in list(self._hooks[parameter].values()):
                 hook(parameter)
 
     def _check_copies(self) -> None:
@@ -296,6 +287,27 @@ class AveragedGradients:
     def _clear(self) -> list[nn.Parameter]:
         self._num_reduced, self._is_nested = 0, False
         return [parameter for bucket in self._buckets for parameter in bucket.clear()]
+
+
+def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a tensor over all processes. Collective: every process."""
+    found = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found)
+    return found / dist.get_world_size()
+
+
+def _tell(average: "ref[AveragedGradients]", parameter: nn.Parameter) -> None:
+    found = average()
+    if found is not None:
+        found.on_gradient(parameter)
+
+
+def _add_hook(
+    hooks: OrderedDict[int, Callable[[torch.Tensor], None]], hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _refuse_hook(hook: object) -> None:

@@ -172,12 +172,13 @@ def runs_of_graphs(run: Callable[..., Any]) -> Iterator[None]:
             graph, whether to make one, the inputs, `allow_unreachable`, and `accumulate_grad`, which says that it is
             for `backward()`. Returns the gradients of the inputs, where it is not.
     """
-    original = torch.autograd._engine_run_backward
-    torch.autograd._engine_run_backward = functools.partial(run, original)  # type: ignore[assignment]
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+    autograd._engine_run_backward = functools.partial(run, original)
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = original
+        autograd._engine_run_backward = original
 
 
 @contextmanager
