@@ -5,9 +5,23 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from casekit import ADAM_ABSOLUTE, RANK, X, accelerate, adamw, case, check_equal, loss_of, part
+from casekit import (
+    ADAM_ABSOLUTE,
+    NATIVE,
+    RANK,
+    X,
+    accelerate,
+    adamw,
+    case,
+    check_equal,
+    check_still_trains,
+    loss_of,
+    part,
+    sharded_and_plain,
+)
 from torch import nn
 
 import torchacc
@@ -235,3 +249,29 @@ def transformers_recompute_once(switch: tuple[Callable[[], nn.Module], dict[str,
     # Hooks of a module stay outside of what is recomputed of it.
     assert set(counts.values()) == {3 if "gc_cls" in memory else 6}
     check_same(model, plain_gpt2())
+
+
+@torch.no_grad()
+def _edit(model: nn.Module) -> None:
+    model.layers[0][0].bias.mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "edited": _edit,
+    "frozen": lambda model: model.layers[1].requires_grad_(False),
+}
+
+
+@case([NATIVE], each=CHANGES)
+def weights_changed_before_they_are_used_again_are_refused(change: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(1)
+    model, plain = sharded_and_plain(memory={"gc": True})
+    loss = loss_of(model(part(X)))
+    change(model)
+    change(plain)
+    with pytest.raises(torchacc.EngineError, match="has changed, or was frozen, between the module's forward and back"):
+        loss.backward()
+    for each in (model, plain):
+        each.requires_grad_(True)
+        each.zero_grad()
+    check_still_trains(model, plain)

@@ -1,11 +1,14 @@
 """Parameters that are not those that were sharded: listed before `accelerate()`, or put into the model after it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from casekit import (
+    ADAM_ABSOLUTE,
     ALL,
     ENGINE,
     MLP,
@@ -16,6 +19,8 @@ from casekit import (
     accelerate,
     case,
     check_equal,
+    check_gradients,
+    check_parameters,
     check_still_trains,
     loss_of,
     part,
@@ -196,6 +201,72 @@ def parameters_of_a_window_that_some_processes_have_not_used(strategy: str) -> N
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = None if found.grad is None else plain_value(found.grad)
         check_equal(whole, expected.grad, f"gradient of {name}")
+
+
+@case([NATIVE], each=STRATEGIES)
+def optimizers_that_step_in_backward_leave_unused_parameters(strategy: str) -> None:
+    model, plain = sharded_and_plain(Routed, sharding_strategy=strategy)
+    x = X.clone()
+    x[2, 0] = X[0, 0] + 1
+    called: dict[nn.Module, list[str]] = {model: [], plain: []}
+    for each, names in called.items():
+        for name, parameter in each.named_parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=0.01, eps=1e-4, weight_decay=0.5)
+            parameter.register_post_accumulate_grad_hook(partial(_step_one, names, name, optimizer))
+        for _ in range(2):
+            each(part(x) if each is model else x).backward()
+    assert sorted(called[model]) == sorted(called[plain])
+    assert "experts.2" not in called[plain]
+    check_parameters(model, plain, ADAM_ABSOLUTE)
+
+
+def _step_one(names: list[str], name: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    names.append(name)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Chosen(nn.Module):
+    """Runs the unit that it is told to, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, chosen: int | None) -> torch.Tensor:
+        x = self.body(x)
+        return self.head(x if chosen is None else self.layers[chosen](x)).square().mean()
+
+
+@case([NATIVE], each=STRATEGIES)
+def units_that_run_in_one_part_of_a_window_only(strategy: str) -> None:
+    model, plain = sharded_and_plain(Chosen, sharding_strategy=strategy, wrap_layer_cls={"Sequential"})
+    for first, second in ((0, 1), (1, None), (None, 0)):
+        for each, rows in ((model, part(X)), (plain, X)):
+            with torchacc.accumulate(model) if each is model else nullcontext():
+                each(rows, first).backward()
+            each(rows, second).backward()
+        check_gradients(model, plain)
+
+
+class Forces(MLP):
+    """Takes a gradient inside of its forward, as models of molecules do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square()
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return forces.square().mean() + energy.mean()
+
+
+@case([NATIVE], each=STRATEGIES)
+def gradients_taken_inside_of_forward(strategy: str) -> None:
+    model, plain = sharded_and_plain(Forces, sharding_strategy=strategy)
+    for _ in range(2):
+        model(part(X)).backward()
+        plain(X).backward()
+        check_gradients(model, plain)
 
 
 @case([NATIVE], each=STRATEGIES)

@@ -90,6 +90,7 @@ def test_options_of_cross_entropy(options):
         lambda logits: logits.view(2, 7, -1)[..., :],
         lambda logits: logits.mul(torch.tensor(0.7)).add(1.0),
         lambda logits: torch.tensor(2.0) * logits,
+        lambda logits: logits[:, :, :, ...],
     ],
 )
 def test_what_is_done_to_logits(between):
@@ -101,6 +102,113 @@ def test_a_bias_outside_of_the_head_is_trained():
     model.between = lambda logits: logits + model.bias
     check(model)
     assert model.bias.grad is not None
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda model, logits: logits * model.head.weight.sum(),
+        lambda model, logits: logits + 2 * model.head.bias,
+        lambda model, logits: (logits + model.scale) * (model.scale * 2),
+        lambda model, logits: torch.sub(logits, model.scale, alpha=3),
+        lambda model, logits: torch.clamp(logits, max=model.scale),
+    ],
+)
+def test_what_is_made_of_parameters_trains_them(between):
+    model = Language()
+    model.scale = nn.Parameter(torch.tensor(0.5))
+    model.between = lambda logits: between(model, logits)
+    check(model)
+
+
+def test_a_head_whose_weight_is_computed():
+    for parametrize in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
+        model = Language()
+        parametrize(model.head)
+        check(model)
+
+
+@pytest.mark.parametrize("hook", [lambda grad: grad * 2, lambda grad: grad.clamp(-0.05, 0.05)])
+def test_hooks_on_a_parameter_of_the_head_see_its_gradient_once(hook):
+    model = Language()
+    model.head.weight.register_hook(hook)
+    check(model)
+
+
+def test_hooks_of_the_heads_forward():
+    model = Language()
+    model.head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.head.register_forward_hook(lambda module, args, output: output * 3)
+    check(model)
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_head_are_refused(register):
+    model = Language()
+    hook = getattr(model.head, register)(lambda *_: None)
+    run = chunked(model)
+    with pytest.raises(ConfigError, match="the head 'head' has a backward hook, which would never be called"):
+        run(TOKENS, labels=TOKENS)
+    with torch.no_grad():
+        run(TOKENS, labels=TOKENS)
+    hook.remove()
+    check(Language())
+
+
+def test_float16_is_refused_where_there_are_gradients():
+    model = Language()
+    run = chunked(model)
+    with torch.autocast("cpu", torch.float16):
+        with pytest.raises(ConfigError, match="its gradients are computed before a scaler has scaled the loss"):
+            run(TOKENS, labels=TOKENS)
+        with torch.no_grad():
+            run(TOKENS, labels=TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(TOKENS, labels=TOKENS).loss.backward()
+
+
+def test_float64_keeps_its_digits():
+    model = Language().double()
+    expected, found = results(model, model, TOKENS), results(model, chunked(model), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class Tempered(nn.Linear):
+    """Takes another argument than hidden states."""
+
+    def forward(self, x: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        return super().forward(x) / temperature
+
+
+def test_arguments_of_the_head_are_refused():
+    model = Language()
+    model.head = Tempered(4, VOCABULARY)
+    with torch.no_grad():
+        logits = model.head(model.embedding(TOKENS).tanh(), temperature=2.0)
+    run = chunked(model)
+    model.embedding.register_forward_hook(lambda module, args, output: model.head(output, temperature=2.0) and output)
+    with pytest.raises(ConfigError, match="uses arguments of the head beside the hidden states"):
+        run(TOKENS, labels=TOKENS)
+    with torch.no_grad():
+        torch.testing.assert_close(model.head(model.embedding.weight[TOKENS].tanh(), temperature=2.0), logits)
+
+
+class Borrowing(nn.Linear):
+    """Computes with a weight that is trained and that it does not have."""
+
+    lent: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.lent[0].weight.mean()
+
+
+def test_a_head_that_trains_what_is_not_its_own_is_refused():
+    model = Language()
+    model.head = Borrowing(4, VOCABULARY)
+    model.head.lent = [model.embedding]
+    with pytest.raises(ConfigError, match=r"with a tensor of shape \(11, 4\) that is trained and is no parameter of"):
+        chunked(model)(TOKENS, labels=TOKENS)
 
 
 def test_several_losses_of_one_head():
@@ -187,6 +295,9 @@ def test_logits_after_a_forward_with_labels():
         lambda logits, labels: mean_loss(logits[..., :5], labels),
         lambda logits, labels: mean_loss(logits[:, :, 1:], labels),
         lambda logits, labels: mean_loss(logits[0, 0, 0], labels),
+        lambda logits, labels: mean_loss(logits[:, :, :5, ...], labels),
+        lambda logits, labels: mean_loss(logits.mul_(2), labels),
+        lambda logits, labels: mean_loss(torch.tanh_(logits), labels),
         lambda logits, labels: mean_loss(logits.view(-1, 7), labels),
         lambda logits, labels: mean_loss(logits.view(VOCABULARY, -1), labels),
         lambda logits, labels: mean_loss(logits.flatten(1), labels),

@@ -71,6 +71,9 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
         content = _unshard(obj) if sharded else _on_host(obj)
         older = []
     writes = by_rank or job.rank == 0
+    group.call_on_all(lambda: _check_target(target) if writes else None)
+    if target.is_symlink():  # what it leads to is written, as by torch.save()
+        target = target.resolve()
     partial = unfinished(target)
     try:
         group.call_on_all(lambda: _write(content, target, partial) if writes else None)
@@ -283,12 +286,16 @@ def _unshard_optimizer(own: Mapping[str, Any]) -> Any:
     return {key: value for key, value in own.items() if key != _METADATA}
 
 
-def _write(content: Any, target: Path, partial: Path) -> None:
-    """Write a file by another name, and see that it can be loaded."""
+def _check_target(target: Path) -> None:
+    """Refuse what a file cannot replace."""
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder: name a file for what rank 0 alone writes")
     if target.exists() and not target.is_file():
         raise CheckpointError(f"{target} is a device or the like, which a file would replace: name a file")
+
+
+def _write(content: Any, target: Path, partial: Path) -> None:
+    """Write a file by another name, and see that it can be loaded."""
     target.parent.mkdir(parents=True, exist_ok=True)
     clear_unfinished(target.parent)
     try:

@@ -21,6 +21,8 @@ from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import compiled_units, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.autocast import autocast_to
+from torchacc.engines.native.changed_weights import refuse_changed_weights
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
 from torchacc.engines.native.recomputed_forward import checkpointed
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
@@ -240,7 +242,7 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
-        recompute.install(self.model, self.plan.recomputed, checkpointed)
+        recompute.install(self.model, self.plan.recomputed, refuse_changed_weights(checkpointed))
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
 
@@ -354,7 +356,7 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1 and self.model.training:
             split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
         with ExitStack() as stack:
-            stack.enter_context(torch.autocast(device, dtype=self._lowered, enabled=self._lowered is not None))
+            stack.enter_context(autocast_to(self._lowered, device))
             if self.plan.activations_on_host and device != "cpu":
                 stack.enter_context(SaveActivationsOnHost(device))
             if self._compiled is not None:

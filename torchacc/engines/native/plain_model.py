@@ -16,7 +16,9 @@ from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.averaged_gradients import AveragedGradients
+from torchacc.engines.native.changed_weights import refuse_changed_weights
 from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_engine import NativeModel
 from torchacc.engines.native.recomputed_forward import checkpointed
@@ -51,7 +53,7 @@ class PlainModel(NativeModel):
             from torchacc.engines.native.gradients import total_norm
 
             note_total_norm(self, total_norm)
-        recompute.install(self.model, self.plan.recomputed, checkpointed)
+        recompute.install(self.model, self.plan.recomputed, refuse_changed_weights(checkpointed))
         if optimizer is not None:
             remap_optimizer(optimizer, moved, lambda original, state: self.place(moved[original], state))
 
@@ -59,7 +61,7 @@ class PlainModel(NativeModel):
         """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""
         device = self.engine.device.type
         offloads = self.plan.activations_on_host and device != "cpu"
-        with torch.autocast(device, enabled=False), SaveActivationsOnHost(device) if offloads else nullcontext():
+        with autocast_to(None, device), SaveActivationsOnHost(device) if offloads else nullcontext():
             output = inner(*args, **kwargs)
         return output if self._average is None else average_scalars(output, self.engine.group.mean)
 

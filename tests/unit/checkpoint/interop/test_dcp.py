@@ -440,6 +440,29 @@ def test_a_part_of_another_save_is_noticed(folder):
     )
 
 
+def test_a_part_that_is_no_plain_tensor_is_refused(folder):
+    with (folder / "sparse.distcp").open("wb") as file:
+        torch.save(torch.eye(4, 3).to_sparse(), file)
+        size = file.tell()
+
+    def point_there(metadata):
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "model.0.weight":
+                info.relative_path, info.offset, info.length = "sparse.distcp", 0, size
+
+    altered(folder, point_there)
+    refused(folder, r"the part of model\.0\.weight at \(0, 0\) is not as \.metadata there has it")
+
+
+@pytest.mark.parametrize("key", ["0.weight", 0])
+def test_a_container_in_an_optimizers_state_is_refused(tmp_path, key):
+    model = nn.Sequential(nn.Linear(3, 4))
+    state = {key: {"exp_avg": torch.ones(4, 3), "factors": {"left": torch.ones(4, 4)}}}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [key]}]}
+    dcp.save({"model": model.state_dict(), "optim": optim}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    refused(tmp_path / "dcp", r"factors\.left lies in a container in the optimizer's state of 0")
+
+
 def test_a_shape_that_no_file_can_hold_takes_no_memory(folder):
     def grow(metadata):
         entry = metadata.state_dict_metadata["model.0.weight"]

@@ -1,7 +1,9 @@
 """`.pth` files are read without running code or reading tensors, and made so that nobody can tell them from torch's."""
 
+import io
 import os
 import pickle
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -190,3 +192,59 @@ def test_a_tensor_in_memory_of_its_own_is_refused(tmp_path):
     torch.save({"a": torch.ones(100), "conj": torch.ones(3, dtype=torch.complex64).conj()}, path)
     with pytest.raises(CheckpointError, match="holds a tensor that is not a plain one of the CPU"):
         read_pth(path)
+
+
+@pytest.mark.parametrize("read", [read_pth, load_pth])
+@pytest.mark.parametrize("wide", [False, True], ids=["32-bits", "64-bits"])
+def test_a_second_directory_is_refused(tmp_path, read, wide):
+    """Python reads the directory at the end, PyTorch the one whose offset is noted: the checksums are of other data."""
+    files = []
+    for value in (666.0, 0.0):
+        buffer = io.BytesIO()
+        torch.save({"a": torch.full((4,), value)}, buffer)
+        files.append(buffer.getvalue())
+    (other, *_, start_of_other), (shown, count, size, start) = map(without_end, files)
+    end = b"PK\x05\x06" + struct.pack("<4H2LH", 0, 0, count, count, size, start_of_other, 0)
+    if wide:
+        place = len(other) + len(shown)
+        record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 0, 0, 0, 0, count, count, size, start_of_other)
+        end = record + struct.pack("<4sLQL", b"PK\x06\x07", 0, place, 1) + end
+    path = tmp_path / "file.pth"
+    path.write_bytes(other + shown + end)
+    if not wide:  # Python takes the other one's offset for a prefix
+        assert torch.load(path, weights_only=True)["a"][0] == 666
+    with pytest.raises(CheckpointError, match="its directory is not where it says|holds no readable"):
+        read(path)
+    path.write_bytes(files[1])
+    read(path)
+
+
+def without_end(data: bytes) -> tuple[bytes, int, int, int]:
+    """Return a zip file without the records behind its directory, and the directory's entries, size and offset."""
+    count, size, start = struct.unpack("<H2L", data[-12:-2])
+    return data[: start + size], count, size, start
+
+
+@pytest.mark.parametrize("read", [read_pth, load_pth])
+@pytest.mark.parametrize("names", [("DATA.PKL", "data.pkl"), ("data.pkl", "DATA.PKL")])
+def test_records_whose_names_differ_by_capitals_are_refused(tmp_path, read, names):
+    """PyTorch takes one for the other, of which the checksum is not compared."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(4)}, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        pickled = archive.read("archive/data.pkl")
+    path = tmp_path / "file.pth"
+    writer = torch._C.PyTorchFileWriter(str(path))
+    for name, content in [*((name, pickled) for name in names), ("data/0", bytes(16)), ("byteorder", b"little")]:
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    with pytest.raises(CheckpointError, match="it has two records of one name"):
+        read(path)
+
+
+@pytest.mark.parametrize("hide", [lambda t: {t}, lambda t: {(1, t): 2}, lambda t: [({t},)]])
+def test_tensors_that_a_conversion_would_not_find_are_refused(tmp_path, hide):
+    tensor = torch.ones(3)
+    torch.save({"model": tensor, "other": hide(tensor)}, tmp_path / "file.pth")
+    with pytest.raises(CheckpointError, match="has a tensor in a set, or in a key of a dict: save it in a list"):
+        read_pth(tmp_path / "file.pth")

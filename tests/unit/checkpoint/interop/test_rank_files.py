@@ -1,6 +1,7 @@
 """Rank files become whole tensors, or those of another number of ranks, bit for bit, or are refused by name."""
 
 import json
+import multiprocessing
 import os
 import resource
 import struct
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trees import assert_same
+from torchacc.checkpoint.format import locks
 from torchacc.checkpoint.interop import conversion, new_tensors, object_files
 from torchacc.checkpoint.interop.conversion import execute
 from torchacc.checkpoint.interop.pth import read_pth, tensor_records
@@ -371,6 +373,76 @@ def test_files_that_are_replaced_while_they_are_read_are_not_mixed(tmp_path, mon
     with pytest.raises(CheckpointError, match="rank-1-of-2-model.pth has been changed while it was read"):
         consolidate_sharded_model_checkpoints(str(tmp_path), save_model=save_model)
     assert not (tmp_path / "consolidated.pth").exists()
+
+
+def test_files_of_a_save_after_the_plan_are_not_converted(tmp_path):
+    made = make("rows")
+    made.save(tmp_path, 2)
+    plan = plan_conversion(tmp_path, ["model", "optimizer"], target=tmp_path / "new")
+    made.params["h.0.w"] += 1
+    made.save(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"rank-0-of-2-(model|optimizer)\.pth has been changed while it was read"):
+        execute(plan)
+    assert not (tmp_path / "new").exists()
+
+
+SETS = {"safetensors": {"output": Output("safetensors", 500)}, "rank-files": {"num_ranks": 3}}
+
+
+@pytest.mark.parametrize("options", SETS.values(), ids=SETS)
+def test_a_conversion_that_is_cut_short_leaves_no_mixture_with_an_earlier_one(tmp_path, monkeypatch, options):
+    made, target = make("rows"), tmp_path / "new"
+    made.save(tmp_path / "one", 2)
+    convert(tmp_path / "one", "model", target=target, **options)
+    made.params["wte.weight"] += 1
+    made.save(tmp_path / "two", 2, save_id="2")
+    before, replaced, replace = set(target.iterdir()), [], os.replace
+
+    def fail_at_second(source, final):
+        if replaced:
+            raise OSError(5, "Input/output error", str(source))
+        replaced.append(Path(final))
+        replace(source, final)
+
+    monkeypatch.setattr(os, "replace", fail_at_second)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        convert(tmp_path / "two", "model", target=target, **options)
+    assert len(before) > 1
+    assert before & set(target.iterdir()) <= set(replaced), "files of the earlier conversion lie beside the new one's"
+
+
+def test_another_process_that_converts_into_a_folder_is_not_mixed_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_PATIENCE_SECS", 0.2)
+    target = tmp_path / "new"
+    target.mkdir()
+    make("rows").save(tmp_path / "old", 2)
+    ours, theirs = multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=hold, args=(target, theirs))
+    other.start()
+    ours.recv()
+    with pytest.raises(CheckpointError, match="new is in use by another job"):
+        convert(tmp_path / "old", "model", num_ranks=3, target=target)
+    assert [path.name for path in target.iterdir()] == [".lock"]
+    ours.send("go on")
+    other.join()
+    convert(tmp_path / "old", "model", num_ranks=3, target=target)
+
+
+def hold(folder: Path, pipe: Any) -> None:
+    """Be in the middle of giving a conversion's files their names."""
+    locks.FolderLock(folder).take()
+    pipe.send("holds it")
+    pipe.recv()
+
+
+@pytest.mark.parametrize("dtype", [torch.quint4x2, torch.qint8, "float32", None])
+def test_a_buffer_of_what_is_no_dtype_is_refused(tmp_path, dtype):
+    made = make("xla")
+    made.save(tmp_path, 2, buffer_info={"_fsdp_wrapped_module.h.0.mask": {"_orig_dtype": dtype}})
+    with pytest.raises(
+        CheckpointError, match=r"does not say which dtype the buffer _fsdp_wrapped_module\.h\.0\.mask had"
+    ):
+        consolidate_sharded_model_checkpoints(str(tmp_path))
 
 
 def flip(path: Path, offset: int) -> None:

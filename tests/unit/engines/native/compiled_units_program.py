@@ -140,6 +140,22 @@ def second_backward_of_a_graph():
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def hooks_given_after_the_first_run_are_called():
+    model, plain = start()
+    seen = []
+
+    def double(module, args, output):
+        seen.append(module)
+        return output * 2
+
+    for each in (model, plain):
+        each(X).backward()
+        for layer in each.layers:
+            layer.inner.linear.register_forward_hook(double)
+    train(model, plain)
+    assert len(seen) == 24
+
+
 def recompute_inside_of_a_unit():
     model, plain = start(memory={"gc": True, "gc_cls": ["Inner"]})
     train(model, plain)

@@ -4,6 +4,7 @@ python plain_model_program.py out/
 """
 
 import copy
+import logging
 import sys
 from pathlib import Path
 
@@ -124,6 +125,30 @@ def optimizer_made_before_goes_on():
     torchacc.accelerate(model, None, torchacc.Config(backend="native"), optimizer)
     assert step(model, optimizer) == step(plain, other)
     check_same(model, plain)
+
+
+def weights_changed_before_recompute_are_refused():
+    model, _ = both(memory={"gc": True})
+    loss = model(X)
+    with torch.no_grad():
+        model.layers[1][0].bias.mul_(0.5)
+    with pytest.raises(torchacc.EngineError, match="between the module's forward and backward"):
+        loss.backward()
+    model(X).backward()
+
+
+def autocast_of_the_script_has_no_effect_and_is_warned_of():
+    model, plain = both()
+    messages, expected = [], plain(X)
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("torchacc").addHandler(handler)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(X), expected)
+    logging.getLogger("torchacc").removeHandler(handler)
+    (warned,) = [message for message in messages if "torch.autocast" in message]
+    assert "config.compute.bf16" in warned
 
 
 def deferred_model_gets_its_numbers():

@@ -24,6 +24,7 @@ CASES = [
     "broken_graph_is_named",
     "another_shape_is_named_and_warned_of",
     "second_backward_of_a_graph",
+    "hooks_given_after_the_first_run_are_called",
     "recompute_inside_of_a_unit",
     "outputs_that_layers_note_run_eagerly",
 ]

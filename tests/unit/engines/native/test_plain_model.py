@@ -14,6 +14,8 @@ CASES = [
     "numbers_are_those_of_plain_pytorch",
     "window_adds_up_and_its_end_is_waited_for",
     "optimizer_made_before_goes_on",
+    "weights_changed_before_recompute_are_refused",
+    "autocast_of_the_script_has_no_effect_and_is_warned_of",
     "deferred_model_gets_its_numbers",
     "checkpoint_goes_on_where_it_was",
     "graphs_of_gradients_are_plain_pytorchs",
