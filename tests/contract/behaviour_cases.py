@@ -7,6 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -85,6 +86,16 @@ def clipping(how: tuple[Callable[..., torch.Tensor], float]) -> None:
     assert expected > 0.01
     check_equal(plain_value(norm), expected, "norm")
     check_gradients(model, plain)
+
+
+@case(XLA)
+def norm_of_a_gradient_that_is_nan_on_one_device() -> None:
+    model, _ = sharded_and_plain(lambda: nn.Sequential(nn.Linear(8, 4)))
+    for column, norm_type in product((0, 3), (2.0, float("inf"))):
+        model.zero_grad()
+        y = model(part(X))
+        (y.sum() + y[:, column].sum() * torch.nan).backward()
+        assert plain_value(model.clip_grad_norm_(1.0, norm_type)).isnan(), (column, norm_type)
 
 
 @case()

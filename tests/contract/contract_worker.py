@@ -14,6 +14,7 @@ import deferred_cases  # noqa: F401
 import dtensor_cases  # noqa: F401
 import family_cases  # noqa: F401
 import gathered_loss_cases  # noqa: F401
+import inference_cases  # noqa: F401
 import lever_cases  # noqa: F401
 import mistake_cases  # noqa: F401
 import native_limits_cases  # noqa: F401

@@ -70,6 +70,9 @@ def pooled(x: torch.Tensor) -> torch.Tensor:
     first, places = pool(equal, 3, stride=2, padding=1, dilation=2, return_indices=True)
     summed = nn.functional.avg_pool2d(picture, 3, 2, 1, ceil_mode=True, divisor_override=2)
     weighed = (first * places).mean() / 100 + summed.square().mean() / 10
+    # Windows that overlap where the picture's height lies over devices.
+    column = nn.functional.max_pool1d(x.t()[None], 2, 1).square().mean()
+    weighed = weighed + pool(picture, (2, 3), 1).square().mean() + pool(picture, 3, 1).square().mean() + column
     return x + with_gaps + tight + block.square().sum() + weighed
 
 
@@ -178,6 +181,19 @@ def whole_numbers_are_pytorchs() -> None:
         check_equal(plain_value(model(part(X))), plain(X), "result")
 
 
+def kept_nan(x: torch.Tensor) -> torch.Tensor:
+    """Return what functions that choose among values make of a NaN."""
+    x = torch.where(x == 2, torch.nan, x)
+    table, functional = x.view(2, 3), nn.functional
+    numbers = [x.max(), x.min(), x.amax(), x.amin(), x.argmax(), x.argmin(), x.norm(math.inf)]
+    numbers += [*table.max(1), *table.min(0), table.argmax(0), table.argmin(1, keepdim=True), torch.aminmax(x).max]
+    numbers += [x.clamp(0, 1), x.clamp(max=1), torch.clamp(x, x * 0, x * 0 + 1), torch.maximum(x * 0, x), x.relu()]
+    numbers += [torch.minimum(torch.ones_like(x), x), functional.threshold(x, 1, 5), functional.softshrink(x, 1.5)]
+    numbers += [x.bfloat16().topk(2).values, *x.bfloat16().sort(stable=True), x.bfloat16().kthvalue(6).values]
+    numbers += [functional.max_pool1d(x[None], 2, 1), functional.hinge_embedding_loss(x, -torch.ones_like(x))]
+    return torch.cat([number.flatten().float() for number in numbers])
+
+
 EQUAL = torch.tensor([1.0, 3.0, 3.0, 2.0, 3.0, 1.0])
 VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "steps": lambda x: torch.arange(0, 1, 0.1, device=x.device),
@@ -186,6 +202,7 @@ VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "last-largest": lambda x: x.cummax(0)[1],
     "last-smallest": lambda x: x.cummin(0)[1],
     "with-nan": lambda x: torch.stack([(x / 0 - x / 0).max(0)[0], torch.cat([x, x / 0 - x / 0]).cummax(0)[0].sum()]),
+    "kept-nan": kept_nan,
     "nothing-rolled": lambda x: x[:0].roll(1),
     "one-sample": lambda x: nn.functional.cross_entropy(x, torch.tensor(2, device=x.device), reduction="none"),
     "count": lambda x: x.count_nonzero(),

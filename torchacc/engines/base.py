@@ -150,6 +150,10 @@ class Engine(ABC):
         """The collectives of rows between processes. Made by a collective: every process."""
         return HostRowGatherer(self.group, self.mesh)
 
+    def with_whole_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of which each device computes whole rows, where a compiler would choose what it computes."""
+        return tensor
+
     def sync(self) -> None:
         """Run what has been recorded so far, where an engine records at all."""
 

@@ -53,6 +53,21 @@ def _hardswish_(x: torch.Tensor) -> torch.Tensor:
     return x.copy_(_hardswish(x.clone()))
 
 
+def _threshold(x: torch.Tensor, threshold: float, value: float) -> torch.Tensor:
+    """Put a value in the place of those that are not above a threshold; torch_xla's does so with a NaN, too."""
+    return torch.where(x <= threshold, value, x).to(x.dtype)
+
+
+def _threshold_backward(grad: torch.Tensor, x: torch.Tensor, threshold: float) -> torch.Tensor:
+    return torch.where(x <= threshold, 0, grad).to(grad.dtype)
+
+
+def _softshrink(x: torch.Tensor, by: float = 0.5) -> torch.Tensor:
+    """Move values towards 0; torch_xla takes a NaN for one that gets there."""
+    moved = torch.where(x > by, x - by, x + by)
+    return torch.where(x.abs() <= by, 0, moved).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "elu": _elu,
     "elu_": _elu_,
@@ -66,3 +81,10 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "hardswish_": _hardswish_,
 }
 """By name; of differentiable operations, so that autograd's part of each follows."""
+
+WITH_NAN: dict[str, Callable[..., torch.Tensor]] = {
+    "threshold": _threshold,
+    "threshold_backward": _threshold_backward,
+    "softshrink": _softshrink,
+}
+"""By name; of which PyTorch's autograd stays as it is."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchacc.engines import registry
+
 
 def nearest(
     x: torch.Tensor, size: Sequence[int], scale_h: float | None = None, scale_w: float | None = None
@@ -92,6 +94,17 @@ def _max_pool(
     return values, torch.squeeze_copy(places.gather(-1, torch.unsqueeze_copy(chosen, -1)), -1)
 
 
+def _max_pool_backward(
+    original: Callable[..., Any], grad: torch.Tensor, x: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """Return the gradient; XLA's partitioner gets it wrong for windows that reach over pictures' parts on devices."""
+    engine = registry.active_engine()
+    if engine is None:
+        return original(grad, x, *options)  # type: ignore[no-any-return]
+    place = engine.with_whole_rows
+    return place(original(place(grad), place(x), *options))
+
+
 def _without_data(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor for which PyTorch checks an operation's arguments, and tells the shape of its result."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -141,3 +154,9 @@ POOLS: dict[str, Callable[..., Any]] = {
     "avg_pool3d": functools.partial(_avg_pool, 3),
 }
 """By name; their first argument is torch_xla's own operation."""
+
+POOL_GRADIENTS: dict[str, Callable[..., Any]] = {
+    "max_pool2d_with_indices_backward": _max_pool_backward,
+    "max_pool3d_with_indices_backward": _max_pool_backward,
+}
+"""As `POOLS`, of what autograd calls itself."""

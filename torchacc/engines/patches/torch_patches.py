@@ -142,6 +142,33 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def inference_mode_is_no_grad() -> Iterator[None]:
+    """Let `torch.inference_mode()` be `torch.no_grad()`.
+
+    In inference mode PyTorch leaves out the dispatcher's key of autograd, and with it what `xla_lowerings.py` registers
+    there: such an evaluation has other numbers than training, and its tensors are lost to training.
+    """
+    if not is_for_installed("inference_mode_is_no_grad"):
+        yield
+        return
+    original = torch.inference_mode.__enter__
+
+    @functools.wraps(original)
+    def enter(self: Any) -> None:
+        if not self.mode:
+            original(self)
+            return
+        self._inference_mode_context = torch.no_grad()  # which its own __exit__() leaves
+        self._inference_mode_context.__enter__()
+
+    torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def functions_of_dtensors(call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Let PyTorch's functions of distributed tensors be called by another function.
 

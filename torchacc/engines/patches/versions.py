@@ -27,6 +27,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     "checkpoint_through": PatchVersions("torch", ">=2.9,<2.10", "what torch.utils.checkpoint.checkpoint() looks up"),
     "updates_through": PatchVersions("torch", ">=2.9,<2.14", "functions of torch.optim that update a group"),
     "runs_of_graphs": PatchVersions("torch", ">=2.9", "torch.autograd._engine_run_backward()"),
+    "inference_mode_is_no_grad": PatchVersions("torch", ">=2.9,<2.10", "torch.inference_mode"),
     "functions_of_dtensors": PatchVersions("torch", ">=2.9", "DTensor.__torch_function__()"),
     "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
     "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
@@ -34,9 +35,10 @@ PATCHES: Mapping[str, PatchVersions] = {
     "model_patches": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), and modules of a model"),
     "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
     "split_heads": PatchVersions("torch", ">=2.9,<2.10", "nothing: a mode in which products keep heads apart"),
-    # of torch_xla: xla_lowerings.py, activation_lowerings.py, picture_lowerings.py, loop_seed.py
+    # of torch_xla: xla_lowerings.py, those beside it, and loop_seed.py
     "xla_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of the dispatcher for XLA"),
     "activation_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
+    "extreme_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "picture_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
     # of transformers: expert_balance.py

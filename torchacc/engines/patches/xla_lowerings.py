@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches import picture_lowerings
-from torchacc.engines.patches.activation_lowerings import ACTIVATIONS
+from torchacc.engines.patches.activation_lowerings import ACTIVATIONS, WITH_NAN
+from torchacc.engines.patches.extreme_lowerings import AROUND_EXTREMES, EXTREMES
 from torchacc.errors import EngineError
 
 _library: torch.library.Library | None = None  # what is registered lasts as long as this
@@ -235,24 +236,6 @@ def _shift_right(x: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
     return torch.where(is_small, halved, torch.where(x < 0, -1, 0).to(dtype))
 
 
-def _amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
-    return _extreme(torch.max, x, dim, keepdim)
-
-
-def _amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
-    return _extreme(torch.min, x, dim, keepdim)
-
-
-def _extreme(find: Callable[..., Any], x: torch.Tensor, dim: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Return the largest or smallest values over dimensions, or over all if none is named, which torch_xla fails at."""
-    if not x.dim():
-        return x.clone()
-    dims = sorted({d % x.dim() for d in dim} or range(x.dim()))
-    for d in reversed(dims):
-        x = find(x, d, keepdim=keepdim).values
-    return x
-
-
 def _diagonal(
     original: Callable[..., Any], x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> torch.Tensor:
@@ -328,36 +311,6 @@ def _conv(
     matrices = weight.view(groups, weight.shape[0] // groups, weight.shape[1])
     y = torch.matmul(matrices, grouped).reshape(batch, weight.shape[0], *places)
     return y if bias is None else y + bias.view(-1, *[1] * num_dims)
-
-
-def _largest(
-    original: Callable[..., Any], x: torch.Tensor, dim: int, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest or smallest values and their places; torch_xla goes on without a NaN."""
-    values, places = original(x, dim, keepdim)
-    if x.is_floating_point():
-        values = torch.where(x.isnan().any(dim, keepdim), torch.nan, values)
-    return values, places
-
-
-def _cumulative_extreme(
-    sign: int, original: Callable[..., Any], x: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the extremes so far and their last places, as PyTorch; torch_xla has the first, and goes on without NaN.
-
-    Gradients go by the places.
-    """
-    values = original(x, dim)[0]
-    if not x.dim():
-        return values, torch.zeros_like(x, dtype=torch.int64)
-    is_one = x == values
-    if x.is_floating_point():
-        is_nan = x.isnan()
-        values = torch.where(is_nan.long().cumsum(dim) > 0, torch.nan, values)
-        is_one = torch.where(values.isnan(), is_nan, is_one)
-    shape = [-1 if other == dim % x.dim() else 1 for other in range(x.dim())]
-    places = torch.arange(x.shape[dim], device=x.device).view(shape)
-    return values, sign * original(torch.where(is_one, sign * places, 0), dim)[0]
 
 
 def _cumsum_of_any(
@@ -460,9 +413,9 @@ _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
         "__rshift__.Tensor": _shift_right,
         "bitwise_right_shift.Tensor": _shift_right,
         "bitwise_right_shift.Tensor_Scalar": _shift_right,
-        "amax": _amax,
-        "amin": _amin,
         "as_strided_scatter": _as_strided_scatter,
+        **WITH_NAN,
+        **EXTREMES,
         "_linalg_svd": _on_host("_linalg_svd"),
         "_linalg_slogdet": _on_host("_linalg_slogdet"),
     },
@@ -473,13 +426,11 @@ _AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
     "AutogradXLA": {**picture_lowerings.POOLS, "nll_loss_nd": _nll_loss},
     "XLA": {
         **picture_lowerings.POOLS,
+        **picture_lowerings.POOL_GRADIENTS,
         "nll_loss_nd": _nll_loss,
         "diagonal_copy": _diagonal,
         "diagonal_scatter": _diagonal_scatter,
-        "max.dim": _largest,
-        "min.dim": _largest,
-        "cummax": functools.partial(_cumulative_extreme, 1),
-        "cummin": functools.partial(_cumulative_extreme, -1),
+        **AROUND_EXTREMES,
         "cumsum": _cumsum_of_any,
         "roll": _roll,
         "arange.start_step": _arange,

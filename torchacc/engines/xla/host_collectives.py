@@ -57,8 +57,10 @@ class HostCollectives(Collectives):
         """Return the norm over all shards from this process's norms."""
         local = runtime.to_host([norms])[0].double()
         total = local.max() if norm_type == inf else local.pow(norm_type).sum()
-        if self.num_shards > 1:
-            dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, group=self._shards)
+        if self.num_shards > 1 and norm_type == inf:
+            total = self.all_gather(total.view(1)).max()  # gloo's own maximum loses a NaN
+        elif self.num_shards > 1:
+            dist.all_reduce(total, group=self._shards)
         return runtime.to_device([(total if norm_type == inf else total.pow(1 / norm_type)).float()])[0]
 
     def unshard(self, shard: torch.Tensor, rows: RowLayout) -> torch.Tensor:

@@ -38,6 +38,9 @@ _log = get_logger(__name__)
 # one device per process it is the faster one (0.93 against 1.09 of raw FSDP2 with two processes).
 _PLAIN_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
+# XLA:CPU's fast maximum and minimum lose a NaN, which PyTorch's keep: so would a clamp of a diverged loss.
+_KEEP_NAN = "--xla_cpu_enable_fast_min_max=false"
+
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
 _AUTOGRAD_STARTED_TOO_EARLY = (
     "this process ran a backward pass on the CPU before the XLA runtime started, and PyTorch's autograd cannot add a "
@@ -147,6 +150,7 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
     if runs_on_cpu():
         warn_of_idle_devices()
         _ask_for_cpu_devices(num_devices)
+        _keep_nan()
     _hush()
     import torch_xla
     import torch_xla.runtime as xr
@@ -427,6 +431,17 @@ def _seed(seed: int) -> None:
     import torch_xla
 
     torch_xla.manual_seed(seed)
+
+
+def _keep_nan() -> None:
+    if not is_running():
+        env.add_flag("XLA_FLAGS", _KEEP_NAN)
+    elif _KEEP_NAN not in (env.get("XLA_FLAGS") or "").split():
+        _log.warning(
+            "max(), clamp(), relu() and the like will lose a NaN, as that of a loss that has diverged: XLA's runtime "
+            "started before accelerate(). Start with XLA_FLAGS=%s",
+            _KEEP_NAN,
+        )
 
 
 def _ask_for_cpu_devices(num_devices: int) -> None:

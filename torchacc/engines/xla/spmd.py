@@ -149,6 +149,14 @@ class SpmdEngine(XlaEngine):
         shardings = [sharding(*pair) for pair in zip(tensors, specs, strict=True)] if self.is_partitioned else None
         return runtime.to_device(tensors, shardings)
 
+    def with_whole_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is split over its first dimension, or not at all."""
+        if not self.is_partitioned:
+            return tensor
+        copy = tensor.clone()
+        self.annotate(copy, self.batch_spec(copy) or (None,) * copy.dim())
+        return copy
+
     def annotate(self, tensor: torch.Tensor, spec: Spec) -> None:
         """Say how a tensor of the program is split."""
         from torch_xla import _XLAC

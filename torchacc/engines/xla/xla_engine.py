@@ -88,6 +88,7 @@ class XlaEngine(Engine):
     def check(self, model: nn.Module) -> None:
         """Refuse what XLA's devices cannot do."""
         super().check(model)
+        _refuse_inference_mode()
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
         _refuse_torch_compile(self.config)
@@ -203,6 +204,7 @@ class XlaModel(ShardedModel):
         """By the first of the parameters that are updated together."""
         _keep_numbers_on_device()
         know_checkpoint()
+        _compute_alike_in_inference_mode()
         xla_lowerings.install()
 
     def _install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
@@ -377,9 +379,24 @@ def _update(update: Callable[..., None], parameters: Sequence[torch.Tensor], *ar
         update(parameters, *args, **kwargs)
 
 
+@functools.cache
+def _compute_alike_in_inference_mode() -> None:
+    torch_patches.hold_until_exit(torch_patches.inference_mode_is_no_grad())
+
+
 def _numbers_on_device(update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     owner = vars(parameters[0]).get(HANDLE) if parameters else None
     return owner._numbers_on_device(update, parameters) if isinstance(owner, XlaModel) else nullcontext()
+
+
+def _refuse_inference_mode() -> None:
+    """Refuse the mode that PyTorch is in already; `_compute_alike_in_inference_mode()` sees to later ones."""
+    if torch.is_inference_mode_enabled():
+        raise EngineError(
+            "accelerate() inside of torch.inference_mode(): the weights that it makes could never be trained, and XLA "
+            "computes some operations wrongly there. Call accelerate() outside of it, and evaluate under "
+            "torch.no_grad() or torch.inference_mode() afterwards"
+        )
 
 
 def _refuse_host_memory(config: Config) -> None:

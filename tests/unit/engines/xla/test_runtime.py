@@ -83,3 +83,24 @@ def test_no_scheduler_is_chosen_off_the_cpu(on_cpu, monkeypatch, caplog):
     runtime.use_plain_scheduler(recomputes=True)
     assert "XLA_FLAGS" not in os.environ
     assert not caplog.records
+
+
+KEEPS_NAN = "--xla_cpu_enable_fast_min_max=false"
+
+
+@pytest.mark.parametrize("chosen", ["", "--xla_cpu_enable_fast_min_max=true"])
+def test_a_nan_is_kept_unless_the_user_has_chosen(on_cpu, monkeypatch, caplog, chosen):
+    monkeypatch.setenv("XLA_FLAGS", chosen)
+    runtime._keep_nan()
+    assert os.environ["XLA_FLAGS"] == (chosen or KEEPS_NAN)
+    assert not caplog.records
+
+
+def test_a_runtime_that_loses_nan_is_warned_of(on_cpu, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "is_running", lambda: True)
+    runtime._keep_nan()
+    assert "will lose a NaN" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("XLA_FLAGS", KEEPS_NAN)
+    runtime._keep_nan()
+    assert not caplog.records
