@@ -1,7 +1,6 @@
 """Give a sharded model its methods, and let the optimizers of its parameters find it."""
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
 
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
@@ -122,7 +122,7 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 def replaced_parameters_refused(model: nn.Module) -> Iterator[None]:
     """Hold a context in which a model is sharded: the parameters that it had before then refuse to be used."""
     # Weakly, so that what nobody else holds goes as soon as its shard is there.
-    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    before = [TensorWeakRef(parameter) for parameter in model.parameters()]
     yield
     now = set(model.parameters())
     for each in before:

@@ -353,6 +353,8 @@ def add_group(side: Side, a: int, b: int) -> Any:
     if not side.optimizers:
         return None
     optimizer = _optimizer(side, a)
+    if isinstance(optimizer, torch.optim.Adagrad):  # PyTorch's own step raises KeyError for such a group
+        return None
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for p in side.parameters() if id(p) not in held]
     if others:

@@ -11,7 +11,7 @@ from typing import Any
 from tests import forkrun
 
 HERE = Path(__file__).parent
-NUM_RANKS = {"native": 2, "native-1": 1, "xla-multiprocess": 2, "xla-spmd": 1}
+NUM_RANKS = {"native": 2, "native-1": 1, "native-4": 4, "xla-multiprocess": 2, "xla-spmd": 1}
 SECONDS_TO_START = 120
 SECONDS_TO_RUN = 60  # one program; what takes longer hangs
 

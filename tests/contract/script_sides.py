@@ -29,6 +29,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "grad-op": {"dist": {"fsdp": {"size": 2, "sharding_strategy": "SHARD_GRAD_OP"}}},
     "no-shard": {"dist": {"fsdp": {"sharding_strategy": "NO_SHARD"}}},
     "default": {},
+    "hybrid": {"dist": {"dp": {"size": 2}, "fsdp": {"size": 2, "sharding_strategy": "HYBRID_SHARD"}}},
+    "replicated": {"dist": {"dp": {"size": 2}, "fsdp": {"size": 2, "sharding_strategy": "SHARD_GRAD_OP"}}},
+    "compiled": {"compute": {"compile": True, "compile_backend": "aot_eager"}},
 }
 
 

@@ -125,7 +125,7 @@ def run_program(engine: str, program: Any, folder: Path) -> str | None:
 
 
 def main() -> None:
-    engine = sys.argv[1].removesuffix("-1")
+    engine = sys.argv[1].removesuffix("-1").removesuffix("-4")
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(1)
     make = Script(engine, "default", Path("/nowhere")).sharded  # starts the runtime

@@ -138,17 +138,17 @@ class ModelLoss:
         lowers = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if lowers else hidden.dtype
         if torch.is_grad_enabled():
-            self._check_gradients(dtype)
+            self._check_gradients(hidden, dtype)
         return LazyLogits(hidden, self._vocabulary, dtype, self)
 
-    def _check_gradients(self, dtype: torch.dtype) -> None:
+    def _check_gradients(self, hidden: torch.Tensor, dtype: torch.dtype) -> None:
         """Refuse gradients that would be others than those of all logits."""
         if any(module._backward_hooks or module._backward_pre_hooks for module in self._head.modules()):
             raise ConfigError(
                 f"compute.chunked_loss: the head {self._name!r} has a backward hook, which would never be called, as "
                 f"no gradient of its logits is ever there as a whole: give it to another module, {_WITHOUT}"
             )
-        if dtype == torch.float16:
+        if dtype == torch.float16 and not hidden.is_meta:  # there memory is planned, and nothing computed
             raise ConfigError(
                 "compute.chunked_loss in float16: its gradients are computed before a scaler has scaled the loss, and "
                 "small ones would become zero: use config.compute.bf16, or set config.compute.chunked_loss = False"

@@ -417,7 +417,7 @@ def test_another_process_that_converts_into_a_folder_is_not_mixed_with(tmp_path,
     target.mkdir()
     make("rows").save(tmp_path / "old", 2)
     ours, theirs = multiprocessing.Pipe()
-    other = multiprocessing.get_context("fork").Process(target=hold, args=(target, theirs))
+    other = multiprocessing.get_context("fork").Process(target=hold, args=(target, theirs), daemon=True)
     other.start()
     ours.recv()
     with pytest.raises(CheckpointError, match="new is in use by another job"):
