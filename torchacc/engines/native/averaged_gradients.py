@@ -1,9 +1,10 @@
 """Averages the gradients of a model that each device has as a whole, while its backward goes on.
 
-As in PyTorch's DDP, gradients are copied into buckets as they come, and each bucket is reduced as soon as it is full. A
-bucket's place among the reductions is always the same, so that all processes reduce the same at the same time. What is
-reduced is `parameter.grad` as a whole: what earlier backwards have averaged is the same everywhere, and its mean is
-itself, and so what a window holds comes to the mean with its last backward, whatever was computed in between.
+As in PyTorch's DDP, gradients are copied into buckets as they come, and each bucket is reduced as soon as it is full;
+new gradients then stay where they have been reduced. A bucket's place among the reductions is always the same, so that
+all processes reduce the same at the same time. What is reduced is `parameter.grad` as a whole: what earlier backwards
+have averaged is the same everywhere, and its mean is itself, and so what a window holds comes to the mean with its last
+backward, whatever was computed in between.
 """
 
 from collections import OrderedDict
@@ -46,6 +47,7 @@ class Bucket:
         self._views: list[torch.Tensor] = []
         self._flat = self._is_here = self._is_new = self._firsts = self._own = torch.empty(0)
         self._new: set[nn.Parameter] = set()
+        self._had: set[nn.Parameter] = set()
         self._work: Any = None
 
     @property
@@ -57,6 +59,10 @@ class Bucket:
     def is_reduced(self) -> bool:
         """Whether the reduction has begun."""
         return self._work is not None
+
+    def begin(self) -> None:
+        """Note which parameters have gradients from before this backward."""
+        self._had = {parameter for parameter in self.parameters if parameter.grad is not None}
 
     def take(self, parameter: nn.Parameter) -> None:
         """Copy a gradient that has just come."""
@@ -84,14 +90,15 @@ class Bucket:
     def give_back(self) -> list[nn.Parameter]:
         """Wait for the means, and return the parameters that have a new gradient on any process."""
         self._work.wait()
-        held = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        means = [view for parameter, view in self._pairs() if parameter.grad is not None]
-        torch._foreach_copy_(held, means)
+        # A gradient from before this backward keeps its tensor, which a script may hold.
+        is_somewhere = [1] * len(self.parameters) if self.is_full else self._is_here.tolist()
+        for (parameter, mean), num_here in zip(self._pairs(), is_somewhere, strict=True):
+            if parameter in self._had and parameter.grad is not None:
+                parameter.grad.copy_(mean)
+            elif num_here:
+                parameter.grad = mean.detach()
         if self.is_full:
             return list(self.parameters)
-        for (parameter, mean), num_here in zip(self._pairs(), self._is_here.tolist(), strict=True):
-            if parameter.grad is None and num_here > 0:
-                parameter.grad = mean.clone()
         return [each for each, num_new in zip(self.parameters, self._is_new.tolist(), strict=True) if num_new > 0]
 
     def differing(self) -> nn.Parameter | None:
@@ -179,6 +186,8 @@ class AveragedGradients:
             id(each) for bucket in self._buckets for each in bucket.parameters
         ]:
             self._make_buckets(wanted)
+        for bucket in self._buckets:
+            bucket.begin()
         Variable._execution_engine.queue_callback(self._finish)
 
     def end_failed_backward(self) -> None:

@@ -66,13 +66,13 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kind = _kinds.get(func)
     if kind is None:
         kind = _kinds[func] = kind_of(func)
+    if kind is FunctionKind.PLAIN:  # the most, such as attributes, of which an optimizer asks for many
+        return _call_as_is(func, args, kwargs)
     if _draws_or_fills(func) and torch.is_grad_enabled():
         with torch.no_grad():
             return call(func, args, kwargs)
     if kind is FunctionKind.ITERATE:
         return iter(call(torch.Tensor.unbind, args, kwargs))
-    if kind is FunctionKind.PLAIN:
-        return _call_as_is(func, args, kwargs)
     tensors = _tensors_in(args, kwargs)
     shards = [tensor for tensor in tensors if is_of_model(tensor)]
     if not shards:

@@ -162,7 +162,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of("torch.autograd.variable:Variable", "native/averaged_gradients.py", {
         "_execution_engine": "calls back when a backward has run",
     }),
-    *_of("torch", "native/averaged_gradients.py", {"_foreach_copy_": "copies many means in one call"}),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
