@@ -8,15 +8,21 @@ import torch
 from casekit import (
     MULTIPROCESS,
     SPMD,
+    XLA,
     X,
     case,
     check_equal,
+    check_parameters,
     part,
     plain_value,
+    sgd,
     sharded_and_plain,
+    step,
 )
 from torch import nn
 from xla_forward_cases import check_two_steps
+
+import torchacc
 
 IMAGES = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(5))
 
@@ -224,6 +230,52 @@ def masked_scatter_of_too_few_values_is_noticed() -> None:
     assert plain_value(x.masked_scatter(x > 0, x[:2])).isnan().tolist() == [False] * 2 + [True] * 4
     with pytest.raises(RuntimeError, match="6 places are to be set, and source has 2 values"):
         x.long().masked_scatter(x > 0, x[:2].long())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(2, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.arange(len(x)) % 3 + 2
+        packed = nn.utils.rnn.pack_padded_sequence(x.reshape(len(x), 4, 2), lengths, True, enforce_sorted=False)
+        return self.layer(packed)[0].data.sum()
+
+
+@case([SPMD])
+def what_torch_xla_cannot_is_refused() -> None:
+    for kind in (nn.LSTM, nn.RNN):  # torch_xla refuses a GRU itself
+        model, _ = sharded_and_plain(lambda kind=kind: Recurrent(kind))
+        with pytest.raises(torchacc.EngineError, match="over a packed sequence does not run on XLA"):
+            model(part(X))
+    window = torch.hann_window(4)
+    waves = torch.stft(X, 4, window=window, return_complex=True)
+    with pytest.raises(torchacc.EngineError, match="istft.. does not run on XLA"):
+        torch.istft(part(waves), 4, window=part(window))
+
+
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.linear = nn.Parameter(torch.tensor(2.6)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.number
+
+
+@case(XLA)
+def host_tensors_are_broadcast_into_parameters() -> None:
+    model, plain = sharded_and_plain(Numbers)
+    for each in (model, plain):
+        with torch.no_grad():
+            each.number.copy_(torch.tensor(0.25))
+            each.linear.weight.copy_(torch.arange(8.0) / 8)
+            each.linear.bias.data.copy_(torch.tensor(0.5))
+    check_parameters(model, plain)
+    step(model, part(X), sgd(model))
+    step(plain, X, sgd(plain))
+    check_parameters(model, plain)
 
 
 @case([SPMD])

@@ -365,6 +365,31 @@ def _linspace(
     return torch.linspace(start, end, steps, dtype=dtype).to(place["device"])
 
 
+def _copy(
+    original: Callable[..., Any], x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Copy into a tensor; torch_xla gives it the shape of what comes from the host, where that is to be broadcast."""
+    if source.device.type == "cpu" and source.shape != x.shape:
+        source = source.expand(x.shape)
+    return original(x, source, non_blocking)  # type: ignore[no-any-return]
+
+
+def _packed(*arguments: Any) -> Any:
+    """Refuse packed sequences: PyTorch reads from the host's memory how long they are."""
+    raise EngineError(
+        "a recurrent layer over a packed sequence does not run on XLA, whose programs have fixed shapes: give it the "
+        "padded batch, without pack_padded_sequence(), and mask what it returns for the padding"
+    )
+
+
+def _istft(*arguments: Any, **options: Any) -> torch.Tensor:
+    """Refuse what ends the process in torch_xla, in forward or in backward."""
+    raise EngineError(
+        "torch.istft() does not run on XLA: compute it outside of the model, on the CPU, or use torch.fft.irfft() of "
+        "windows that do not overlap"
+    )
+
+
 def _on_host(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return an operation that runs on the host: torch_xla's gives wrong numbers, or not all that backward needs."""
     operation = getattr(torch.ops.aten, name)
@@ -377,6 +402,11 @@ def _on_host(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 _NORMS = {
     f"norm.{overload}": _norm for overload in ("Scalar", "ScalarOpt_dim", "ScalarOpt_dtype", "ScalarOpt_dim_dtype")
+}
+
+_REFUSED: dict[str, Callable[..., Any]] = {
+    **{f"{kind}.data": _packed for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "istft": _istft,
 }
 
 _COMPOSED: dict[str, Callable[..., Any]] = {
@@ -394,6 +424,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
 _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
     "AutogradXLA": {
         **_COMPOSED,
+        **_REFUSED,
         "conv1d": functools.partial(_conv, 1),
         "conv2d": functools.partial(_conv, 2),
         "conv3d": functools.partial(_conv, 3),
@@ -431,6 +462,7 @@ _AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
         "diagonal_copy": _diagonal,
         "diagonal_scatter": _diagonal_scatter,
         **AROUND_EXTREMES,
+        "copy": _copy,
         "cumsum": _cumsum_of_any,
         "roll": _roll,
         "arange.start_step": _arange,
