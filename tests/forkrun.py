@@ -282,12 +282,24 @@ def _server(env: Mapping[str, str], imports: Sequence[str]) -> Server:
     return _servers[key]
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment in which a process imports this checkout, without network, with more variables."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | variables
+
+
+def free_port() -> str:
+    """Return the number of a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
 def run(
     script: str | Path,
     *arguments: object,
     num_ranks: int = 0,
     imports: Sequence[str] = (),
-    env: Mapping[str, str] = os.environ,
+    env: Mapping[str, str] | None = None,
     cwd: str | Path = ".",
     timeout: float = 500,
     merged: bool = False,
@@ -299,7 +311,7 @@ def run(
         arguments: Its arguments.
         num_ranks: On how many ranks; 0 is none, where nothing of a launcher is in the environment.
         imports: What it is to find imported beside `IMPORTED`, of what is installed.
-        env: Its environment.
+        env: Its environment; None for `environment()`.
         cwd: Its folder.
         timeout: Seconds after which it is killed.
         merged: Whether what it prints as errors comes among the rest.
@@ -308,6 +320,7 @@ def run(
         subprocess.TimeoutExpired: It was killed.
     """
     command = [str(script), *map(str, arguments)]
+    env = environment() if env is None else env
     server = _server(env, imports)
     job = {"command": command, "num_ranks": num_ranks, "env": dict(env), "cwd": str(Path(cwd).resolve())}
     with (

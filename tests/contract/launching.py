@@ -22,10 +22,8 @@ def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
 
     A process forgets old programs: each takes mappings of memory, of which a process may have 65,530.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     flags = " ".join([os.environ["XLA_FLAGS"], *xla_flags])
-    own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags, "XLA_COMPILATION_CACHE_SIZE": "128"}
-    return os.environ | own | variables
+    return forkrun.environment(XLA_FLAGS=flags, XLA_COMPILATION_CACHE_SIZE="128", **variables)
 
 
 def run_all(

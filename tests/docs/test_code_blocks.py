@@ -1,7 +1,6 @@
 """Every code block of the README and the pages: run as it stands, or marked with the reason why not, and checked."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from pages import Block, Program, Setup, pages, read_blocks, read_programs
 from tests import forkrun
 
 WORKER = Path(__file__).with_name("page_worker.py")
-ROOT = Path(__file__).parents[2]
 
 BLOCKS = [block for page in pages() for block in read_blocks(page)]
 NOT_RUN = [block for block in BLOCKS if "not run" in block.marks or block.language == "json"]
@@ -31,7 +29,7 @@ def as_parameter(program: Program):
 @pytest.fixture(scope="module")
 def worker():
     python = forkrun.python("torch_xla", "datasets")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHON": python}
+    environment = forkrun.environment(PYTHON=python)
     with subprocess.Popen(
         [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

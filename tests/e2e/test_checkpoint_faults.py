@@ -4,7 +4,6 @@ Twenty kills; `python tests/e2e/kills.py` makes as many as one wants, and docs/c
 """
 
 import json
-import os
 import random
 import re
 import signal
@@ -21,7 +20,6 @@ from torchacc.errors import CheckpointError
 
 WORKER = Path(__file__).with_name("fault_worker.py")
 PROGRAM = Path(__file__).with_name("kills.py")
-ROOT = Path(__file__).parents[2]
 KILLS = {"native": 8, "xla-spmd": 4, "xla-multiprocess": 2, "consolidate": 3, "convert": 3}
 SECONDS_TO_RUN = 600
 NUM_FLIPS = 200
@@ -36,14 +34,9 @@ each_engine = pytest.mark.parametrize(
 )
 
 
-def environ() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path}
-
-
 def run(program: Path, *arguments: object, kind: str) -> "subprocess.CompletedProcess[str]":
     imports = ["torch_xla"] if kind.startswith("xla") else []
-    return forkrun.run(program, *arguments, imports=imports, env=environ(), timeout=SECONDS_TO_RUN)
+    return forkrun.run(program, *arguments, imports=imports, timeout=SECONDS_TO_RUN)
 
 
 def supervise(mode: str, kind: str, folder: Path, *arguments: object) -> dict:
@@ -76,7 +69,7 @@ def test_sigterm_to_the_launcher_saves(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = subprocess.Popen(
         [forkrun.python(), *launcher, str(WORKER), "train", "native", "2", str(tmp_path / "run")],
-        env=environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=forkrun.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
         lines = []

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -37,17 +36,13 @@ def environment(tmp_path):
         (commands / name).write_text(f"#!/bin/bash\nset -e\n{text}")
         (commands / name).chmod(0o755)
     shutil.copy(Path(__file__).with_name("cluster_script.py"), tmp_path / "train.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     return {
-        **os.environ,
+        **forkrun.environment(),
         "PYTHON": forkrun.python("torch_xla"),
         "PATH": os.pathsep.join([str(commands), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TMPDIR": str(tmp_path),
         "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_PORT": port,
+        "MASTER_PORT": forkrun.free_port(),
         "BACKEND": "native",
         "OUT": str(tmp_path / "out"),
     }

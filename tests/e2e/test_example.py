@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 from pathlib import Path
 
@@ -24,8 +23,7 @@ TWO_PROCESSES_NATIVE = pytest.param(TORCHRUN, ["--engine", "native"], 2, id="nat
 
 
 def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = forkrun.environment()
     environment.pop("XLA_FLAGS", None)  # compiled as users do
     return subprocess.run(
         [forkrun.python("torch_xla"), *launcher, str(SCRIPT), *args],

@@ -41,7 +41,7 @@ def hub_folder(tmp_path_factory):
 
 def run(folder, num_ranks, *, backend, use_spmd=False, bf16=False):
     options = json.dumps({"backend": backend, "use_spmd": use_spmd, "bf16": bf16})
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    environ = forkrun.environment(HF_HOME=str(folder / "cache"))
     imports = ["datasets", *(["torch_xla"] if backend == "xla" else [])]
     done = forkrun.run(SCRIPT, options, num_ranks=num_ranks, imports=imports, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]

@@ -1,7 +1,6 @@
 """Jobs that `torchacc launch` starts: their ends, and what is left of them."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -39,8 +38,7 @@ def own_temporary_folder(tmp_path, monkeypatch):
 
 
 def environ() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # more processes than a machine has GPUs
+    return forkrun.environment(CUDA_VISIBLE_DEVICES="")  # more processes than a machine has GPUs
 
 
 def start(*arguments: object, command: str = "launch", forks: bool = False) -> subprocess.Popen[str]:
@@ -199,9 +197,7 @@ def test_a_hung_rank_is_named_and_the_job_goes_on_with_fewer(tmp_path, undisturb
 
 @pytest.mark.slow
 def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = forkrun.free_port()
     nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 1]
     training = [TRAINING, "crash", "native", NUM_STEPS, tmp_path]
     other = start("-n", 1, *nodes, "--node-rank", 1, *training, forks=True)

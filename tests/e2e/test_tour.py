@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command, cwd, num_ranks=0, imports=()):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return forkrun.run(*command, num_ranks=num_ranks, imports=imports, cwd=cwd, env=environ)
+    return forkrun.run(*command, num_ranks=num_ranks, imports=imports, cwd=cwd)
 
 
 def tour(folder, engine, *, num_ranks=0):

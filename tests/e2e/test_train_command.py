@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -67,11 +66,10 @@ def folder(tmp_path_factory):
 
 
 def start(folder, *arguments, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         [forkrun.python(), *arguments],
         cwd=folder,
-        env=environment,
+        env=forkrun.environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,11 +87,6 @@ def finish(*processes):
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(printed)
     return printed
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def losses(stage):
@@ -116,7 +109,7 @@ def stage1(folder):
 def stage2(folder, stage1):
     """The second, on two machines whose variables are set by hand."""
     command = ("-m", "torchacc.train", "--mode", "production", "--stage", "stage2", "--fsdp-config", "multi_node_fsdp")
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": forkrun.free_port(), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     nodes = [
         start(folder, *command, "--num-nodes", "2", "--devices", "1", RANK=str(rank), **variables) for rank in range(2)
     ]
@@ -161,7 +154,7 @@ def test_torchrun_on_two_machines_trains_the_same(folder, stage2):
     (folder / "again.yaml").write_text(again, encoding="utf-8")
     torchrun = (
         *("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"),
-        *("--master_addr=127.0.0.1", f"--master_port={free_port()}"),
+        *("--master_addr=127.0.0.1", f"--master_port={forkrun.free_port()}"),
     )
     command = ("-m", "torchacc.train", "--config=again.yaml", "--stage=stage2", "--fsdp-config=multi_node_fsdp")
     nodes = [

@@ -1,7 +1,6 @@
 """What the tests of the trainer share: a small text, a training file, and processes that carry out its stages."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import yaml
 from tests import forkrun
 
 WORKER = Path(__file__).with_name("train_worker.py")
-ROOT = Path(__file__).parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from an old oak tree"
 MODEL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32}
 IMPORTS = ("torch_xla", "datasets")
@@ -44,9 +42,7 @@ def data(folder: Path) -> dict:
 
 def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int = 0) -> dict:
     """Carry stages out in processes of their own, and return what rank 0 has found."""
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
     num_ranks = num_processes if num_processes > 1 else 0
-    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, imports=IMPORTS, env=environ, timeout=400)
+    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, imports=IMPORTS, timeout=400)
     assert done.returncode == returncode, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]) if returncode == 0 else {}

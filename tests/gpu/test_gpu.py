@@ -1,7 +1,6 @@
 """Training on NVIDIA GPUs gives the numbers of the unsharded run on the CPU. Skipped where there is no GPU."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests import forkrun
+
 pytest.importorskip("transformers")
 
 from torchacc.engines.xla import cuda
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("gpu_program.py")
 NUM_GPUS = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 RELATIVE = 1e-5
@@ -33,8 +33,7 @@ def train(backend: str, out: Path, gpus: int = 1) -> dict[str, Any]:
     """Train on some GPUs: natively by a process for each, under XLA by one for all."""
     processes = gpus if backend == "native" else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = forkrun.environment()
     for name in ("PJRT_DEVICE", "XLA_FLAGS"):  # chosen for tests on a CPU
         environment.pop(name, None)
     done = subprocess.run(

@@ -1,8 +1,6 @@
 import json
-import os
 import platform
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +10,13 @@ from torchacc.cli import env_command, main
 from torchacc.engines import registry
 from torchacc.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
 KINDS = ["native", "xla-multiprocess", "xla-spmd"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [forkrun.python("torch_xla"), "-m", "torchacc", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env=forkrun.environment(**environment),
         capture_output=True,
         text=True,
         timeout=400,

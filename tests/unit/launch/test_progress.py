@@ -1,7 +1,5 @@
-import os
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +7,6 @@ from tests import forkrun
 from torchacc.launch import progress
 from torchacc.launch.progress import Phase
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, time
 import torch
@@ -55,8 +52,7 @@ sys.stdin.read()
 @pytest.fixture
 def process(tmp_path):
     """A training loop that has come to its end, and waits there."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, progress.FOLDER: str(tmp_path), "PYTHONPATH": path}
+    environ = forkrun.environment(**{progress.FOLDER: str(tmp_path)})
     with subprocess.Popen(
         [forkrun.python(), "-c", PROGRAM, str(tmp_path)], env=environ,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -22,7 +22,6 @@ from torchacc.train.documents import DocumentSource, check_text, find_sources
 from torchacc.train.text import check_model, load_text
 from torchacc.train.tokens import train_tokenizer
 
-ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
     f"{word} has {index} letters and {'more ' * (index % 7)}" for index, word in enumerate(["one", "two"] * 30)
 ]
@@ -231,12 +230,11 @@ def start(configure, tmp_path):
     """Start processes that load a text which takes a while to tokenise."""
     write_json(tmp_path / "long.jsonl", [" ".join(DOCUMENTS)] * 400)
     config = configure(files=str(tmp_path / "long.jsonl"))
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
     def make():
         return subprocess.Popen(
             [forkrun.python("datasets"), Path(__file__).with_name("text_program.py"), json.dumps(config.model_dump())],
-            env=os.environ | {"PYTHONPATH": path},
+            env=forkrun.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -22,7 +22,6 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import Mesh
 
-ROOT = Path(__file__).parents[4]
 PROGRAM = Path(__file__).with_name("hardware_program.py")
 ALONE = Job()
 TWO = Job(num_processes=2, local_num_processes=2)
@@ -209,9 +208,7 @@ def test_one_process_that_finds_several_chips_is_told_what_it_can_do(libtpu, chi
 
 
 def run(*arguments: str) -> dict:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path}
-    done = forkrun.run(PROGRAM, *arguments, imports=["torch_xla"], env=environ, timeout=200)
+    done = forkrun.run(PROGRAM, *arguments, imports=["torch_xla"], timeout=200)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stdout + done.stderr
     return json.loads(found[-1])
