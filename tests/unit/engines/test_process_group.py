@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from tests import forkrun
 from torchacc.engines.process_group import follows_another
 from torchacc.errors import CheckpointError
 
@@ -57,9 +58,8 @@ dist.new_group([0])
 
 
 def test_gloo_alone_is_hushed_while_groups_are_made():
-    done = subprocess.run(
-        [sys.executable, "-c", PRINTS_MEANWHILE], capture_output=True, text=True, timeout=100, check=True
-    )
+    done = forkrun.run("-c", PRINTS_MEANWHILE)
+    assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert printed[:3] == ["of a thread", "of a child", "of a library in C"]
     # What the group that was made afterwards says; a later PyTorch has a gloo that says nothing.
@@ -84,10 +84,8 @@ for backend in sys.argv[1:]:
 
 
 def test_a_group_of_the_users_without_a_backend_for_the_host_is_refused():
-    done = subprocess.run(
-        [sys.executable, "-c", HAS_A_GROUP, "cuda:gloo", "gloo", "cpu:gloo"],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+    done = forkrun.run("-c", HAS_A_GROUP, "cuda:gloo", "gloo", "cpu:gloo")
+    assert done.returncode == 0, done.stderr
     refused, *others = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert refused.startswith("EngineError torch.distributed runs with the backends 'cuda:gloo'")
     assert "'cpu:gloo,cuda:nccl'" in refused
