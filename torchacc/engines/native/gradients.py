@@ -256,6 +256,10 @@ def _combined(mesh: Any, split: Sequence[int], parts: Sequence[torch.Tensor], no
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype)
     total = (own.max() if norm_type == inf else own.pow(norm_type).sum()).to(mesh.device_type)
     for dim in split:
-        operation = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
-        dist.all_reduce(total, operation, group=mesh.get_group(dim))
+        if norm_type == inf:  # gloo's own maximum loses a NaN
+            found = total.new_empty(mesh.size(dim))
+            dist.all_gather_into_tensor(found, total.view(1), group=mesh.get_group(dim))
+            total = found.max()
+        else:
+            dist.all_reduce(total, group=mesh.get_group(dim))
     return total if norm_type == inf else total.pow(1 / norm_type)

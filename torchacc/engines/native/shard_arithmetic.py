@@ -9,7 +9,6 @@ A call with a gathered tensor is collective: every process has to make it.
 """
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -188,10 +187,13 @@ def _row_lies_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_total_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a norm is of all elements of a tensor, of an order that parts can be put together for."""
+    """Return whether a norm is of all elements of a tensor, of an order that parts can be put together for.
+
+    Not of infinity: the largest of all parts would lose a NaN in gloo.
+    """
     tensors = _tensors_in(args, kwargs)
     order = args[1] if len(args) == 2 else kwargs.get("ord", kwargs.get("p", 2))
-    known = order in ("fro", 1, 2, math.inf)
+    known = order in ("fro", 1, 2)
     simple = len(args) <= 2 and kwargs.keys() <= {"ord", "p"} and all(tensor.is_floating_point() for tensor in tensors)
     return known and simple and not any(_needs_graph(tensor) or _is_partial(tensor) for tensor in tensors)
 
