@@ -33,6 +33,11 @@ CASES = (
     _sharded("forward and backward prefetch", backward_prefetch="BACKWARD_PRE", forward_prefetch=True),
     Case("activations kept", LONG, config={"backend": "native"}),
     Case("activations recomputed", LONG, config={"backend": "native", "memory": {"gc": True}}),
+    Case(
+        "all but products recomputed",
+        LONG,
+        config={"backend": "native", "memory": {"gc": True, "gc_policy": "save_matmuls"}},
+    ),
     Case("every second block recomputed", LONG, config={"backend": "native", "memory": {"gc": True, "gc_every": 2}}),
 )
 QUICK = ("activations kept", "activations recomputed")
@@ -51,6 +56,7 @@ PAIRS = (
     Pair("Backward prefetch", "backward prefetch", "no prefetch"),
     Pair("Forward and backward prefetch", "forward and backward prefetch", "no prefetch"),
     Pair("Recompute", "activations recomputed", "activations kept"),
+    Pair("Recompute of all but products", "all but products recomputed", "activations kept"),
     Pair("Recompute of every second block", "every second block recomputed", "activations kept"),
 )
 

@@ -54,6 +54,8 @@ VARIANTS = {
     "recompute-accumulated": Variant(recipe="sgd", memory={"gc": True}),
     "recompute-hybrid": Variant(dp=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}, memory={"gc": True}),
     "recompute-flat": Variant(fsdp={"flatten_parameters": True}, memory={"gc": True}, options=("handed-in",)),
+    "recompute-but-products": Variant(memory={"gc": True, "gc_policy": "save_matmuls"}),
+    "tp-recompute-but-products": Variant(tp=2, memory={"gc": True, "gc_policy": "save_matmuls"}),
     "bf16": Variant(compute={"bf16": True}, reference_options=("autocast-bfloat16",)),
     "bf16-sums": Variant(compute={"bf16": True, "reduce_dtype": "bfloat16"}, reference_options=("autocast-bfloat16",)),
     "bf16-masters": Variant(

@@ -23,6 +23,7 @@ from casekit import (
     sharded_and_plain,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchacc
 from torchacc.engines import registry
@@ -103,6 +104,9 @@ def run_stack(model: nn.Module) -> torch.Tensor:
     return loss_of(model(part(X)))
 
 
+PRODUCTS = {"gc": True, "gc_policy": "save_matmuls"}
+
+
 @functools.cache
 def plain_stack() -> nn.Module:
     """Return the stack, trained without recompute."""
@@ -140,6 +144,27 @@ def recompute_changes_no_number(choice: tuple[dict[str, Any], dict[str, Any]]) -
     check_same(model, plain_stack())
 
 
+@case([NATIVE], each=CHOICES)
+def recompute_of_all_but_products_changes_no_number(choice: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    memory, options = choice
+    model = trained(Stack, run_stack, memory={**PRODUCTS, **memory}, **options)
+    assert runs(model) == [6, 6]
+    check_same(model, plain_stack())
+
+
+@case([NATIVE])
+def recompute_of_all_but_products_in_bfloat16() -> None:
+    model = trained(Stack, run_stack, memory=PRODUCTS, compute={"bf16": True})
+    check_same(model, trained(Stack, run_stack, compute={"bf16": True}))
+
+
+@case([NATIVE])
+def statistics_count_a_batch_once_beside_products_that_are_kept() -> None:
+    model = trained(Normed, run_stack, memory=PRODUCTS)
+    check_same(model, trained(Normed, run_stack))
+    assert torchacc.full_state_dict(model)["layers.0.1.num_batches_tracked"] == 3
+
+
 @case()
 def recompute_in_bfloat16() -> None:
     model = trained(Stack, run_stack, memory={"gc": True}, compute={"bf16": True})
@@ -171,10 +196,9 @@ def statistics_count_a_batch_once() -> None:
     assert torchacc.full_state_dict(model)["layers.0.1.num_batches_tracked"] == 3
 
 
-@case()
-def a_loss_that_is_kept_keeps_no_activations() -> None:
+def keeps_no_activations(memory: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    model = accelerate(Stack(), memory={"gc": True})
+    model = accelerate(Stack(), memory=memory)
     loss = run_stack(model)
     loss.backward()
     model.zero_grad()
@@ -183,6 +207,102 @@ def a_loss_that_is_kept_keeps_no_activations() -> None:
     activations = [found for found in gc.get_objects() if type(found) is torch.Tensor and found.shape == shape]
     assert loss.grad_fn is not None
     assert not activations
+
+
+@case()
+def a_loss_that_is_kept_keeps_no_activations() -> None:
+    keeps_no_activations({"gc": True})
+
+
+@case([NATIVE])
+def a_loss_that_is_kept_keeps_no_products() -> None:
+    keeps_no_activations(PRODUCTS)
+
+
+class Two(nn.Module):
+    """Two layers, one after the other."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer(), layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Checkpointing(nn.Module):
+    """Calls PyTorch's checkpoint itself."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(torch.tanh(self.second(x)))
+
+        return x + checkpoint(inner, self.first(x), use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointing):
+    reentrant = True
+
+
+class Unlike(nn.Module):
+    """Computes a product in its first call, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.eye(8) @ torch.eye(8)
+        return torch.tanh(self.linear(x)) + self.kept[0]
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu_(self.linear(x)).square()
+
+
+@case([NATIVE], each={"": Checkpointing, "reentrant": Reentrant})
+def products_are_kept_of_layers_that_checkpoint_by_themselves(layer: Callable[[], nn.Module]) -> None:
+    model = trained(lambda: Two(layer), run_stack, memory=PRODUCTS)
+    check_same(model, trained(lambda: Two(layer), run_stack))
+
+
+MISTAKES = {
+    "other-products": (Unlike, r"Unlike does not compute the same matrix products .*gc_policy at 'full'"),
+    "in-place": (Overwriting, r"Overwriting writes over the result .*write x = x \+ y, or leave"),
+}
+
+
+@case([NATIVE], each=MISTAKES)
+def products_that_cannot_be_kept_are_refused(mistake: tuple[Callable[[], nn.Module], str]) -> None:
+    layer, message = mistake
+    model = accelerate(Two(layer), memory=PRODUCTS)
+    loss = run_stack(model)
+    with pytest.raises(torchacc.EngineError, match=message):
+        loss.backward()
+
+
+@case([NATIVE])
+def products_are_kept_for_one_backward() -> None:
+    model = accelerate(Stack(), memory=PRODUCTS)
+    loss = run_stack(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(torchacc.EngineError, match="second backward through the same graph"):
+        loss.backward()
 
 
 @case()

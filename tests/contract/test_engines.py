@@ -50,6 +50,9 @@ units_chosen = covers(
 )
 kept_weights = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2"], variants=["shard-grad-op"])
 recomputed = covers(engines=ON_TWO, models=["gpt2", "t5", "cnn"], variants=["recompute"])
+recomputed_but_products = covers(
+    engines=["native-2"], models=["gpt2", "llama", "t5", "mixtral", "cnn"], variants=["recompute-but-products"]
+)
 recomputed_and_accumulated = covers(engines=ON_TWO, models=["gpt2"], variants=["recompute-accumulated"])
 recomputed_in_replicas = covers(engines=ON_FOUR, models=["gpt2"], variants=["recompute-hybrid"])
 recomputed_from_flat = covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["recompute-flat"])
@@ -73,7 +76,7 @@ layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t
 layers_split_natively_otherwise = covers(
     engines=["native-4"],
     models=["bert"],
-    variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute", "tp-deferred"],
+    variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute", "tp-recompute-but-products", "tp-deferred"],
 )
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
@@ -94,6 +97,7 @@ def same_numbers(test):
         units_chosen,
         kept_weights,
         recomputed,
+        recomputed_but_products,
         recomputed_and_accumulated,
         recomputed_in_replicas,
         recomputed_from_flat,

@@ -161,6 +161,13 @@ def test_levers_that_xla_does_not_have(monkeypatch, path, value, message):
         torchacc.accelerate(make_model(), config=config)
 
 
+def test_results_are_not_kept_under_xla(monkeypatch):
+    monkeypatch.setattr(runtime, "check_versions", lambda: None)
+    config = torchacc.Config(backend="xla", memory={"gc": True, "gc_cls": "Linear", "gc_policy": "save_matmuls"})
+    with pytest.raises(torchacc.ConfigError, match=r"^memory\.gc_policy = .*and no single result is kept.*native"):
+        torchacc.accelerate(make_model(), config=config)
+
+
 def test_layers_are_not_split_with_one_xla_process_per_device(monkeypatch):
     launched_with(monkeypatch, 2)
     monkeypatch.setattr(runtime, "check_versions", lambda: None)

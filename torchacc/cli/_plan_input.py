@@ -112,7 +112,8 @@ def _training(
     options: Mapping[str, Any],
 ) -> Training:
     config.compute.bf16 = config.compute.bf16 or args.bf16
-    config.memory.gc = config.memory.gc or args.gc
+    if args.gc is not None:
+        config.memory.gc, config.memory.gc_policy = True, args.gc
     kind = find_optimizer(optimizer)
     return Training(
         name=name,

@@ -5,13 +5,16 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import get_args
 
 from torchacc.cli import _plan_input
 from torchacc.cli._options import named, path, positive, size
+from torchacc.config.sections import RecomputePolicy
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import PLANNED_ENGINES, DeviceBytes, Step, study
 from torchacc.parallel.mesh import STRATEGIES
+from torchacc.parallel.plan import ShardingPlan
 
 EXAMPLES = (
     "torchacc plan --model gpt2 --devices 8",
@@ -34,7 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=positive, metavar="N", help="tokens of the vocabulary (default: the model's)")
     add("--optimizer", type=named, metavar="NAME", help="a class of torch.optim (default: adamw)")
     add("--bf16", action="store_true", help="compute in bfloat16; parameters stay in float32")
-    add("--gc", action="store_true", help="compute activations again in backward")
+    policies = get_args(RecomputePolicy)
+    again = f"compute activations again in backward, by a policy: {' or '.join(policies)} (default: {policies[0]})"
+    add("--gc", nargs="?", const=policies[0], choices=policies, metavar="POLICY", help=again)
     add = parser.add_argument_group("the devices").add_argument
     add("--devices", type=positive, default=1, metavar="N", help="all of them together (default: 1)")
     add("--dp", type=positive, metavar="N", help="copies of the model (default: 1; with HYBRID_SHARD 2)")
@@ -89,6 +94,11 @@ def _replicas(args: argparse.Namespace, strategy: str) -> int:
     return int(args.dp or (2 if strategy == "HYBRID_SHARD" else 1))
 
 
+def _recomputed(plan: ShardingPlan) -> str:
+    kept = " but for matrix products" if plan.keeps_products else ""
+    return f", activations computed again{kept}" if plan.recomputed else ""
+
+
 def _as_text(
     args: argparse.Namespace,
     training: _plan_input.Training,
@@ -97,7 +107,7 @@ def _as_text(
     fewest: Mapping[str, int | None],
 ) -> str:
     plan = step.plan
-    precision = f"{plan.compute_dtype}{', activations computed again' if plan.recomputed else ''}"
+    precision = f"{plan.compute_dtype}{_recomputed(plan)}"
     title = f"{training.name}: {plan.numel:,} parameters in {len(plan.units)} units, {training.optimizer}, {precision}"
     each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
     lines = [title, f"{training.batch} x {training.length} tokens on {each}, engine {args.engine}", ""]

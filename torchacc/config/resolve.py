@@ -13,7 +13,7 @@ from torchacc.errors import ConfigError, shown
 
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
 _COMPILE_OPTIONS = ("compile_mode", "compile_dynamic", "compile_backend")
-_RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt")
+_RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt", "gc_policy")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")
     _refuse_choice_without_recompute(config)
     _refuse_choice_without_compile(config)
+    if config.memory.gc_policy != "full" and config.memory.offload_activations:
+        raise ConfigError(
+            f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "
+            "are kept would stay on the device. Leave gc_policy at 'full', or offload_activations at False"
+        )
 
 
 def _refuse_choice_without_recompute(config: Config) -> None:

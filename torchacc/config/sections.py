@@ -29,6 +29,7 @@ Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
 """From the slowest (devices far apart) to the fastest (neighbours), unless `dist.topology` says otherwise."""
 HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+RecomputePolicy = Literal["full", "save_matmuls"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
@@ -314,6 +315,9 @@ class MemoryConfig(Section):
     """Compute every so many-th of those modules again, from the first one on; 1 for each."""
     gc_cnt: Count | None = None
     """How many of the modules so chosen, from the first one on, to compute again; None for all."""
+    gc_policy: RecomputePolicy = "full"
+    """What of those modules to compute again: all (full), or all but matrix products, convolutions and fused attention,
+    whose results are kept (save_matmuls; native engine only)."""
     offload_activations: StrictBool = False
     """Keep in the host's memory what the forward pass saves for the backward pass (native engine only)."""
     gpu_fraction: Share | None = None

@@ -66,11 +66,11 @@ def _switch_transformers(model: nn.Module, *, on: bool) -> None:
 
 
 def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
-    forward = module.forward
+    forward, may_cache = module.forward, is_checkpointing_layer(module)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not module.training and is_checkpointing_layer(module):  # it keeps its caches
+        if may_cache and not module.training:
             return forward(*args, **kwargs)
         return checkpoint(module, forward, args, kwargs)
 

@@ -127,6 +127,11 @@ def study(
         raise ConfigError(
             "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
         )
+    if config.memory.gc_policy != "full" and not PLANNED_ENGINES[engine].runs_eagerly:
+        raise ConfigError(
+            f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "
+            "leave it at 'full', or plan for the native engine"
+        )
     if config.dist.tp.size > 1:
         raise ConfigError(f"config.dist.tp.size = {config.dist.tp.size} is not in the memory plan: leave it at 1")
     config = deepcopy(config)
@@ -140,6 +145,7 @@ def study(
         batch,
         dtype=dtype,
         recomputed=plan.recomputed,
+        keeps_products=plan.keeps_products,
         eager=chosen.runs_eagerly,
         widens=widens,
         chunked_loss=config.compute.chunked_loss,

@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.errors import ConfigError, in_one_line
+from torchacc.parallel.kept_products import KeptProducts
 
 aten = torch.ops.aten
 _PRODUCTS = {
@@ -89,6 +90,7 @@ def record(
     *,
     dtype: torch.dtype = torch.float32,
     recomputed: Sequence[str] = (),
+    keeps_products: bool = False,
     eager: bool = False,
     widens: bool = False,
     chunked_loss: bool | int = False,
@@ -100,6 +102,7 @@ def record(
         batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
         dtype: Of matrix products; run eagerly, of everything.
         recomputed: Names of the modules that are computed again in backward.
+        keeps_products: Whether the results of their matrix products are kept.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
         widens: Whether the device holds bfloat16 in float32, as XLA's CPU client does.
         chunked_loss: The value of `compute.chunked_loss`.
@@ -116,7 +119,7 @@ def record(
     try:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_recomputing(model, recomputed, mode, recorder))
+            stack.enter_context(_recomputing(model, recomputed, mode, recorder, keeps_products=keeps_products))
             stack.enter_context(mode())
             stack.enter_context(recorder)
             output = stack.enter_context(_with_loss(model, chunked_loss))(**batch)
@@ -278,7 +281,12 @@ class _FusedAttention(TorchFunctionMode):
 
 @contextmanager
 def _recomputing(
-    model: nn.Module, names: Sequence[str], mode: Callable[[], TorchFunctionMode], recorder: _Recorder
+    model: nn.Module,
+    names: Sequence[str],
+    mode: Callable[[], TorchFunctionMode],
+    recorder: _Recorder,
+    *,
+    keeps_products: bool,
 ) -> Iterator[None]:
     """Let modules be computed again in backward, in the mode of forward, while the context is entered."""
     modules = [model.get_submodule(name) for name in names]
@@ -292,7 +300,11 @@ def _recomputing(
                 with mode(), recorder.after(arrived):
                     return forward(*args, **kwargs)
 
-            output = checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            contexts = KeptProducts("a module").contexts if keeps_products else noop_context_fn
+            with set_checkpoint_early_stop(not keeps_products):
+                output = checkpoint(
+                    compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+                )
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(arrived.append)

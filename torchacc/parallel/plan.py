@@ -94,8 +94,15 @@ class ShardingPlan:
     """Whether each unit's backward begins with the gather of the unit that comes after it in backward."""
     tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     """How tensor parallelism splits the layers."""
+    recompute_policy: str = "full"
+    """What of these modules is computed again: `full`, or all but what `save_matmuls` keeps."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether modules that are computed again keep the results of matrix products, convolutions and attention."""
+        return self.recompute_policy == "save_matmuls"
 
     @property
     def is_plain(self) -> bool:
@@ -149,7 +156,8 @@ class ShardingPlan:
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
-        lines += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
+        but = " but for matrix products" if self.keeps_products else ""
+        lines += [f"  computed again in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
         return "\n".join(lines)
 
@@ -201,6 +209,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         backward_prefetch=config.dist.fsdp.backward_prefetch != "NONE",
         tensor_parallel=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
         recomputed=recomputed,
+        recompute_policy=config.memory.gc_policy,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
     )
 

@@ -94,6 +94,17 @@ def test_batch_length_and_vocabulary_are_chosen(model, capsys):
     assert (small["batch"], small["seq"], large["batch"], large["seq"]) == (1, 16, 4, 8)
 
 
+def test_products_that_are_kept_are_planned_natively(model, capsys):
+    def total(*arguments):
+        found = plan(
+            capsys, "--model", model, "--engine", "native", "--strategy", "NO_SHARD", "--batch", "64", *arguments
+        )
+        return found["strategies"]["NO_SHARD"]["total"]
+
+    assert total("--gc") < total("--gc", "save_matmuls") < total()
+    assert "native engine only" in refused(capsys, "--model", model, "--gc", "save_matmuls")
+
+
 def test_a_training_file_says_it_all(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(TRAINING)

@@ -133,13 +133,20 @@ def test_two_switches_for_recompute(values):
     assert not resolve(Config(), job(), num_devices=1).memory.gc
 
 
-@pytest.mark.parametrize(("option", "value"), [("gc_cls", "Block"), ("gc_every", 2), ("gc_cnt", 1)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("gc_cls", "Block"), ("gc_every", 2), ("gc_cnt", 1), ("gc_policy", "save_matmuls")]
+)
 def test_a_choice_of_what_is_recomputed_needs_recompute(option, value):
     message = refusal({"memory": {option: value}})
     assert message.startswith(f"memory.{option} = ")
     assert "set config.memory.gc = True" in message
     asked = Config.from_dict({"memory": {option: value}, "dist": {"fsdp": {"activation_checkpointing": True}}})
     assert resolve(asked, job(), num_devices=1).memory.gc
+
+
+def test_results_that_are_kept_are_not_offloaded():
+    memory = {"gc": True, "gc_policy": "save_matmuls", "offload_activations": True}
+    assert "the results that are kept would stay on the device" in refusal({"memory": memory})
 
 
 NOT_YET = {

@@ -22,6 +22,7 @@ ASKED = {
     "compute.fp16": {"compute.fp16": True},
     'compute.reduce_dtype = "bfloat16"': {"compute.reduce_dtype": "bfloat16"},
     "memory.gc": {"memory.gc": True},
+    "memory.gc_policy": {"memory.gc": True, "memory.gc_policy": "save_matmuls"},
     "dist.fsdp.cpu_offload": {"dist.fsdp.cpu_offload": True},
     "memory.offload_activations": {"memory.offload_activations": True},
     "dist.tp.plan": {"dist.tp.size": 2, "dist.fsdp.size": 1, "dist.tp.plan": {"0.weight$": ["tp", None]}},

@@ -24,6 +24,7 @@ XLA_HAS_IT = [
 XLA_HAS_IT_NOT = [
     {"compute": {"fp16": True}},
     {"compute": {"compile": True}},
+    {"memory": {"gc": True, "gc_policy": "save_matmuls"}},
     {"memory": {"offload_activations": True}},
     {"dist": {"fsdp": {"cpu_offload": True}}},
     {"backend": "native"},

@@ -38,9 +38,10 @@ def make_llama():
 MODELS = {"gpt2": make_gpt2, "llama": make_llama}
 
 
-def make_config(*, recomputed, bf16):
+def make_config(*, recomputed, bf16, policy="full"):
     config = torchacc.Config(backend="native")
     config.memory.gc, config.compute.bf16 = recomputed, bf16
+    config.memory.gc_policy = policy
     config.dist.fsdp.size = RANKS
     return config
 
@@ -84,7 +85,12 @@ def main(folder, *cases):
     found = {}
     for case in cases:
         name, *options = case.split()
-        config = make_config(recomputed="recomputed" in options, bf16="bf16" in options)
+        keeps = "products-kept" in options
+        config = make_config(
+            recomputed=keeps or "recomputed" in options,
+            bf16="bf16" in options,
+            policy="save_matmuls" if keeps else "full",
+        )
         found[case] = planned(MODELS[name], config), held(MODELS[name], config, folder)
         gc.collect()
     (folder / "found.json").write_text(json.dumps(found))

@@ -311,6 +311,20 @@ def test_chunked_loss_has_logits_of_a_chunk(bf16):
     assert in_chunks < 0.2 * logits
 
 
+def test_products_that_are_kept_take_what_lies_between():
+    def total(**memory):
+        config = Config(memory=memory)
+        return plan(GatedNet, config, engine="native", rows=MANY, layers=4).on(1, "FULL_SHARD").total
+
+    assert total(gc=True) < total(gc=True, gc_policy="save_matmuls") < total()
+
+
+def test_products_that_are_kept_are_not_planned_under_xla():
+    config = Config(memory={"gc": True, "gc_policy": "save_matmuls"})
+    with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):
+        study(Language(), {}, config, num_states=0)
+
+
 def test_chunked_loss_is_not_planned_under_xla():
     config = Config(compute={"chunked_loss": True})
     with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):

@@ -50,6 +50,12 @@ def check(config: Config, device: torch.device) -> None:
             "compute.compile = True with memory.offload_activations = True is not available: what a compiled forward "
             "saves is not seen one tensor at a time. Use config.memory.gc = True in its place"
         )
+    if config.memory.gc_policy != "full":
+        raise ConfigError(
+            f"compute.compile = True with memory.gc_policy = {config.memory.gc_policy!r} is not available: "
+            "torch.compile compiles nothing while PyTorch keeps single results. Leave config.memory.gc_policy at "
+            "'full', or compile at False"
+        )
     if compute.chunked_loss:
         raise ConfigError(
             "compute.compile = True with compute.chunked_loss is not available: graphs are not tried around logits "

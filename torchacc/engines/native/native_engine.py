@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines import recompute
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
@@ -22,9 +21,8 @@ from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import compiled_units, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
-from torchacc.engines.native.changed_weights import refuse_changed_weights
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
-from torchacc.engines.native.recomputed_forward import checkpointed
+from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
@@ -242,7 +240,7 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
-        recompute.install(self.model, self.plan.recomputed, refuse_changed_weights(checkpointed))
+        install_recompute(self.model, self.plan)
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
 

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.engines import recompute
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.averaged_gradients import AveragedGradients
-from torchacc.engines.native.changed_weights import refuse_changed_weights
 from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_engine import NativeModel
-from torchacc.engines.native.recomputed_forward import checkpointed
+from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 
@@ -53,7 +51,7 @@ class PlainModel(NativeModel):
             from torchacc.engines.native.gradients import total_norm
 
             note_total_norm(self, total_norm)
-        recompute.install(self.model, self.plan.recomputed, refuse_changed_weights(checkpointed))
+        install_recompute(self.model, self.plan)
         if optimizer is not None:
             remap_optimizer(optimizer, moved, lambda original, state: self.place(moved[original], state))
 

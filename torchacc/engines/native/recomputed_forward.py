@@ -1,16 +1,28 @@
-"""Recompute by PyTorch's non-reentrant checkpoint."""
+"""Recompute by PyTorch's non-reentrant checkpoint: of all that a module computes, or of all but its matrix products."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchacc.engines import recompute
+from torchacc.engines.native.changed_weights import refuse_changed_weights
+from torchacc.errors import EngineError
+from torchacc.parallel.kept_products import KeptProducts
+from torchacc.parallel.plan import ShardingPlan
+
+Forward = Callable[..., Any]
 
 
-def checkpointed(module: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def install_recompute(model: nn.Module, plan: ShardingPlan) -> None:
+    """Let the modules that a plan names be computed again in backward, by its policy."""
+    checkpoint_of_policy = checkpointed_but_products if plan.keeps_products else checkpointed
+    recompute.install(model, plan.recomputed, refuse_changed_weights(checkpoint_of_policy))
+
+
+def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a module's forward, and have it computed again in backward, where its norms count no batch a second time."""
     has_run = False
 
@@ -21,3 +33,40 @@ def checkpointed(module: nn.Module, forward: Callable[..., Any], args: Sequence[
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False)
+
+
+def checkpointed_but_products(
+    module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a module's forward, and have all of it but its matrix products computed again in backward.
+
+    Raises:
+        EngineError: In backward: the module writes over what is kept, or computes other products the second time.
+    """
+    products = KeptProducts(type(module).__name__)
+    runs = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            return forward(*args, **kwargs)
+        if runs > 2:
+            raise EngineError(
+                "a second backward through the same graph (retain_graph=True, or torch.autograd.grad() before it) "
+                "finds nothing left of what memory.gc_policy = 'save_matmuls' keeps for one: leave "
+                "config.memory.gc_policy at 'full', which computes everything again each time"
+            )
+        try:
+            with recompute.statistics_kept(module):
+                output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            explained = products.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+        products.check_all_used()
+        return output
+
+    with set_checkpoint_early_stop(False):  # else the last products would not be looked at
+        return checkpoint(run, *args, use_reentrant=False, context_fn=products.contexts)

@@ -92,6 +92,7 @@ class XlaEngine(Engine):
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
         _refuse_torch_compile(self.config)
+        _refuse_selective_recompute(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
@@ -411,6 +412,15 @@ def _refuse_host_memory(config: Config) -> None:
             "memory.offload_activations = True is not available under XLA: what forward saves is a value inside of the "
             "device's program, which PyTorch cannot move. Compute it again (config.memory.gc = True), or use "
             'config.backend = "native"'
+        )
+
+
+def _refuse_selective_recompute(config: Config) -> None:
+    if config.memory.gc_policy != "full":
+        raise ConfigError(
+            f"memory.gc_policy = {config.memory.gc_policy!r} is not available under XLA, where a module is "
+            "computed again from what goes into it, and no single result is kept: leave it at 'full', and choose fewer "
+            'modules by config.memory.gc_every or gc_cls, or use config.backend = "native"'
         )
 
 

@@ -118,7 +118,8 @@ def _recompute(args: TrainingArguments, config: Config) -> None:
     if options:
         raise ConfigError(
             f"activation_checkpointing_kwargs has {', '.join(map(repr, options))}, which torchacc's recompute does not "
-            "take: leave it out, and choose by torchacc_config.memory (gc_cls, gc_every, gc_cnt, offload_activations)"
+            "take: leave it out, and choose by torchacc_config.memory (gc_cls, gc_every, gc_cnt, gc_policy, "
+            "offload_activations)"
         )
     config.memory.gc = True
     if every is not None:

@@ -1,0 +1,89 @@
+"""What is kept of a module that is computed again in backward: what costs the most time to compute.
+
+Kept are the results of matrix products, convolutions and fused attention. Products of batches (`bmm`) are not: they are
+mostly the scores of attention, which grow with the square of a sample's length, and are why one recomputes.
+"""
+
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from torchacc.errors import EngineError
+
+_KEPT = {
+    "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::convolution",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+}  # fmt: skip
+"""Operations by their names, as not each of them is there in each version of PyTorch."""
+_CHANGED = "has been mutated"
+"""What PyTorch says of a kept result that the module has written over."""
+
+
+class KeptProducts:
+    """The policy of one forward of a module: called with each operation, in forward and again in backward.
+
+    PyTorch hands out what is kept in the order in which it was kept, so that a forward which does not compute the same
+    products again would take wrong ones for them. It is refused.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Begin a forward of a module, which messages call by this name."""
+        self._name = name
+        self._kept: list[tuple[Any, ...]] = []
+        self._num_used = 0
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Say what is to become of an operation's results."""
+        if op.name() not in _KEPT or _draws_random_numbers(op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        found = (op, *(leaf.shape for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "shape")))
+        if not context.is_recompute:
+            self._kept.append(found)
+            return CheckpointPolicy.MUST_SAVE
+        if self._num_used >= len(self._kept) or self._kept[self._num_used] != found:
+            raise self._differs()
+        self._num_used += 1
+        return CheckpointPolicy.MUST_SAVE
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return the context of the forward, and that in which it is computed again: `context_fn` of a checkpoint."""
+        forward, again = create_selective_checkpoint_contexts(self)
+        return forward, again
+
+    def check_all_used(self) -> None:
+        """Check that all that was kept has been taken again.
+
+        Raises:
+            EngineError: It has not.
+        """
+        if self._num_used != len(self._kept):
+            raise self._differs()
+
+    def explain(self, error: RuntimeError) -> EngineError | None:
+        """Return what to write where PyTorch has raised this while the module was computed again; None for others."""
+        if _CHANGED not in str(error):
+            return None
+        return EngineError(
+            f"{self._name} writes over the result of a matrix product in place (as x += y and nn.ReLU(inplace=True) "
+            "do), which memory.gc_policy = 'save_matmuls' keeps for backward: write x = x + y, or leave "
+            "config.memory.gc_policy at 'full'"
+        )
+
+    def _differs(self) -> EngineError:
+        return EngineError(
+            f"{self._name} does not compute the same matrix products when it is computed again in backward (it keeps "
+            "some from one call to the next, or chooses by itself which it computes), so that "
+            "memory.gc_policy = 'save_matmuls' would take others for them: leave config.memory.gc_policy at 'full'"
+        )
+
+
+def _draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation drops values: kept, it would draw no random numbers again, as those after it do."""
+    if "dropout_p" in kwargs:
+        return bool(kwargs["dropout_p"])
+    names = [argument.name for argument in op._schema.arguments]
+    place = names.index("dropout_p") if "dropout_p" in names else len(args)
+    return place < len(args) and bool(args[place])
