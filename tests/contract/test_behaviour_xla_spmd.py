@@ -1,8 +1,4 @@
-"""What scripts do beside training: each engine, on two devices, does it as plain PyTorch does, or refuses it.
-
-The cases are those of `casekit.CASES`, tiny models against their plain copies; its docstrings and tolerances say how
-closely.
-"""
+"""What scripts do beside training, on two devices of one process under XLA: see `test_behaviour_native.py`."""
 
 import pytest
 from launching import SECONDS_TO_RUN, launch
@@ -11,7 +7,7 @@ pytest.importorskip("transformers")
 import contract_worker  # noqa: F401 - registers the cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS_TO_RUN + 60)]
-TABLE_ON = ("native-2", "xla-multiprocess-2", "xla-spmd-2")
+TABLE_ON = ("xla-spmd-2",)
 RANDOM = "second_model_draws_other_numbers_than_the_first"
 
 
