@@ -1,12 +1,9 @@
-"""What scripts do beside training: clipping, optimizers, models of other kinds, and what is changed for XLA."""
+"""What scripts do beside training: random numbers, clipping, accumulation, what is refused and what is let pass."""
 
 import copy
-import gc
-import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -14,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 from casekit import (
-    ADAM,
     ADAM_ABSOLUTE,
     ENGINE,
     MLP,
     MULTIPROCESS,
-    NATIVE,
     RANK,
-    SPMD,
     XLA,
     X,
     accelerate,
@@ -38,8 +32,6 @@ from casekit import (
     plain_value,
     sgd,
     sharded_and_plain,
-    step,
-    whole_gradient,
 )
 from torch import nn
 
@@ -84,8 +76,8 @@ def clipping(how: tuple[Callable[..., torch.Tensor], float]) -> None:
     norm = clip(model, 0.01, norm_type)
     expected = clip_imported_by_name(plain.parameters(), 0.01, norm_type)
     assert expected > 0.01
-    check_equal(plain_value(norm), expected, "norm")
     check_gradients(model, plain)
+    check_equal(plain_value(norm), expected, "norm")
 
 
 @case()
@@ -110,9 +102,9 @@ def clipping_over_two_models() -> None:
         sum(loss_of(model(x)) for model in each).backward()
     norm = clip_imported_by_name([p for model in models for p in model.parameters()], 0.01)
     expected = clip_imported_by_name([p for plain in plains for p in plain.parameters()], 0.01)
-    check_equal(plain_value(norm), expected, "norm")
     for model, plain in zip(models, plains, strict=True):
         check_gradients(model, plain)
+    check_equal(plain_value(norm), expected, "norm")
 
 
 @case(XLA)  # natively PyTorch raises that it takes DTensors or tensors, not both
@@ -127,8 +119,8 @@ def clipping_together_with_a_plain_model() -> None:
         loss_of(other.weight).backward()
     norm = clip_imported_by_name([*model.parameters(), *beside.parameters()], 0.01)
     expected = clip_imported_by_name([*plain.parameters(), *plain_beside.parameters()], 0.01)
-    check_equal(plain_value(norm), expected, "norm")
     check_gradients(model, plain)
+    check_equal(plain_value(norm), expected, "norm")
     check_equal(beside.weight.grad.cpu(), plain_beside.weight.grad, "gradient of the plain model's weight")
 
 
@@ -305,10 +297,10 @@ def returned_scalar_is_global(packing: Packing) -> None:
     model, plain = sharded_and_plain(Returning, min_num_params=10**6)
     output, expected = model(part(X)), plain(X)
     assert type(output) is type(expected)
-    check_equal(plain_value(packing.loss(output)), packing.loss(expected).detach(), "loss")
     packing.loss(output).backward()
     packing.loss(expected).backward()
     check_gradients(model, plain)
+    check_equal(plain_value(packing.loss(output)), packing.loss(expected).detach(), "loss")
     sgd(model).step()
     sgd(plain).step()
     check_parameters(model, plain)
@@ -400,386 +392,4 @@ def module_called_by_itself_is_right() -> None:
     for module, same in ((model.head, plain.head), (model.layers[0][0], plain.layers[0][0])):
         output = torchacc.dist.all_gather(module(part(X)))
         check_equal(output.detach().cpu(), same(X), "output")
-    check_still_trains(model, plain)
-
-
-# Optimizers
-
-
-class Lamb(torch.optim.Optimizer):
-    """Scales each update by the norms of the whole weight and of its gradient."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                trust = parameter.norm() / parameter.grad.norm()
-                parameter.sub_(0.1 * trust * parameter.grad)
-
-
-WHOLE_WEIGHT_OPTIMIZERS = {"lamb": Lamb, "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)}
-
-
-@case([MULTIPROCESS], each=WHOLE_WEIGHT_OPTIMIZERS)
-def optimizer_of_whole_weights_is_refused(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    model, _ = sharded_and_plain()
-    optimizer = make(model.parameters())
-    loss_of(model(part(X))).backward()
-    with pytest.raises(torchacc.ConfigError, match="full weights"):
-        optimizer.step(lambda: None)
-
-
-@case([SPMD, NATIVE])
-def lamb_trains() -> None:
-    model, plain = sharded_and_plain()
-    check_training(model, plain, lambda each: Lamb(each.parameters()), ADAM_ABSOLUTE)
-
-
-@case([SPMD])
-def lbfgs_trains() -> None:
-    model, plain = sharded_and_plain()
-    for each, x in ((model, part(X)), (plain, X)):
-        optimizer = WHOLE_WEIGHT_OPTIMIZERS["lbfgs"](each.parameters())
-
-        def evaluate(each: nn.Module = each, x: torch.Tensor = x) -> torch.Tensor:
-            each.zero_grad()
-            loss = loss_of(each(x))
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
-    check_parameters(model, plain, ADAM_ABSOLUTE)
-
-
-class RememberingAdamW(torch.optim.AdamW):
-    """Adds a running mean of the gradients to AdamW's own state, and a part of it to each step."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
-        super().step(closure)
-        for parameter, gradient in gradients.items():
-            state = self.state[parameter]
-            if "mean" not in state:
-                state["mean"] = torch.zeros_like(parameter)
-            state["mean"].lerp_(gradient, 0.5)
-            parameter.sub_(state["mean"], alpha=0.1)
-
-
-@case()
-def subclass_of_adamw_keeps_its_own_state() -> None:
-    model, plain = sharded_and_plain()
-    check_training(model, plain, lambda each: RememberingAdamW(each.parameters(), **ADAM), ADAM_ABSOLUTE)
-
-
-class LateReadingAdamW(torch.optim.AdamW):
-    """Reads the gradients after the step that it inherits."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad, alpha=0.1)
-
-
-@case()
-def subclass_of_adamw_reads_gradients_after_the_inherited_step() -> None:
-    model, plain = sharded_and_plain()
-    adamw(plain)  # PyTorch wraps the steps of a class when it is made: now that of AdamW is wrapped by itself
-    check_training(model, plain, lambda each: LateReadingAdamW(each.parameters(), **ADAM), ADAM_ABSOLUTE)
-
-
-@case(each={"adamw": adamw, "sgd-momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)})
-def optimizer_handed_in_with_state(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    torch.manual_seed(1)
-    model, plain = MLP(), MLP()
-    plain.load_state_dict(model.state_dict())
-    optimizer, plain_optimizer = make(model), make(plain)
-    step(model, X, optimizer)
-    step(plain, X, plain_optimizer)
-    accelerate(model, optimizer)
-    for _ in range(2):
-        step(model, part(X), optimizer)
-        step(plain, X, plain_optimizer)
-    check_parameters(model, plain, ADAM_ABSOLUTE)
-
-
-@case()
-def two_optimizers_over_halves_of_a_model() -> None:
-    model, plain = sharded_and_plain()
-    before = copy.deepcopy(plain.state_dict())
-    for each, x in ((model, part(X)), (plain, X)):
-        first, second = adamw(each.layers), sgd(each.head)
-        for _ in range(3):
-            first.zero_grad()
-            second.zero_grad()
-            loss_of(each(x)).backward()
-            first.step()
-            second.step()
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in plain.state_dict().items())
-    check_parameters(model, plain, ADAM_ABSOLUTE)
-
-
-@case()
-def two_models_train_against_each_other() -> None:
-    generator, plain_generator = sharded_and_plain(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    critic, plain_critic = sharded_and_plain()
-    for make, judge, x in ((generator, critic, part(X)), (plain_generator, plain_critic, X)):
-        maker_optimizer, judge_optimizer = adamw(make), adamw(judge)
-        for _ in range(2):
-            judge_optimizer.zero_grad()
-            (loss_of(judge(make(x).detach())) - loss_of(judge(x))).backward()
-            judge_optimizer.step()
-            maker_optimizer.zero_grad()
-            (-loss_of(judge(make(x)))).backward()
-            maker_optimizer.step()
-    check_parameters(generator, plain_generator, ADAM_ABSOLUTE)
-    check_parameters(critic, plain_critic, ADAM_ABSOLUTE)
-
-
-@case([MULTIPROCESS])
-def flattened_groups_made_after_are_refused() -> None:
-    torch.manual_seed(1)
-    model = MLP()
-    model.head.bias.requires_grad_(False)
-    accelerate(model, flatten_parameters=True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decays = [parameter for parameter in trained if parameter.dim() >= 2]
-    rest = [parameter for parameter in trained if parameter.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
-    loss_of(model(part(X))).backward()
-    with pytest.raises(torchacc.ConfigError, match="flatten_parameters"):
-        optimizer.step()
-
-
-# Models of other kinds
-
-
-class NonContiguous(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.rand(6, 16)[:, ::2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.extra.sum(0))
-
-
-class FewRows(MLP):
-    """Has weights of one row, and of three, over two devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.rand(1, 8))
-        self.three = nn.Parameter(torch.rand(3, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.one + self.three.sum(0))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x.view(-1, 2, 4))[0])
-
-
-class Repeating(MLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*self.layers, *self.layers):
-            x = layer(x)
-        return self.head(x)
-
-
-@case(each={"non-contiguous": NonContiguous, "few-rows": FewRows, "module-used-twice": Repeating})
-def model_trains(make: Callable[[], nn.Module]) -> None:
-    check_training(*sharded_and_plain(make))
-
-
-@case()
-def lstm_trains() -> None:
-    check_training(*sharded_and_plain(Recurrent, wrap_modules=["lstm"]))
-
-
-@case()
-def float64_model_trains() -> None:
-    model, plain = sharded_and_plain(lambda: MLP().double())
-    double = X.double()
-    loss, expected = loss_of(model(part(double))), loss_of(plain(double))
-    loss.backward()
-    expected.backward()
-    for name, parameter in model.named_parameters():
-        gradient = plain.get_parameter(name).grad
-        found = whole_gradient(parameter, len(gradient))
-        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-14)
-
-
-class Buffered(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(8))
-        self.register_buffer("offset", torch.rand(8), persistent=False)
-        self.head.register_buffer("shared", self.scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.scale + self.offset + self.head.shared)
-
-
-@case(each={"when-they-differ": False, "always": True})
-def buffers_are_those_of_rank_0(sync_module_states: bool) -> None:
-    torch.manual_seed(RANK)
-    model = Buffered()
-    own = {"state": copy.deepcopy(model.state_dict()), "offset": model.offset.clone()}
-    first = by_rank(own)[0]
-    accelerate(model, sync_module_states=sync_module_states)
-    for name, tensor in torchacc.full_state_dict(model).items():
-        assert torch.equal(tensor, first["state"][name]), f"rank {RANK}: {name}"
-    assert torch.equal(model.offset.cpu(), first["offset"])
-    assert model.scale is model.head.shared
-
-    plain = Buffered()
-    plain.load_state_dict(first["state"])
-    plain.offset.copy_(first["offset"])
-    check_still_trains(model, plain)
-
-
-@case()
-def deleted_model_is_freed() -> None:
-    model, _ = sharded_and_plain()
-    optimizer = adamw(model)
-    loss_of(model(part(X))).backward()
-    model.clip_grad_norm_(1.0)
-    optimizer.step()
-    held = weakref.ref(model), weakref.ref(model.head.weight)
-    del model, optimizer
-    gc.collect()
-    assert [reference() for reference in held] == [None, None]
-
-
-# What is changed in a model, and in other libraries, for XLA
-
-
-class Normalized(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8, dtype=dtype, bias=bias)
-        nn.init.normal_(self.norm.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
-NORMS = {
-    "float32": (Normalized, torch.float32, 1e-6),
-    "float64": (partial(Normalized, torch.float64), torch.float64, 1e-14),
-    "no-bias": (partial(Normalized, bias=False), torch.float32, 1e-6),
-    "bfloat16-input": (Normalized, torch.bfloat16, 2e-2),  # two units of bfloat16 at the size of the outputs
-}
-
-
-@case([SPMD], each=NORMS)
-def layer_norm_is_that_of_torch(given: tuple[Callable[[], nn.Module], torch.dtype, float]) -> None:
-    make, dtype, absolute = given
-    model, plain = sharded_and_plain(make)
-    x = (10 * X + 30).to(dtype)
-    found, expected = model(part(x)), plain(x)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(plain_value(found), expected.detach(), rtol=absolute, atol=absolute)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    for name, parameter in plain.named_parameters():
-        gradient = plain_value(model.get_parameter(name).grad)
-        torch.testing.assert_close(gradient, parameter.grad, rtol=10 * absolute, atol=10 * absolute)
-
-
-@case([SPMD])
-def layer_norm_of_bfloat16_computation_is_float32() -> None:
-    model, plain = sharded_and_plain(Normalized, compute={"bf16": True})
-    x = X.bfloat16()
-    found = model(part(x))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = plain.norm(x.float())
-    assert found.dtype == expected.dtype == torch.float32
-    check_equal(plain_value(found), expected.detach(), "output")
-
-
-def make_gpt2() -> nn.Module:
-    """Return a GPT-2 whose loss depends much on where it attends to, and which looks for packed documents."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, **tokens, initializer_range=0.5, use_cache=False))
-
-
-TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(3))
-MASKS = {
-    "none": {},
-    "all-kept": {"attention_mask": torch.ones_like(TOKENS)},
-    "padded-right": {"attention_mask": (torch.arange(8) < torch.tensor([[8], [5], [8], [3]])).long()},
-    "padded-left": {"attention_mask": (torch.arange(8) >= torch.tensor([[0], [2], [5], [0]])).long()},
-    "one-document": {"position_ids": torch.arange(8).expand(4, 8)},
-    "packed-documents": {"position_ids": torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand(4, 8)},
-}
-
-
-@case(XLA, each=MASKS)
-def masks_are_those_of_transformers(given: dict[str, torch.Tensor]) -> None:
-    model, plain = sharded_and_plain(make_gpt2)
-    batch = {"input_ids": TOKENS, "labels": TOKENS, **given}
-    found = model(**{name: part(tensor) for name, tensor in batch.items()}).loss
-    check_equal(plain_value(found), plain(**batch).loss.detach(), "loss")
-
-
-@case(XLA)
-def patches_end_with_the_forward() -> None:
-    from transformers import masking_utils
-
-    before = dict(vars(masking_utils))
-    model, _ = sharded_and_plain(make_gpt2)
-    was_patched = []
-
-    def look(module: nn.Module, args: Any) -> None:
-        was_patched.append(dict(vars(masking_utils)) != before)
-        if len(was_patched) == 2:
-            raise KeyError("on purpose")
-
-    model.lm_head.register_forward_pre_hook(look)
-    model(input_ids=part(TOKENS))
-    assert dict(vars(masking_utils)) == before
-    with pytest.raises(KeyError):
-        model(input_ids=part(TOKENS))
-    assert dict(vars(masking_utils)) == before
-    assert was_patched == [True, True]
-
-
-@case(XLA)
-def forward_that_raises_leaves_no_whole_weights() -> None:
-    model, plain = sharded_and_plain()
-
-    def fail(module: nn.Module, args: Any) -> None:
-        raise KeyError("on purpose")
-
-    handle = model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        model(part(X))
-    handle.remove()
-    assert not any("weight" in vars(module) for module in model.modules())
-    check_still_trains(model, plain)
-
-
-@case([SPMD])
-def shard_output_callable_is_called() -> None:
-    calls = []
-    model, plain = sharded_and_plain(shard_output_callable=lambda output, mesh: calls.append((output, mesh)))
-    output = model(part(X))
-    assert any(given is output for given, _ in calls), "not called with the model's output"
-    assert all(mesh.get_logical_mesh().size == 2 and "fsdp" in mesh.axis_names for _, mesh in calls)
     check_still_trains(model, plain)

@@ -3,35 +3,17 @@
     python contract_worker.py xla-spmd-2 out/ case ...
     python ../forkrun.py 2 contract_worker.py native-2 out/ case ...
 
-What it imports registers its cases, those first that draw random numbers before any other has.
+It imports each `*_cases.py`, which registers its cases.
 """
 
-import behaviour_cases  # noqa: F401  isort: skip
-import background_cases  # noqa: F401
-import chunked_loss_cases  # noqa: F401
-import compile_cases  # noqa: F401
-import deferred_cases  # noqa: F401
-import dtensor_cases  # noqa: F401
-import family_cases  # noqa: F401
-import gathered_loss_cases  # noqa: F401
-import inference_cases  # noqa: F401
-import lever_cases  # noqa: F401
-import mistake_cases  # noqa: F401
-import native_limits_cases  # noqa: F401
-import number_cases  # noqa: F401
-import order_cases  # noqa: F401
-import ordinal_cases  # noqa: F401
-import recompute_cases  # noqa: F401
-import replacing_cases  # noqa: F401
-import replica_cases  # noqa: F401
-import scan_cases  # noqa: F401
-import shard_reading_cases  # noqa: F401
-import state_cases  # noqa: F401
-import tensor_parallel_cases  # noqa: F401
-import training_cases  # noqa: F401
-import xla_forward_cases  # noqa: F401
-import xla_operation_cases  # noqa: F401
+import importlib
+from pathlib import Path
+
+import behaviour_cases  # noqa: F401 - the first, as its first case is about random numbers that none has drawn before
 from casekit import main
+
+for path in sorted(Path(__file__).parent.glob("*_cases.py")):
+    importlib.import_module(path.stem)
 
 if __name__ == "__main__":
     main()
