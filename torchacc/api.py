@@ -84,6 +84,8 @@ def accelerate(
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
     if plan.tensor_parallel.unsplit:
         _log.info("not split over tp: %s", plan.tensor_parallel.listed_unsplit)
+    if plan.float8 is not None:
+        _log.info("%s", str(plan.float8).strip())
     _log.debug("%s", plan)
 
     given = [part for part in (loader, optimizer) if part is not None]

@@ -24,11 +24,7 @@ def find_head(model: nn.Module) -> str:
     Raises:
         ConfigError: The model has none, or transformers does not say which it is.
     """
-    ask = getattr(model, "get_output_embeddings", None)
-    try:
-        head = ask() if callable(ask) else None
-    except (AttributeError, NotImplementedError):
-        head = None
+    head = output_layer(model)
     name: str | None = next((name for name, module in model.named_modules() if name and module is head), None)
     if name is None:
         raise ConfigError(
@@ -43,6 +39,15 @@ def find_head(model: nn.Module) -> str:
             "there are: set config.compute.chunked_loss = False"
         )
     return name
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the module that computes logits, as transformers' models say; None where a model does not."""
+    ask = getattr(model, "get_output_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 class ModelLoss:

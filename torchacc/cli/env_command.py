@@ -17,6 +17,7 @@ from torchacc.errors import ConfigError
 
 _PACKAGES = (
     "torchacc", "torch", "torch_xla", "transformers", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "datasets", "safetensors",
+    "torchao",
 )  # fmt: skip
 EXAMPLES = ("torchacc env", "torchacc env --json")
 

@@ -13,6 +13,7 @@ from torchacc.errors import ConfigError, shown
 
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
 _COMPILE_OPTIONS = ("compile_mode", "compile_dynamic", "compile_backend")
+_FLOAT8_OPTIONS = ("fp8_recipe", "fp8_layers", "fp8_skip", "fp8_min_features", "fp8_emulate")
 _RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt", "gc_policy")
 
 
@@ -87,6 +88,7 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError(f"{' and '.join(given)} each choose the units: keep one, and set the other to None")
     _refuse_choice_without_recompute(config)
     _refuse_choice_without_compile(config)
+    _refuse_choice_without_float8(config)
     if config.memory.gc_policy != "full" and config.memory.offload_activations:
         raise ConfigError(
             f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "
@@ -121,6 +123,23 @@ def _refuse_choice_without_compile(config: Config) -> None:
             f"compute.compile_mode = {shown(compute.compile_mode)} is one of the backend 'inductor', and "
             f"compute.compile_backend is {shown(compute.compile_backend)}: leave one of them out"
         )
+
+
+def _refuse_choice_without_float8(config: Config) -> None:
+    compute = config.compute
+    if compute.fp8 and not compute.bf16:
+        raise ConfigError(
+            "compute.fp8 = True with compute.bf16 = False: float8 is for the products of linear layers, and all around "
+            "them would be in float32, or in float16, for which its kernels are not made: set config.compute.bf16 = "
+            "True too"
+        )
+    for name in _FLOAT8_OPTIONS:
+        value = getattr(compute, name)
+        if value != type(compute).model_fields[name].default and not compute.fp8:
+            raise ConfigError(
+                f"compute.{name} = {shown(value)} says how layers compute in float8, and compute.fp8 is False, so that "
+                f"none does: set config.compute.fp8 = True, or leave config.compute.{name} out"
+            )
 
 
 def _refuse_not_yet(config: Config) -> None:

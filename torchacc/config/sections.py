@@ -31,6 +31,7 @@ HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 RecomputePolicy = Literal["full", "save_matmuls"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+Float8Recipe = Literal["tensorwise", "rowwise"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 
 
@@ -281,6 +282,23 @@ class ComputeConfig(Section):
     """Dtype of the parameters that the optimizer steps, and so of its state; `bfloat16` goes with `bf16`."""
     reduce_dtype: HighPrecision = "float32"
     """Dtype in which gradients are summed over the devices and over micro-batches; under SPMD it is XLA's choice."""
+    fp8: StrictBool = False
+    """Multiply in float8 in linear layers, by torchao's float8 training; goes with `bf16`, in which all else computes
+    (native engine only)."""
+    fp8_recipe: Float8Recipe = "tensorwise"
+    """What has a scale of its own: each tensor (tensorwise), whose weights are also gathered in float8; or each row of
+    it (rowwise), which is more exact and gathers them in bfloat16."""
+    fp8_layers: Patterns | None = None
+    """Names of the linear layers that compute in float8, or of modules around them, with wildcards, such as
+    `model.layers.*.mlp`; None for all but the one that makes the logits."""
+    fp8_skip: Patterns | None = None
+    """Names of linear layers, or of modules around them, that do not."""
+    fp8_min_features: Count | None = None
+    """Inputs and outputs that a layer has at least where it computes in float8; None for the sizes that gain by it on
+    an H100, by torchao's measurements, or for all that `fp8_layers` names."""
+    fp8_emulate: StrictBool = False
+    """Round to float8 and multiply in float32, on any device and slowly: to see what float8 does to a model's numbers.
+    """
     acc_scaled_dot_attn: StrictBool = False
     """Replace scaled dot-product attention by a kernel made for the device."""
     chunked_loss: StrictBool | Count = False

@@ -47,6 +47,7 @@ class Choice:
 _NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
     "compute.compile": lambda config: config.compute.compile,
     "compute.fp16": lambda config: config.compute.fp16,
+    "compute.fp8": lambda config: config.compute.fp8,
     "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
     "memory.gc_policy": lambda config: config.memory.gc_policy != "full",
     "memory.offload_activations": lambda config: config.memory.offload_activations,

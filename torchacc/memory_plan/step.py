@@ -20,7 +20,13 @@ from torchacc.parallel.plan import ShardingPlan, make_plan
 
 MOST_DEVICES = 1024
 """How far `Step.smallest()` looks."""
-_NOT_PLANNED = ("memory.offload_activations", "dist.fsdp.cpu_offload", "compute.scan_layers", "compute.fp16")
+_NOT_PLANNED = (
+    "memory.offload_activations",
+    "dist.fsdp.cpu_offload",
+    "compute.scan_layers",
+    "compute.fp16",
+    "compute.fp8",
+)
 
 
 @dataclass(frozen=True)

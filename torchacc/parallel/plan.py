@@ -16,6 +16,7 @@ from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
+from torchacc.parallel.float8_layers import Float8Layers, select_float8
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
 from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
@@ -98,6 +99,8 @@ class ShardingPlan:
     """What of these modules is computed again: `full`, or all but what `save_matmuls` keeps."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
+    float8: Float8Layers | None = None
+    """The linear layers that compute in float8."""
 
     @property
     def keeps_products(self) -> bool:
@@ -153,6 +156,7 @@ class ShardingPlan:
         lines += ["  gathers nothing ahead in backward"] if not self.backward_prefetch else []
         width = max(len(unit.name or "(model)") for unit in self.units)
         lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
+        lines += [str(self.float8)] if self.float8 is not None else []
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
@@ -211,6 +215,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         recomputed=recomputed,
         recompute_policy=config.memory.gc_policy,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
+        float8=select_float8(model, config),
     )
 
 

@@ -116,16 +116,16 @@ def _by_name(model: nn.Module, rule: set[str] | Callable[[str, nn.Module], bool]
             )
         return _checked(model, asked)
     for pattern in sorted(rule):
-        if not any(_fits(name, pattern) for name in names):
+        if not any(fits(name, pattern) for name in names):
             raise ConfigError(
                 f"config.dist.fsdp.wrap_modules has the pattern {pattern!r}, which fits no module of "
                 f"{type(model).__name__}: its modules are {', '.join(names[:12])}{', …' if len(names) > 12 else ''}"
             )
-    chosen = [name for name in names if any(_fits(name, pattern) for pattern in rule)]
+    chosen = [name for name in names if any(fits(name, pattern) for pattern in rule)]
     return _checked(model, chosen)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
     """Return whether a module's name fits a pattern, of which a * stays at its own depth, unlike fnmatch's."""
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 

@@ -126,6 +126,7 @@ def _set_precision(config: Config, precision: str | int | None) -> None:
 
 def _precision_in_words(config: Config) -> str:
     computed = "bfloat16" if config.compute.bf16 else "float16" if config.compute.fp16 else "float32"
+    computed += f" with products in float8 ({config.compute.fp8_recipe})" if config.compute.fp8 else ""
     return f"{computed}, parameters in {config.compute.master_dtype}"
 
 

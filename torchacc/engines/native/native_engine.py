@@ -18,7 +18,7 @@ from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import compiled_units, split_layers
+from torchacc.engines.native import compiled_units, float8_training, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
@@ -89,6 +89,7 @@ class NativeEngine(Engine):
         super().check(model)
         check_installed_torch()
         compiled_units.check(self.config, self.device)
+        float8_training.check(self.config, self.device)
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty:
             raise ConfigError(
@@ -220,6 +221,8 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
+        if self.plan.float8 is not None:
+            float8_training.convert(self.model, self.plan.float8)
         self._compile_units()
         self._install_forward(self._run)
         self._replicate_numbers()
@@ -307,7 +310,15 @@ class NativeModel(ShardedModel):
         shard_updates.install()
         units = [self.model.get_submodule(unit.name) for unit in self.plan.units]
         agree = self.engine.group.largest if self.engine.job.launched else None
-        self._groups = Groups(self.model, units, agree, self.engine.mesh.size(Role.SHARD) > 1)
+        is_split, float8 = self.engine.mesh.size(Role.SHARD) > 1, self.plan.float8
+        self._groups = Groups(
+            self.model,
+            units,
+            agree,
+            is_split,
+            float8=float8.weights if float8 is not None and float8.are_gathered else (),
+            shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
+        )
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}

@@ -10,10 +10,10 @@ They then stay until they change, and gradients are reduced when all of a backwa
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -26,6 +26,9 @@ from torchacc.engines.native.gradients import take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
+
+if TYPE_CHECKING:
+    from torchacc.engines.patches.float8_gather import Float8Gathers
 
 Agree = Callable[[Sequence[int]], list[int]]
 
@@ -114,9 +117,9 @@ class Group(FSDPParamGroup):
             elif parameter.sharded_param.grad is None:
                 self.owner.filled_in.append(parameter)
             if held and parameter.unsharded_accumulated_grad is None:  # all of a window in its dtype
-                parameter.unsharded_accumulated_grad = torch.zeros_like(weight, dtype=held[0].dtype)
+                parameter.unsharded_accumulated_grad = _zeros_for(weight, held[0].dtype)
             elif weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
+                weight.grad = _zeros_for(weight, weight.dtype)
 
     def _to_fill_in(self) -> list[FSDPParam]:
         """Return the parameters that need a gradient in each process: all that are trained, or were in the window.
@@ -219,6 +222,13 @@ def _has_gradient(parameter: FSDPParam) -> bool:
     return weight.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
+def _zeros_for(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a gradient of zeros, also for a distributed weight, or one in float8, which has none of its own kind."""
+    if hasattr(weight, "to_local"):
+        return torch.zeros_like(weight, dtype=dtype)
+    return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+
 def _drop_gradient(parameter: FSDPParam) -> None:
     parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
@@ -233,7 +243,16 @@ def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
 class Groups:
     """All groups of a model."""
 
-    def __init__(self, model: nn.Module, units: list[nn.Module], agree: Agree | None, is_split: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[nn.Module],
+        agree: Agree | None,
+        is_split: bool,
+        *,
+        float8: Collection[str] = (),
+        shard_group: Any = None,
+    ) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
 
         Args:
@@ -241,6 +260,8 @@ class Groups:
             units: All of them.
             agree: Returns the largest that any process has of each number of a list; None where there is one process.
             is_split: Whether several processes take part when a unit is gathered.
+            float8: Names of the weights that are gathered in float8.
+            shard_group: The process group of those that take part; None where that is each by itself.
         """
         self._agree = agree
         self.with_gradient: set[FSDPParam] = set()
@@ -261,12 +282,20 @@ class Groups:
             group.owner = self
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
+        self._float8 = self._gather_in_float8(model, float8, shard_group) if float8 else None
         install()
         take_part_in_backward(self)
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
+
+    def _gather_in_float8(self, model: nn.Module, names: Collection[str], shard_group: Any) -> "Float8Gathers":
+        from torchacc.engines.patches.float8_gather import Float8Gathers
+
+        weights = {id(model.get_parameter(name)) for name in names}
+        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
+        return Float8Gathers([each for each in every if id(each.sharded_param) in weights], shard_group)
 
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest that any process has of each number. Collective: every process."""
@@ -364,6 +393,8 @@ class Groups:
 
     def _begin_part(self, module: nn.Module, args: Any) -> None:
         self._prepare()  # otherwise a unit that is called by itself would take itself for the model
+        if self._root._training_state is TrainingState.IDLE and not _is_in_backward():
+            self._update_scales()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._prepare()
@@ -371,6 +402,13 @@ class Groups:
             return
         self.end_failed_backward()
         self._rest()
+        self._update_scales()
+
+    def _update_scales(self) -> None:
+        """Compute the scales of weights that are gathered in float8, which every forward gathers anew."""
+        if self._float8 is not None:
+            with _no_inference_mode():
+                self._float8.update_scales()
 
     def end_failed_backward(self) -> None:
         """Forget a backward that has raised, and so was never finished: modules show their shards again."""

@@ -88,6 +88,7 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
 
 _GROUPS = "native/parameter_groups.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
+_FLOAT8 = "patches/float8_gather.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
@@ -127,6 +128,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "orig_dtype": "of a group whose parameters are all frozen",
         "reduce_dtype": "of a group whose parameters are all frozen",
         "is_dtensor": "whether layers are split, too",
+    }, of_instances=True),
+    *_of(_PARAMETER, _FLOAT8, {
+        "_sharded_local_tensor": "overridden: says how a weight is gathered in float8",
+        "_init_extensions": "after a weight's way to be gathered has changed",
+    }),
+    *_of(_PARAMETER, _FLOAT8, {
+        "_module_info": "the layer of a weight",
+        "_sharded_param_data": "the shard that is rounded, with its padding",
+        "padded_sharded_param_size": "the shape of the padded shard",
     }, of_instances=True),
     *_of(_STATE, _GROUPS, {
         "_root_post_backward_final_callback": "wrapped: says that no more gradients of a backward are to come",

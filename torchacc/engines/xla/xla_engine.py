@@ -91,6 +91,7 @@ class XlaEngine(Engine):
         _refuse_inference_mode()
         _refuse_host_memory(self.config)
         _refuse_float16(self.config)
+        _refuse_float8(self.config)
         _refuse_torch_compile(self.config)
         _refuse_selective_recompute(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
@@ -429,6 +430,14 @@ def _refuse_torch_compile(config: Config) -> None:
         raise ConfigError(
             "compute.compile = True is not available under XLA, which compiles each step as a whole by itself: leave "
             'it at False, or use config.backend = "native"'
+        )
+
+
+def _refuse_float8(config: Config) -> None:
+    if config.compute.fp8:
+        raise ConfigError(
+            "compute.fp8 = True is not available under XLA, to which torchao's float8 layers are unknown: leave it at "
+            'False, or use config.backend = "native"'
         )
 
 
