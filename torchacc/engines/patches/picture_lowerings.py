@@ -126,9 +126,9 @@ def _avg_pool(
     Nor does torch_xla know how many values a window has that `ceil_mode` lets end behind the picture.
     """
     options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    if not ceil_mode and divisor_override is None:
-        return original(x, *options)  # type: ignore[no-any-return]
     sizes = getattr(torch.ops.aten, f"avg_pool{num_dims}d")(_without_data(x), *options).shape[-num_dims:]
+    if not ceil_mode and divisor_override is None:  # PyTorch has checked them above, which torch_xla does not
+        return original(x, *options)  # type: ignore[no-any-return]
     kernels, steps, pads = (for_each(option, num_dims) for option in (kernel_size, stride or kernel_size, padding))
     sides: list[int] = []  # the last dimension first, as pad() has it
     counts = torch.ones((), dtype=x.dtype, device=x.device)
