@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchacc
+from torchacc.engines.native import averaged_gradients
 
 
 def replica_and_plain(make: Callable[[], nn.Module] = MLP) -> tuple[nn.Module, nn.Module]:
@@ -142,3 +143,159 @@ def windows_of_a_replica_are_averaged_once() -> None:
     for optimizer in optimizers:
         optimizer.step()
     check_parameters(model, plain)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.phase).abs()
+
+
+@case([NATIVE])
+def complex_parameters_of_a_replica() -> None:
+    model, plain = replica_and_plain(Complex)
+    loss_of(model(part(X))).backward()
+    loss_of(plain(X)).backward()
+    check_gradients(model, plain)
+
+
+@case([NATIVE])
+def gradients_of_a_replica_lie_like_parameters() -> None:
+    """As fused optimizers go through both as they lie in memory."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2)).to(memory_format=torch.channels_last)
+
+    model, plain = replica_and_plain(make)
+    x = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    for each, own in ((model, part(x)), (plain, x)):
+        loss_of(each(own)).backward()
+        torch.optim.SGD(each.parameters(), lr=0.1, fused=True).step()
+    check_parameters(model, plain)
+
+
+class Skipping(MLP):
+    """Uses its head where it is asked to, and computes a part by another method."""
+
+    def forward(self, x: torch.Tensor, is_whole: bool = True) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.head(x) if is_whole else x
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+@case([NATIVE])
+def replicas_of_two_models_in_one_loss() -> None:
+    """One uses all of its parameters on one process only, so that its buckets go in another order there."""
+    kept = averaged_gradients.FIRST_BUCKET_BYTES, averaged_gradients.BUCKET_BYTES
+    averaged_gradients.FIRST_BUCKET_BYTES = averaged_gradients.BUCKET_BYTES = 1
+    try:
+        pairs = [replica_and_plain(Skipping) for _ in range(2)]
+        models, plains = zip(*pairs, strict=True)
+        (loss_of(models[0](part(X))) + loss_of(models[1](part(X), RANK == 0))).backward()
+        for rank, x in enumerate(X.chunk(2)):
+            (0.5 * (loss_of(plains[0](x)) + loss_of(plains[1](x, rank == 0)))).backward()
+        for model, plain in pairs:
+            check_gradients(model, plain)
+    finally:
+        averaged_gradients.FIRST_BUCKET_BYTES, averaged_gradients.BUCKET_BYTES = kept
+
+
+@case([NATIVE])
+def failed_backwards_of_a_replica() -> None:
+    """Their gradients cannot be used before the next one, which makes them what PyTorch's are."""
+    model, plain = replica_and_plain()
+    optimizer = sgd(model)
+    for has_window in (False, True):
+        for each, x in ((model, part(X)), (plain, X)):
+            each.zero_grad()
+            if has_window and each is model:
+                with torchacc.accumulate(model):
+                    loss_of(each(x)).backward()
+            else:
+                loss_of(each(x)).backward()
+            handle = each.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(each(x)).backward()
+            handle.remove()
+        for act in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            with pytest.raises(torchacc.EngineError, match="after a backward that has raised"):
+                act()
+        loss_of(model(part(X))).backward()
+        loss_of(plain(X)).backward()
+        check_gradients(model, plain)
+        optimizer.step()
+        sgd(plain).step()
+    check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def windows_of_a_replica_by_other_methods() -> None:
+    """No output of the model's forward tells of these backwards."""
+    model, plain = replica_and_plain(Skipping)
+    optimizer = sgd(model)
+    with torchacc.accumulate(model):
+        loss_of(model.encode(part(X))).backward()
+    with pytest.raises(torchacc.EngineError, match=r"accumulate\(\)"):
+        optimizer.step()
+    loss_of(model.encode(part(X))).backward()
+    for _ in range(2):
+        loss_of(plain.encode(X)).backward()
+    check_gradients(model, plain)
+    optimizer.step()
+    sgd(plain).step()
+    check_parameters(model, plain)
+
+
+@case([NATIVE])
+def replicas_that_differ_in_a_row_are_refused() -> None:
+    model, _ = replica_and_plain(lambda: nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8)))
+    torch.manual_seed(RANK)
+    with torch.no_grad():
+        model[0].weight[8:].normal_()
+    with pytest.raises(torchacc.EngineError, match=r"'0\.weight' has other values"):
+        loss_of(model(torch.arange(10))).backward()
+
+
+@case([NATIVE])
+def replicas_frozen_differently_are_refused() -> None:
+    model, plain = replica_and_plain()
+    model.layers[RANK].requires_grad_(False)
+    with pytest.raises(torchacc.EngineError, match="train other parameters than each other"):
+        loss_of(model(part(X))).backward()
+    model.layers.requires_grad_(True)
+    check_still_trains(model, plain)
+
+
+class Returning(MLP):
+    """Returns a parameter as it is, beside what it computes, by a sparse lookup if asked to."""
+
+    is_sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.is_sparse:
+            return super().forward(x), nn.functional.embedding(torch.zeros(1).long(), self.table, sparse=True)
+        return super().forward(x), self.table
+
+
+@case([NATIVE])
+def replica_returns_a_parameter() -> None:
+    model, plain = replica_and_plain(Returning)
+    for each, x in ((model, part(X)), (plain, X)):
+        output, table = each(x)
+        loss_of(output * table).backward()
+    check_gradients(model, plain)
+    model.is_sparse = True
+    model.zero_grad()
+    output, table = model(part(X))
+    with pytest.raises(torchacc.EngineError, match="'table' has got a sparse gradient"):
+        loss_of(output * table).backward()

@@ -430,6 +430,9 @@ class ShardedModel(ABC):
                 )
             self._drop_window()
             self.status.drop_window()
+        if self.status.has_failed and (optimizer is None or self._holds_all_trained(optimizer)):
+            self._drop_window()
+            self.status.drop_failed_backward()
 
     def _holds_all_trained(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}

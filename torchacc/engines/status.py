@@ -23,6 +23,7 @@ class ModelStatus:
         """Optimizers that a load has failed for."""
         self._is_accumulating = False
         self._window_is_open = False
+        self._has_failed = False
         self._has_scaler = False
 
     # ---- Weights and optimizer state
@@ -105,6 +106,20 @@ class ModelStatus:
     def on_backward(self) -> None:
         """Note that a backward runs: inside of `accumulating()` it opens the window, outside it completes it."""
         self._window_is_open = self._is_accumulating
+        self._has_failed &= self._is_accumulating
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the gradients have something of a backward that has raised."""
+        return self._has_failed
+
+    def on_failed_backward(self) -> None:
+        """Note that a backward has raised, and has left in the gradients what is not reduced over the devices."""
+        self._has_failed = True
+
+    def drop_failed_backward(self) -> None:
+        """Note that the gradients were dropped."""
+        self._has_failed = False
 
     def drop_window(self) -> None:
         """Note that the gradients of the window were dropped."""
@@ -117,8 +132,13 @@ class ModelStatus:
             call: What needs them, for the message.
 
         Raises:
-            EngineError: They are those of an accumulation window that is still open.
+            EngineError: They are those of an accumulation window that is still open, or of a backward that has raised.
         """
+        if self._has_failed:
+            raise EngineError(
+                f"{call} after a backward that has raised: it has added to some gradients, and they are not reduced "
+                "over the devices. Call model.zero_grad(), and backward() again"
+            )
         if self._window_is_open:
             raise EngineError(
                 f"{call} after a backward inside of torchacc.accumulate(): the gradients are not reduced over the "

@@ -4,15 +4,17 @@ As in PyTorch's DDP, gradients are copied into buckets as they come, and each bu
 new gradients then stay where they have been reduced. A bucket's place among the reductions is always the same, so that
 all processes reduce the same at the same time. What is reduced is `parameter.grad` as a whole: what earlier backwards
 have averaged is the same everywhere, and its mean is itself, and so what a window holds comes to the mean with its last
-backward, whatever was computed in between.
+backward, whatever was computed in between; so does what a backward that has raised has left.
 """
 
+import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -21,31 +23,44 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from torchacc.engines.native.gradients import AVERAGE, take_part_in_backward
+from torchacc.engines.status import ModelStatus
 from torchacc.errors import EngineError
 
 FIRST_BUCKET_BYTES = 2**20
 """What the first bucket has at most, which is to be on its way early."""
 BUCKET_BYTES = 25 * 2**20
 """What any other bucket has at most."""
+NUM_SAMPLES = 8
+"""How many elements of a parameter are compared between the processes in each backward."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Its multiples, modulo 1, spread over all that lies between 0 and 1."""
 
 
 class Bucket:
     """Parameters whose gradients are reduced together.
 
     Args:
-        parameters: All of one dtype, on one device.
-        num_devices: The devices over which gradients are averaged.
+        parameters: By name, all of one dtype, on one device.
+        group: The processes over which gradients are averaged.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_devices: int) -> None:
-        self.parameters = parameters
-        self._share = 1.0 / num_devices
-        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = list(parameters.values())
+        # Small enough that float32 has its mean nearly exactly, however many processes there are.
+        self._checksum = float(zlib.crc32("\n".join(parameters).encode()) % 4096)
+        self._group = group
+        self._share = 1.0 / group.size()
+        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
         # What follows the gradients says of each parameter whether this process has a gradient, whether it is new, and
-        # what the first element of the parameter is.
-        self._sizes = [*(parameter.numel() for parameter in parameters), *[len(parameters)] * 3]
+        # what some of its elements are; and at last which parameters these are.
+        self._num_samples = [min(parameter.numel(), NUM_SAMPLES) for parameter in self.parameters]
+        self._sizes = [
+            *(parameter.numel() for parameter in self.parameters),
+            *[len(self.parameters)] * 2,
+            sum(self._num_samples) + 1,
+        ]
         self._views: list[torch.Tensor] = []
-        self._flat = self._is_here = self._is_new = self._firsts = self._own = torch.empty(0)
+        self._flat = self._is_here = self._is_new = self._means = self._own = torch.empty(0)
         self._new: set[nn.Parameter] = set()
         self._had: set[nn.Parameter] = set()
         self._work: Any = None
@@ -69,8 +84,12 @@ class Bucket:
         self._copy(parameter)
         self._new.add(parameter)
 
-    def reduce(self) -> None:
-        """Begin to sum up the gradients over the processes, with zeros where there is none. Collective."""
+    def reduce(self, num_backwards: int) -> None:
+        """Begin to sum up the gradients over the processes, with zeros where there is none. Collective.
+
+        Args:
+            num_backwards: How many there have been before, which chooses the elements to compare.
+        """
         missing = [parameter for parameter in self.parameters if parameter not in self._new]
         for parameter in missing:
             if parameter.grad is None:
@@ -83,9 +102,10 @@ class Bucket:
         else:
             self._is_here.fill_(1)
             self._is_new.fill_(1)
-        self._own = torch.stack([each.detach()[(0,) * each.dim()] for each in self.parameters])
-        torch.mul(self._own, self._share, out=self._firsts)
-        self._work = dist.all_reduce(self._flat, async_op=True)
+        samples = [_samples(parameter, num_backwards) for parameter in self.parameters]
+        self._own = torch.cat([*samples, self._flat.new_full((1,), self._checksum)])
+        torch.mul(self._own, self._share, out=self._means)
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def give_back(self) -> list[nn.Parameter]:
         """Wait for the means, and return the parameters that have a new gradient on any process."""
@@ -96,25 +116,28 @@ class Bucket:
             if parameter in self._had and parameter.grad is not None:
                 parameter.grad.copy_(mean)
             elif num_here:
-                parameter.grad = mean.detach()
+                parameter.grad = mean.data  # its changes are counted for itself, unlike those of detach()
         if self.is_full:
             return list(self.parameters)
-        return [each for each, num_new in zip(self.parameters, self._is_new.tolist(), strict=True) if num_new > 0]
+        return [each for each, num_new in zip(self.parameters, self._is_new.tolist(), strict=True) if num_new]
+
+    def is_same_everywhere(self) -> bool:
+        """Return whether all processes have reduced these parameters, as the mean of their checksums says."""
+        return bool(abs(self._means[-1].item() - self._checksum) < 0.25)
 
     def differing(self) -> nn.Parameter | None:
-        """Return a parameter whose first element is not that of all processes, as their mean says."""
-        is_alike = torch.isclose(self._own, self._firsts, rtol=1e-4, atol=1e-12, equal_nan=True).tolist()
-        return next((each for each, is_same in zip(self.parameters, is_alike, strict=True) if not is_same), None)
+        """Return a parameter of which a sample is not that of all processes, as their mean says."""
+        is_alike = torch.isclose(self._own, self._means, rtol=1e-4, atol=1e-12, equal_nan=True)
+        parts = is_alike.cpu().split([*self._num_samples, 1])
+        return next((each for each, part in zip(self.parameters, parts, strict=False) if not part.all()), None)
 
-    def clear(self) -> list[nn.Parameter]:
-        """Forget a backward, once what is on its way has arrived; return the parameters with a new gradient here."""
+    def clear(self) -> None:
+        """Forget a backward, once what is on its way has arrived."""
         if self._work is not None:
             self._work.wait()
-        new = list(self._new)
         self._work, self._views = None, []
-        self._flat = self._is_here = self._is_new = self._firsts = self._own = torch.empty(0)
+        self._flat = self._is_here = self._is_new = self._means = self._own = torch.empty(0)
         self._new.clear()
-        return new
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         return zip(self.parameters, self._views, strict=True)
@@ -127,9 +150,34 @@ class Bucket:
         if not self._views:
             first = self.parameters[0]
             self._flat = torch.empty(sum(self._sizes), dtype=first.dtype, device=first.device)
-            *parts, self._is_here, self._is_new, self._firsts = self._flat.split(self._sizes)
-            self._views = [part.view(each.shape) for part, each in zip(parts, self.parameters, strict=True)]
+            *parts, self._is_here, self._is_new, self._means = self._flat.split(self._sizes)
+            self._views = [
+                part.as_strided(each.shape, _strides_of_gradient(each))
+                for part, each in zip(parts, self.parameters, strict=True)
+            ]
         return self._views[self._places[parameter]]
+
+
+def _strides_of_gradient(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return how autograd lays out a parameter's gradient: as the parameter, unless that has gaps or overlaps.
+
+    Fused optimizers go through both as they lie in memory.
+    """
+    like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    if like.stride() != parameter.stride():
+        like = torch.empty(parameter.shape, device="meta")
+    return like.stride()
+
+
+def _samples(parameter: nn.Parameter, num_backwards: int) -> torch.Tensor:
+    """Return up to `NUM_SAMPLES` elements, spread over the parameter, others in each backward."""
+    as_in_memory = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)  # so that nothing is copied
+    elements = parameter.detach().permute(as_in_memory).reshape(-1)
+    step, rest = divmod(len(elements), NUM_SAMPLES)
+    if not step:
+        return elements
+    first = int(num_backwards * GOLDEN % 1 * step) + (rest if num_backwards % 2 else 0)
+    return elements[first::step][:NUM_SAMPLES]
 
 
 class AveragedGradients:
@@ -137,14 +185,18 @@ class AveragedGradients:
 
     Args:
         parameters: All of the model's, each once, in its order, by name.
-        num_devices: The devices that see different data.
+        status: Is told of backwards.
+        group: The processes, which all see different data, in a group that nothing else uses: backwards of other models
+            may reduce at the same time, in another order on each process.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_devices: int) -> None:
-        self._names = {each: name for name, each in parameters.items() if each.is_floating_point()}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], status: ModelStatus, group: dist.ProcessGroup) -> None:
+        self._names = {each: name for name, each in parameters.items() if each.is_floating_point() or each.is_complex()}
         self._parameters = list(self._names)
-        self._num_devices = num_devices
+        self._status = status
+        self._group = group
         self._num_backwards = 0
+        self._are_buckets_new = False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._num_reduced = 0
@@ -160,6 +212,7 @@ class AveragedGradients:
         for parameter in self._parameters:
             self._watch(parameter)
         take_part_in_backward(self)
+        _all.add(self)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -178,6 +231,8 @@ class AveragedGradients:
 
     def begin(self) -> None:
         """Note that a backward of the model runs, and see to it that it ends with the means."""
+        if self._holds:
+            self._status.on_backward()
         if self._holds or self._task is not None:
             return
         self._task = torch._C._current_graph_task_id()
@@ -191,30 +246,33 @@ class AveragedGradients:
         Variable._execution_engine.queue_callback(self._finish)
 
     def end_failed_backward(self) -> None:
-        """Forget a backward that has raised: what it has given gradients has none now."""
+        """Leave what a backward that has raised has added to the gradients to the next one, as PyTorch does.
+
+        Nothing may use the gradients before that has averaged them.
+        """
         if self._task is None:
             return
         self._task = None
-        for parameter in self._clear():
-            parameter.grad = None
-        self._in_window.clear()
+        self._clear()
+        self._in_window.update(self._trained())
+        self._status.on_failed_backward()
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self._parameters if parameter.requires_grad)
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut parameters into buckets, the last one first, as that is how gradients come."""
-        self._buckets, room = [], FIRST_BUCKET_BYTES
-        bucket: list[nn.Parameter] = []
+        cuts: list[dict[str, nn.Parameter]] = []
+        room, kind = 0, None
         for parameter in reversed(parameters):
-            is_other = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
-            if bucket and (is_other or room < parameter.nbytes):
-                self._buckets.append(Bucket(bucket, self._num_devices))
-                bucket, room = [], BUCKET_BYTES
-            bucket.append(parameter)
+            own_kind = parameter.dtype, parameter.device
+            if not cuts or own_kind != kind or room < parameter.nbytes:
+                room, kind = BUCKET_BYTES if cuts else FIRST_BUCKET_BYTES, own_kind
+                cuts.append({})
+            cuts[-1][self._names[parameter]] = parameter
             room -= parameter.nbytes
-        if bucket:
-            self._buckets.append(Bucket(bucket, self._num_devices))
+        self._buckets = [Bucket(cut, self._group) for cut in cuts]
+        self._are_buckets_new = True
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
 
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -232,6 +290,12 @@ class AveragedGradients:
         """Take a gradient that autograd has just added to a parameter."""
         if not parameter.requires_grad or parameter.grad is None:  # frozen after its forward: autograd has left it out
             return
+        self.begin()
+        if parameter.grad.layout is not torch.strided:
+            raise EngineError(
+                f"the parameter {self._names[parameter]!r} has got a sparse gradient, which cannot be averaged over "
+                "devices: call torch.nn.functional.embedding() and the like with sparse=False"
+            )
         if parameter.grad.requires_grad:
             raise EngineError(
                 "backward(create_graph=True) of a model on several devices: parameter.grad is the mean over them, "
@@ -240,7 +304,6 @@ class AveragedGradients:
             )
         if self._holds:
             return
-        self.begin()
         bucket = self._bucket_of[parameter]
         if bucket.is_reduced:
             raise EngineError(
@@ -259,26 +322,49 @@ class AveragedGradients:
     def _reduce_next(self) -> None:
         bucket = self._buckets[self._num_reduced]
         self._num_reduced += 1
-        bucket.reduce()
+        bucket.reduce(self._num_backwards)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        while self._num_reduced < len(self._buckets):
-            self._reduce_next()
+        # Of all models in this backward, as other processes may wait for those of another one first.
+        for each in list(_all):
+            if each._task == self._task:
+                each._reduce_rest()
         new = [parameter for bucket in self._buckets for parameter in bucket.give_back()]
         self._num_backwards += 1
         # Elsewhere than on a CPU to look is to wait for the device.
-        if self._parameters[0].device.type == "cpu" or self._num_backwards.bit_count() == 1:
+        is_on_cpu = self._parameters[0].device.type == "cpu"
+        if is_on_cpu or self._are_buckets_new:
+            self._check_buckets()
+        if is_on_cpu or self._num_backwards.bit_count() == 1:
             self._check_copies()
+        self._are_buckets_new = False
         self._clear()
         self._task = None
         self._in_window.clear()
+        self._status.on_backward()
         for parameter in new:
             for hook in list(self._hooks[parameter].values()):
                 hook(parameter)
 
+    def _reduce_rest(self) -> None:
+        while self._num_reduced < len(self._buckets):
+            self._reduce_next()
+
+    def _check_buckets(self) -> None:
+        """Check that all processes train the same parameters.
+
+        Raises:
+            EngineError: They do not.
+        """
+        if not all(bucket.is_same_everywhere() for bucket in self._buckets):
+            raise EngineError(
+                "the processes train other parameters than each other, so that gradients of some were averaged with "
+                "those of others: call requires_grad_() for the same parameters on every rank"
+            )
+
     def _check_copies(self) -> None:
-        """Check that all processes have had the same parameters in this backward, by an element of each.
+        """Check that all processes have had the same parameters in this backward, by some elements of each.
 
         Raises:
             EngineError: They have not.
@@ -293,9 +379,13 @@ class AveragedGradients:
                     "rank on all, as by model.load_state_dict()"
                 )
 
-    def _clear(self) -> list[nn.Parameter]:
+    def _clear(self) -> None:
         self._num_reduced, self._is_nested = 0, False
-        return [parameter for bucket in self._buckets for parameter in bucket.clear()]
+        for bucket in self._buckets:
+            bucket.clear()
+
+
+_all: "WeakSet[AveragedGradients]" = WeakSet()
 
 
 def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchacc.engines.clipping import note_total_norm
@@ -22,6 +23,7 @@ from torchacc.engines.native.native_engine import NativeModel
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
+from torchacc.engines.process_group import gloo_silenced
 
 
 class PlainModel(NativeModel):
@@ -46,7 +48,10 @@ class PlainModel(NativeModel):
             parameter.grad = None  # as of a parameter that a shard replaces
             vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
         if self.engine.job.num_processes > 1:
-            self._average = AveragedGradients(dict(self.model.named_parameters()), self.engine.job.num_processes)
+            with gloo_silenced():
+                group = dist.new_group()
+            assert group is not None
+            self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, group)
         if torch_patches.knows_clipping():
             from torchacc.engines.native.gradients import total_norm
 
@@ -70,10 +75,9 @@ class PlainModel(NativeModel):
 
         def note(gradient: torch.Tensor) -> None:
             if accumulates():
-                self.status.on_backward()
                 average.begin()
 
-        if output.requires_grad:
+        if output.grad_fn is not None:  # else it is a parameter
             output.register_hook(note)
         return output
 
