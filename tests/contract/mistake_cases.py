@@ -25,6 +25,16 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
     assert str(torchacc.describe(model)).startswith(f"engine      {sharded_model(model).engine.kind}")
 
 
+@case()
+def gradients_from_before_the_model_is_sharded_are_refused() -> None:
+    model = MLP()
+    loss_of(model(X)).backward()
+    with pytest.raises(torchacc.ConfigError, match=r"'layers\.0\.0\.weight' already has a gradient.*before accelerate"):
+        accelerate(model)
+    model.zero_grad(set_to_none=True)
+    accelerate(model)
+
+
 class Resizable(MLP):
     """With the method of transformers' models."""
 

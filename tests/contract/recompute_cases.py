@@ -10,6 +10,7 @@ import torch
 import transformers
 from casekit import (
     ADAM_ABSOLUTE,
+    MLP,
     NATIVE,
     RANK,
     X,
@@ -17,6 +18,7 @@ from casekit import (
     adamw,
     case,
     check_equal,
+    check_gradients,
     check_still_trains,
     loss_of,
     part,
@@ -395,3 +397,43 @@ def weights_changed_before_they_are_used_again_are_refused(change: Callable[[nn.
         each.requires_grad_(True)
         each.zero_grad()
     check_still_trains(model, plain)
+
+
+class Counting(nn.Module):
+    """Writes a buffer, puts another in the place of a second one, and holds a spectral norm, which writes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.scale = self.scale * 1.5
+        return torch.tanh(self.linear(x)) * self.count.clone() * self.scale
+
+
+@case()
+def buffers_are_written_once() -> None:
+    model, plain = sharded_and_plain(lambda: Two(Counting), memory={"gc": True}, sharding_strategy="NO_SHARD")
+    for times in (1, 2):
+        for each, x in ((model, part(X)), (plain, X)):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        check_gradients(model, plain)
+        state = torchacc.full_state_dict(model)
+        assert state["layers.0.count"] == times
+        for name, buffer in plain.named_buffers():
+            check_equal(state[name], buffer, name)
+
+
+@case([NATIVE], each={"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "none": "NO_SHARD"})
+def fused_step_before_weights_are_used_again_is_refused(strategy: str) -> None:
+    model = accelerate(MLP(), memory={"gc": True}, sharding_strategy=strategy)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    loss_of(model(part(X))).backward()
+    loss = loss_of(model(part(X)))
+    optimizer.step()
+    with pytest.raises((torchacc.EngineError, RuntimeError), match="has changed, or was frozen|modified by an inplace"):
+        loss.backward()

@@ -1,12 +1,14 @@
 """What a script reads of a sharded model outside of its forward: the unsharded numbers, or an error of ours."""
 
 import copy
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 from casekit import (
     MULTIPROCESS,
+    NATIVE,
     RANK,
     XLA,
     X,
@@ -266,3 +268,60 @@ def rank_that_reads_alone_does_not_wait_for_long() -> None:
                 model.head.weight.norm()
         by_rank(None)
     check_training(model, plain)
+
+
+class Extra(nn.Module):
+    """A layer with parameters that the model uses before the layer does, or instead of it, or nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.first, self.shared, self.unused = (nn.Parameter(torch.randn(8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.shared
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Extra(), Extra()])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.layers[1].first * self.layers[1].shared
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@case([NATIVE], each={"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "none": "NO_SHARD"})
+def gradients_that_come_to_parameters_outside_of_their_unit(strategy: str) -> None:
+    model, plain = sharded_and_plain(Borrowing, sharding_strategy=strategy)
+    for times in (1, 3):
+        for each, x in ((model, part(X)), (plain, X)):
+            each.zero_grad()
+            for last in range(times):
+                is_held = each is model and last < times - 1
+                with torchacc.accumulate(model) if is_held else nullcontext():
+                    penalty = each.layers[0].first.square().sum()  # before the forward, so that its gradient comes last
+                    (loss_of(each(x)) + penalty).backward()
+        check_gradients(model, plain)
+    assert model.layers[0].unused.grad is None
+
+
+@case([NATIVE], each={"default": None, "one-by-one": False})
+def clipping_of_shards_beside_ordinary_parameters(foreach: bool | None) -> None:
+    model, plain = sharded_and_plain(sharding_strategy="FULL_SHARD")
+    norms = []
+    for each, x in ((model, part(X)), (plain, X)):
+        other = nn.Linear(8, 8)
+        loss_of(each(x)).backward()
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        both = [*each.parameters(), *other.parameters()]
+        norms.append(plain_value(nn.utils.clip_grad_norm_(both, 0.1, foreach=foreach)))
+        norms.append(other.weight.grad)
+    check_equal(norms[0], norms[2], "norm")
+    check_equal(norms[1], norms[3], "gradient")
+    check_gradients(model, plain)

@@ -111,6 +111,7 @@ class Engine(ABC):
             ConfigError: It cannot.
         """
         _refuse_sparse_gradients(model)
+        _refuse_gradients(model)
 
     @abstractmethod
     def setup(self, plan: ShardingPlan) -> None:
@@ -491,6 +492,16 @@ class ShardedModel(ABC):
                 "gives CPU weights"
             )
         return self.model
+
+
+def _refuse_gradients(model: nn.Module) -> None:
+    """Refuse gradients from before the model is sharded, which its shards would not have."""
+    held = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
+    if held is not None:
+        raise ConfigError(
+            f"the parameter {held!r} already has a gradient, which would be lost: a model is sharded without its "
+            "gradients. Call model.zero_grad(set_to_none=True) before accelerate(), and backward() after it"
+        )
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchacc.engines.patches.private_names import NormBase
@@ -72,9 +73,74 @@ def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if may_cache and not module.training:
             return forward(*args, **kwargs)
-        return checkpoint(module, forward, args, kwargs)
+        again = _with_buffers_of_first_run(module, forward) if torch.is_grad_enabled() else forward
+        return checkpoint(module, again, args, kwargs)
 
     return run
+
+
+def _with_buffers_of_first_run(module: nn.Module, forward: Forward) -> Forward:
+    """Return a module's forward that begins each further run with the buffers that its first run has begun with.
+
+    It leaves what the first run has written to them, as a counter, or the vectors of a spectral norm.
+    """
+    written: dict[_Buffer, torch.Tensor | None] | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal written
+        if torch.compiler.is_compiling():  # what is compiled writes buffers when all of it is over
+            return forward(*args, **kwargs)
+        if written is not None:
+            with _buffers_replaced(written):
+                return forward(*args, **kwargs)
+        before = {where: (buffer, _version(buffer)) for where, buffer in _buffers(module)}
+        copies = _copies({where: buffer for where, (buffer, _) in before.items()})
+        output = forward(*args, **kwargs)
+        now = {where: (buffer, _version(buffer)) for where, buffer in _buffers(module)}
+        written = {where: copies[where] for where, old in before.items() if not _is_same(old, now.get(where))}
+        return output
+
+    return run
+
+
+_Buffer = tuple[nn.Module, str]
+"""A module and the name of a buffer that it has itself."""
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[_Buffer, torch.Tensor | None]]:
+    """Yield a module's buffers but those that `statistics_kept()` keeps."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if not (isinstance(part, NormBase) and name in _STATISTICS):
+                yield (part, name), buffer
+
+
+def _version(buffer: torch.Tensor | None) -> int:
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _is_same(old: tuple[torch.Tensor | None, int], new: tuple[torch.Tensor | None, int] | None) -> bool:
+    return new is not None and new[0] is old[0] and new[1] == old[1]
+
+
+def _copies(buffers: Mapping[_Buffer, torch.Tensor | None]) -> dict[_Buffer, torch.Tensor | None]:
+    """Return copies, of which those of one tensor are one."""
+    made = {id(buffer): None if buffer is None else buffer.detach().clone() for buffer in buffers.values()}
+    return {where: made[id(buffer)] for where, buffer in buffers.items()}
+
+
+@contextmanager
+def _buffers_replaced(values: Mapping[_Buffer, torch.Tensor | None]) -> Iterator[None]:
+    """Hold a context in which buffers have other values, which may be written to."""
+    kept = {(part, name): part._buffers.get(name) for part, name in values}
+    for (part, name), value in _copies(values).items():
+        part._buffers[name] = value
+    try:
+        yield
+    finally:
+        for (part, name), buffer in kept.items():
+            part._buffers[name] = buffer
 
 
 def _just_run(forward: Forward, *args: Any) -> Any:

@@ -221,27 +221,29 @@ class _Mean(torch.autograd.Function):
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Return the norm of full gradients, or None for others than DTensors in shards. Collective: every process.
+    """Return the norm of full gradients, or None where none is a DTensor in shards. Collective: every process.
 
     PyTorch's own, where it looks for the largest element, raises on a rank whose part of a gradient is empty, and the
     other ranks wait.
 
     Args:
-        gradients: Those of which each process holds its parts.
+        gradients: Those of which each process holds its parts, and ordinary ones of other models.
         norm_type: The order of the norm, above 0.
     """
     from torch.distributed.tensor import DTensor, Partial
 
-    if norm_type <= 0 or not gradients or not all(isinstance(gradient, DTensor) for gradient in gradients):
+    shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    if norm_type <= 0 or not shards:
         return None
     alike: dict[Any, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        assert isinstance(gradient, DTensor)
+    for gradient in shards:
         if any(isinstance(placement, Partial) for placement in gradient.placements):
             return None
         split = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
         alike.setdefault((gradient.device_mesh, split), []).append(gradient.to_local())
     parts = [_combined(mesh, split, local, norm_type) for (mesh, split), local in alike.items()]
+    ordinary = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    parts += [torch.linalg.vector_norm(gradient, norm_type) for gradient in ordinary]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
     return norm
 

@@ -21,8 +21,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from torchacc.engines.native.gradients import take_part_in_backward
+from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
@@ -112,10 +113,10 @@ class Group(FSDPParamGroup):
         held = [p.unsharded_accumulated_grad for p in self.fsdp_params if p.unsharded_accumulated_grad is not None]
         for parameter in self._to_fill_in():
             weight: Any = parameter._unsharded_param
-            if _has_gradient(parameter):
+            if _has_gradient(parameter) or parameter.sharded_param.grad is not None:
                 self.owner.with_gradient.add(parameter)
-            elif parameter.sharded_param.grad is None:
-                self.owner.filled_in.append(parameter)
+            else:
+                self.owner.note_filled_in(parameter)
             if held and parameter.unsharded_accumulated_grad is None:  # all of a window in its dtype
                 parameter.unsharded_accumulated_grad = _zeros_for(weight, held[0].dtype)
             elif weight.grad is None:
@@ -266,8 +267,8 @@ class Groups:
         self._agree = agree
         self.with_gradient: set[FSDPParam] = set()
         """Parameters that this backward has given a gradient."""
-        self.filled_in: list[FSDPParam] = []
-        """Parameters that had none, and have zeros from this backward."""
+        self._filled_in: dict[FSDPParam, RemovableHandle] = {}
+        """Parameters that had none, and have zeros from this backward; the hooks that see a gradient come after all."""
         self._is_split = is_split
         self._gathered = 0
         """A checksum of which groups were gathered since the last backward, in their order."""
@@ -300,6 +301,20 @@ class Groups:
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest that any process has of each number. Collective: every process."""
         return list(numbers) if self._agree is None else self._agree(numbers)
+
+    def note_filled_in(self, parameter: FSDPParam) -> None:
+        """Note that a parameter has zeros, which count as its gradient if one comes to the shard itself after them.
+
+        So it does where the parameter is used outside of its unit's forward.
+        """
+
+        def note(gradient: torch.Tensor) -> None:
+            if accumulates():
+                self.with_gradient.add(parameter)
+
+        if parameter not in self._filled_in and parameter.sharded_param.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._filled_in[parameter] = parameter.sharded_param.register_hook(note)
 
     def note_gather(self, number: int) -> None:
         """Note that a group is gathered, where others have to do the same: one may evaluate its copy alone."""
@@ -362,11 +377,12 @@ class Groups:
         largest, negated, *used = agree([ran, -ran, *(int(each in self.with_gradient) for each in every)])
         without = {each for each, is_used in zip(every, used, strict=True) if not is_used}
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.filled_in:
+            for parameter, hook in self._filled_in.items():
+                hook.remove()
                 if parameter in without:
                     parameter.sharded_param.grad = None
         self.with_gradient.clear()
-        self.filled_in.clear()
+        self._filled_in.clear()
         self._gathered = 0
         if largest != -negated:
             raise EngineError(
