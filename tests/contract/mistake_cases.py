@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import weakref
 
@@ -26,13 +27,19 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
 
 
 @case()
-def gradients_from_before_the_model_is_sharded_are_refused() -> None:
+def gradients_from_before_the_model_is_sharded_are_dropped_with_a_warning() -> None:
     model = MLP()
     loss_of(model(X)).backward()
-    with pytest.raises(torchacc.ConfigError, match=r"'layers\.0\.0\.weight' already has a gradient.*before accelerate"):
-        accelerate(model)
-    model.zero_grad(set_to_none=True)
-    accelerate(model)
+    heard: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchacc").addHandler(listener)
+    try:
+        model = accelerate(model)
+    finally:
+        logging.getLogger("torchacc").removeHandler(listener)
+    assert "'layers.0.0.weight' already has a gradient, which is dropped" in " ".join(heard)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Resizable(MLP):

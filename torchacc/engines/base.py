@@ -111,7 +111,7 @@ class Engine(ABC):
             ConfigError: It cannot.
         """
         _refuse_sparse_gradients(model)
-        _refuse_gradients(model)
+        _warn_of_gradients(model)
 
     @abstractmethod
     def setup(self, plan: ShardingPlan) -> None:
@@ -494,13 +494,17 @@ class ShardedModel(ABC):
         return self.model
 
 
-def _refuse_gradients(model: nn.Module) -> None:
-    """Refuse gradients from before the model is sharded, which its shards would not have."""
+def _warn_of_gradients(model: nn.Module) -> None:
+    """Warn of gradients from before the model is sharded, which its shards do not have.
+
+    A step may have used them already, as where a model comes with its optimizer's state.
+    """
     held = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
     if held is not None:
-        raise ConfigError(
-            f"the parameter {held!r} already has a gradient, which would be lost: a model is sharded without its "
-            "gradients. Call model.zero_grad(set_to_none=True) before accelerate(), and backward() after it"
+        _log.warning(
+            "the parameter %r already has a gradient, which is dropped: a model is sharded without its gradients. Call "
+            "model.zero_grad(set_to_none=True) before accelerate(), or the backward() again after it",
+            held,
         )
 
 
