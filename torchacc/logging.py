@@ -8,15 +8,17 @@ from torchacc.errors import printable
 _ROOT = "torchacc"
 
 
+_SAID_OF_NOTHING = ("Defaulting to PJRT_DEVICE=CPU", "Skipping import of cpp extensions")
+"""How lines begin that other libraries write while they are imported: torch_xla of the device that `accelerate()` will
+choose, if something else imports it first; torchao, which transformers imports, of kernels that it does not need."""
+
+
 def _tells_something(record: logging.LogRecord) -> bool:
-    """Return whether a line of the root logger is not torch_xla's of the device that `accelerate()` will choose.
-
-    It is written where something else, such as transformers, imports torch_xla before `accelerate()` has chosen.
-    """
-    return record.msg != "Defaulting to PJRT_DEVICE=CPU"
+    return not str(record.msg).startswith(_SAID_OF_NOTHING)
 
 
-logging.getLogger().addFilter(_tells_something)
+for _name in (None, "torchao"):
+    logging.getLogger(_name).addFilter(_tells_something)
 
 
 def get_logger(name: str) -> logging.Logger:

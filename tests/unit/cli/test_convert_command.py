@@ -90,7 +90,7 @@ def test_reshard_writes_each_part_for_other_ranks(ranks, tmp_path, part):
 
 
 def test_reshard_refuses_what_needs_none(ranks, hf, capsys):
-    assert "loads at any number of ranks" in refused(capsys, "reshard", hf, "--ranks", 2)
+    assert "takes it at any number of ranks" in refused(capsys, "reshard", hf, "--ranks", 2)
     assert f"torchacc consolidate {ranks}" in refused(capsys, "reshard", ranks, "--ranks", 1)
 
 
