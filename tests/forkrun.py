@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import runpy
+import secrets
 import selectors
 import shlex
 import shutil
@@ -289,9 +290,14 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """Return the number of a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """Return the number of a port that nobody listens at.
+
+    It is below those that the system gives to connections, which would take one between here and its use.
+    """
+    while True:
+        port = secrets.randbelow(12000) + 20000
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return str(port)
 
 
 def run(

@@ -149,6 +149,10 @@ def recompute_changes_no_number(choice: tuple[dict[str, Any], dict[str, Any]]) -
 @case([NATIVE], each=CHOICES)
 def recompute_of_all_but_products_changes_no_number(choice: tuple[dict[str, Any], dict[str, Any]]) -> None:
     memory, options = choice
+    if choice is CHOICES["modules-with-units-in-them"] and hasattr(torch.utils.checkpoint, "_sac_storage_key"):
+        with pytest.raises(torchacc.EngineError, match="from PyTorch 2.13 on, has units inside of it"):
+            trained(Stack, run_stack, memory={**PRODUCTS, **memory}, **options)
+        return
     model = trained(Stack, run_stack, memory={**PRODUCTS, **memory}, **options)
     assert runs(model) == [6, 6]
     check_same(model, plain_stack())

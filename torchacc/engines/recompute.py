@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchacc.engines.patches.private_names import NormBase
 from torchacc.logging import get_logger
@@ -51,7 +52,8 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
     for norm in norms:
         norm.momentum = 0.0
         if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked = norm.num_batches_tracked.clone()
+            with _disable_current_modes():  # PyTorch's policy of what is kept counts operations
+                norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
         yield
     finally:
@@ -126,7 +128,8 @@ def _is_same(old: tuple[torch.Tensor | None, int], new: tuple[torch.Tensor | Non
 
 def _copies(buffers: Mapping[_Buffer, torch.Tensor | None]) -> dict[_Buffer, torch.Tensor | None]:
     """Return copies, of which those of one tensor are one."""
-    made = {id(buffer): None if buffer is None else buffer.detach().clone() for buffer in buffers.values()}
+    with _disable_current_modes():
+        made = {id(buffer): None if buffer is None else buffer.detach().clone() for buffer in buffers.values()}
     return {where: made[id(buffer)] for where, buffer in buffers.items()}
 
 

@@ -4,10 +4,13 @@ Kept are the results of matrix products, convolutions and fused attention. Produ
 mostly the scores of attention, which grow with the square of a sample's length, and are why one recomputes.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from typing_extensions import Self
 
 from torchacc.errors import EngineError
 
@@ -20,6 +23,8 @@ _KEPT = {
 """Operations by their names, as not each of them is there in each version of PyTorch."""
 _CHANGED = "has been mutated"
 """What PyTorch says of a kept result that the module has written over."""
+_DIFFERS = "nondeterministic or depend on global state"
+"""What PyTorch says, from 2.13 on, of any operation that forward did not have, also of those that gather a unit."""
 
 
 class KeptProducts:
@@ -37,21 +42,28 @@ class KeptProducts:
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Say what is to become of an operation's results."""
-        if op.name() not in _KEPT or _draws_random_numbers(op, args, kwargs):
+        if not _is_kept(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        found = (op, *(leaf.shape for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "shape")))
         if not context.is_recompute:
-            self._kept.append(found)
-            return CheckpointPolicy.MUST_SAVE
-        if self._num_used >= len(self._kept) or self._kept[self._num_used] != found:
+            self._kept.append(_described(op, args, kwargs))
+        return CheckpointPolicy.MUST_SAVE
+
+    def use(self, op: Any, args: Any, kwargs: Any) -> None:
+        """Take note of an operation that is computed again.
+
+        Raises:
+            EngineError: Its result would be that of another one.
+        """
+        if not _is_kept(op, args, kwargs):
+            return
+        if self._num_used >= len(self._kept) or self._kept[self._num_used] != _described(op, args, kwargs):
             raise self._differs()
         self._num_used += 1
-        return CheckpointPolicy.MUST_SAVE
 
     def contexts(self) -> tuple[Any, Any]:
         """Return the context of the forward, and that in which it is computed again: `context_fn` of a checkpoint."""
         forward, again = create_selective_checkpoint_contexts(self)
-        return forward, again
+        return forward, _Watched(again, self)
 
     def check_all_used(self) -> None:
         """Check that all that was kept has been taken again.
@@ -64,6 +76,8 @@ class KeptProducts:
 
     def explain(self, error: RuntimeError) -> EngineError | None:
         """Return what to write where PyTorch has raised this while the module was computed again; None for others."""
+        if _DIFFERS in str(error):
+            return self._differs()
         if _CHANGED not in str(error):
             return None
         return EngineError(
@@ -75,9 +89,44 @@ class KeptProducts:
     def _differs(self) -> EngineError:
         return EngineError(
             f"{self._name} does not compute the same matrix products when it is computed again in backward (it keeps "
-            "some from one call to the next, or chooses by itself which it computes), so that "
-            "memory.gc_policy = 'save_matmuls' would take others for them: leave config.memory.gc_policy at 'full'"
+            "some from one call to the next, chooses by itself which it computes, or, from PyTorch 2.13 on, has units "
+            "inside of it), so that memory.gc_policy = 'save_matmuls' would take others for them: leave "
+            "config.memory.gc_policy at 'full'"
         )
+
+
+class _Watched(ExitStack):
+    """Lets a module be computed again in PyTorch's context, and watches it: from 2.13 on it asks no policy then."""
+
+    def __init__(self, again: Any, products: KeptProducts) -> None:
+        super().__init__()
+        self._again, self._products = again, products
+
+    def __enter__(self) -> Self:
+        self.enter_context(self._again)
+        self.enter_context(_Watch(self._products))
+        return self
+
+
+class _Watch(TorchDispatchMode):
+    """Tells of each operation that is computed again."""
+
+    def __init__(self, products: KeptProducts) -> None:
+        super().__init__()
+        self._products = products
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._products.use(op, args, kwargs)
+        return op(*args, **kwargs)
+
+
+def _is_kept(op: Any, args: Any, kwargs: Any) -> bool:
+    return op.name() in _KEPT and not _draws_random_numbers(op, args, kwargs)
+
+
+def _described(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    return (op, *(leaf.shape for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "shape")))
 
 
 def _draws_random_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -185,6 +185,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "tree_map_only": "replays calls of a recorded initialisation",
     }),
     *_of("torch.utils._python_dispatch", "deferred.py", {"TorchDispatchMode": "records an initialisation"}),
+    *_of("torch.utils._python_dispatch", "recompute.py", {"_disable_current_modes": "copies buffers unseen"}),
     *_of("torch._C", "deferred.py", {"DisableTorchFunction": "sees a deferred tensor as what it is"}),
     *_of("torch._ops:OpOverload", "deferred.py", {"": "an operation that is recorded"}),
     *_of("torch._ops:OpOverload", "deferred.py", {"_schema": "what an operation writes to"}, of_instances=True),
