@@ -1,6 +1,6 @@
 """Turn the user's config into a frozen, complete copy; refuse contradictions, and options not available yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from torchacc.config.root import Config
+from torchacc.config.sections import Section
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 
@@ -96,28 +97,29 @@ def _refuse_contradictions(config: Config) -> None:
         )
 
 
-def _refuse_choice_without_recompute(config: Config) -> None:
-    memory = config.memory
-    if memory.gc or config.dist.fsdp.activation_checkpointing:
-        return
-    for name in _RECOMPUTE_OPTIONS:
-        value = getattr(memory, name)
-        if value != type(memory).model_fields[name].default:
+def _refuse_options(section: Section, names: Iterable[str], why: str, switch: str) -> None:
+    """Refuse options that mean nothing, as what they are for is switched off."""
+    for name in names:
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].default:
             raise ConfigError(
-                f"memory.{name} = {shown(value)} chooses what is computed again, and memory.gc is False, so that "
-                f"nothing is: set config.memory.gc = True, or leave config.memory.{name} out"
+                f"{section.path}.{name} = {shown(value)} {why}: set config.{section.path}.{switch} = True, or leave "
+                f"config.{section.path}.{name} out"
             )
+
+
+def _refuse_choice_without_recompute(config: Config) -> None:
+    if config.memory.gc or config.dist.fsdp.activation_checkpointing:
+        return
+    why = "chooses what is computed again, and memory.gc is False, so that nothing is"
+    _refuse_options(config.memory, _RECOMPUTE_OPTIONS, why, "gc")
 
 
 def _refuse_choice_without_compile(config: Config) -> None:
     compute = config.compute
-    for name in _COMPILE_OPTIONS:
-        value = getattr(compute, name)
-        if value != type(compute).model_fields[name].default and not compute.compile:
-            raise ConfigError(
-                f"compute.{name} = {shown(value)} says how units are compiled, and compute.compile is False, so that "
-                f"none is: set config.compute.compile = True, or leave config.compute.{name} out"
-            )
+    if not compute.compile:
+        why = "says how units are compiled, and compute.compile is False, so that none is"
+        _refuse_options(compute, _COMPILE_OPTIONS, why, "compile")
     if compute.compile_mode != "default" and compute.compile_backend != "inductor":
         raise ConfigError(
             f"compute.compile_mode = {shown(compute.compile_mode)} is one of the backend 'inductor', and "
@@ -133,13 +135,9 @@ def _refuse_choice_without_float8(config: Config) -> None:
             "them would be in float32, or in float16, for which its kernels are not made: set config.compute.bf16 = "
             "True too"
         )
-    for name in _FLOAT8_OPTIONS:
-        value = getattr(compute, name)
-        if value != type(compute).model_fields[name].default and not compute.fp8:
-            raise ConfigError(
-                f"compute.{name} = {shown(value)} says how layers compute in float8, and compute.fp8 is False, so that "
-                f"none does: set config.compute.fp8 = True, or leave config.compute.{name} out"
-            )
+    if not compute.fp8:
+        why = "says how layers compute in float8, and compute.fp8 is False, so that none does"
+        _refuse_options(compute, _FLOAT8_OPTIONS, why, "fp8")
 
 
 def _refuse_not_yet(config: Config) -> None:

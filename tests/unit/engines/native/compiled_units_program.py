@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import torch
-from program_cases import run_cases
+from program_cases import cases_from, run_cases
 from torch import nn
 
 import torchacc
+
+FOLDER = Path(sys.argv[1])
+"""Where cases write, and their outcomes go."""
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 
@@ -181,19 +184,5 @@ def outputs_that_layers_note_run_eagerly():
     assert torchacc.compile_report().graphs > 0
 
 
-CASES = [
-    value for value in dict(globals()).values() if getattr(value, "__module__", "") == __name__ and callable(value)
-]
-CASES = CASES[CASES.index(layers_that_are_alike_share_a_graph) :]
-FOLDER = Path()
-
-
-def main(folder: str) -> None:
-    """Run all cases, and write why each failed, or null."""
-    global FOLDER
-    FOLDER = Path(folder)
-    run_cases(CASES, FOLDER)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(cases_from(layers_that_are_alike_share_a_graph), FOLDER)

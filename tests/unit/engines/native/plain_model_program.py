@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from program_cases import run_cases
+from program_cases import cases_from, run_cases
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchacc
+
+FOLDER = Path(sys.argv[1])
+"""Where cases write, and their outcomes go."""
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 
@@ -191,19 +194,5 @@ def half_precision_is_kept_in_float32():
     assert model.head.weight is model.layers[0][0].weight
 
 
-CASES = [
-    value for value in dict(globals()).values() if getattr(value, "__module__", "") == __name__ and callable(value)
-]
-CASES = CASES[CASES.index(parameters_stay_what_they_are) :]
-FOLDER = Path()
-
-
-def main(folder: str) -> None:
-    """Run all cases, and write why each failed, or null."""
-    global FOLDER
-    FOLDER = Path(folder)
-    run_cases(CASES, FOLDER)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(cases_from(parameters_stay_what_they_are), FOLDER)

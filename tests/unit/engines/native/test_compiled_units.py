@@ -1,13 +1,11 @@
 """`compute.compile`: what is compiled, what is said of it, and what is refused before anything starts."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests import forkrun
 from torchacc.config import Config, resolve
 from torchacc.engines.native import compiled_units
 from torchacc.engines.patches import torch_compile
@@ -28,14 +26,6 @@ CASES = [
     "recompute_inside_of_a_unit",
     "outputs_that_layers_note_run_eagerly",
 ]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compiled_units")
-    done = forkrun.run(PROGRAM, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
 """On one device a native step is plain PyTorch's, to the last bit and operation by operation."""
 
-import json
 from pathlib import Path
 
 import pytest
-
-from tests import forkrun
 
 PROGRAM = Path(__file__).with_name("plain_model_program.py")
 CASES = [
@@ -21,14 +18,6 @@ CASES = [
     "graphs_of_gradients_are_plain_pytorchs",
     "half_precision_is_kept_in_float32",
 ]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plain_model")
-    done = forkrun.run(PROGRAM, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
