@@ -46,9 +46,10 @@ def _fsdp2(case: Case, tokens: torch.Tensor) -> Steps:
     dist.init_process_group("gloo")
     share_cores(case.processes)
     model = make_model(case.layers)
-    if case.kind == "fsdp2-compile":  # as torchtitan does: each block before it is sharded
+    if case.kind == "fsdp2-compile":  # as torchtitan does: each block before it is sharded, and the loss
         for block in model.transformer.h:
             block.compile()
+        model.loss_function = torch.compile(model.loss_function)
     model = _fully_shard(model, init_device_mesh("cpu", (case.processes,)))
     return train(model, make_optimizer(model), batches(tokens, dist.get_rank(), case.processes))
 

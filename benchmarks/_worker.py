@@ -68,7 +68,8 @@ def _torchacc(case: Case, tokens: torch.Tensor) -> Steps:
     config.dist.fsdp.use_spmd = case.kind == "xla-spmd"
     config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
     config.compute.scan_layers = case.scans
-    config.compute.compile = case.kind == "native-compile"
+    if case.kind == "native-compile":  # an earlier checkout may not know the option
+        config.compute.compile = True
     return train_sharded(make_model(case.layers), tokens, GLOBAL_BATCH // case.total_devices, config)
 
 
