@@ -40,7 +40,7 @@ def run(case: str, folder: Path, target: Path) -> None:
 
 
 def _torchacc(verify: bool = False) -> Callable[[Path, Path], None]:
-    from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints
+    from torchacc.checkpoint.other_formats.rank_conversion import consolidate_sharded_model_checkpoints
 
     def consolidate(folder: Path, target: Path) -> None:
         consolidate_sharded_model_checkpoints(str(folder), "rank-*.pth", str(target), verify=verify)

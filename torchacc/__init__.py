@@ -13,11 +13,11 @@ from torchacc.api import optim_state_dict as optim_state_dict
 from torchacc.api import shard_loader as shard_loader
 from torchacc.api import state_dict as state_dict
 from torchacc.api import sync as sync
-from torchacc.checkpoint.interop.object_files import load as load
-from torchacc.checkpoint.interop.object_files import save as save
 from torchacc.checkpoint.model_state import FullStateDictConfig as FullStateDictConfig
 from torchacc.checkpoint.model_state import StateDictType as StateDictType
 from torchacc.checkpoint.model_state import TensorShard as TensorShard
+from torchacc.checkpoint.other_formats.object_files import load as load
+from torchacc.checkpoint.other_formats.object_files import save as save
 from torchacc.config import Config as Config
 from torchacc.data import AsyncLoader as AsyncLoader
 from torchacc.engines.compile_report import CompileReport as CompileReport

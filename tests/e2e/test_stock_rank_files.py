@@ -9,8 +9,8 @@ import torch
 
 from tests import forkrun
 from tests.trees import assert_same
-from torchacc.checkpoint.interop.conversion import execute
-from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.other_formats.conversion import execute
+from torchacc.checkpoint.other_formats.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
 
 pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]

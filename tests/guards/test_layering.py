@@ -29,7 +29,7 @@ LAYERS = (
 )
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # It writes the classes of a file format, and starts nothing.
-DCP_FILES = ("checkpoint", "interop", "dcp_files")
+DCP_FILES = ("checkpoint", "other_formats", "dcp_files")
 # It is torchrun's agent, and runs in no process of a training.
 AGENT = ("launch", "agent")
 # Where "fsdp" is a function, a key of a trainer's file, or an argument of transformers', and no axis of the mesh.

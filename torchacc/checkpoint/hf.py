@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from torchacc.checkpoint import model_state
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger

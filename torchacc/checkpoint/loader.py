@@ -13,9 +13,9 @@ from torch import nn
 
 from torchacc.checkpoint import hf, model_state, optimizer_state
 from torchacc.checkpoint.call_checks import path_first
-from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
-from torchacc.checkpoint.format.manifest import token_of
+from torchacc.checkpoint.own_format import json_codec
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
+from torchacc.checkpoint.own_format.manifest import token_of
 from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
 from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.engines.optimizers import is_for_each_element

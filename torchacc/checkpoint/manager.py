@@ -20,10 +20,10 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint.call_checks import path_first
-from torchacc.checkpoint.format.locks import FolderLock
-from torchacc.checkpoint.format.manifest import MANIFEST, read_manifest
-from torchacc.checkpoint.format.removal import foreign_names, remove, settle
 from torchacc.checkpoint.loader import load, verify
+from torchacc.checkpoint.own_format.locks import FolderLock
+from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
+from torchacc.checkpoint.own_format.removal import foreign_names, remove, settle
 from torchacc.checkpoint.saver import PendingSave, save_silently, snapshot
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError, listed

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.safetensors_files import SafetensorsLayout, plan_safetensors
+from torchacc.checkpoint.own_format import json_codec
+from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.save_plan import TensorWrite
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, in_one_line

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.checkpoint.format.safetensors_files import (
+from torchacc.checkpoint.model_state import StateEntry
+from torchacc.checkpoint.own_format.safetensors_files import (
     FileRegion,
     SafetensorsLayout,
     plan_safetensors,
     safetensors_index,
 )
-from torchacc.checkpoint.model_state import StateEntry
 from torchacc.engines.base import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import TensorSlice

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint.call_checks import path_first
-from torchacc.checkpoint.format.commit import FolderWriter
 from torchacc.checkpoint.hf import pretrained_files
+from torchacc.checkpoint.own_format.commit import FolderWriter
 from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
 from torchacc.checkpoint.save_plan import TensorWrite, index_files, plan_save
 from torchacc.engines.base import ShardedModel, sharded_model

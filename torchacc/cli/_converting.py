@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from torchacc.checkpoint.interop.conversion import ConversionPlan, execute
-from torchacc.checkpoint.interop.rank_conversion import Output
-from torchacc.checkpoint.interop.rank_files import Part
+from torchacc.checkpoint.other_formats.conversion import ConversionPlan, execute
+from torchacc.checkpoint.other_formats.rank_conversion import Output
+from torchacc.checkpoint.other_formats.rank_files import Part
 from torchacc.cli._options import path, positive, size
 from torchacc.errors import CheckpointError, printable
 

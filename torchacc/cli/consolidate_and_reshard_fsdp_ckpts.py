@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchacc.checkpoint.interop.conversion import ConversionPlan
-from torchacc.checkpoint.interop.rank_conversion import plan_conversion
+from torchacc.checkpoint.other_formats.conversion import ConversionPlan
+from torchacc.checkpoint.other_formats.rank_conversion import plan_conversion
 from torchacc.cli import _converting
 from torchacc.cli._errors import exit_status
 

@@ -2,8 +2,8 @@
 
 import argparse
 
-from torchacc.checkpoint.formats import format_of
-from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
+from torchacc.checkpoint.detect_format import format_of
+from torchacc.checkpoint.other_formats.rank_conversion import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._options import named, path
 from torchacc.errors import CheckpointError

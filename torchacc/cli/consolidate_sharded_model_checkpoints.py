@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchacc.checkpoint.interop.conversion import ConversionPlan
-from torchacc.checkpoint.interop.rank_conversion import plan_consolidation
+from torchacc.checkpoint.other_formats.conversion import ConversionPlan
+from torchacc.checkpoint.other_formats.rank_conversion import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._errors import exit_status
 

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchacc.checkpoint.format.unfinished import clear_unfinished
-from torchacc.checkpoint.formats import format_of
-from torchacc.checkpoint.interop.dcp_convert import export_dcp, import_dcp
-from torchacc.checkpoint.interop.rank_conversion import Output, plan_consolidation, plan_conversion
+from torchacc.checkpoint.detect_format import format_of
+from torchacc.checkpoint.other_formats.dcp_convert import export_dcp, import_dcp
+from torchacc.checkpoint.other_formats.rank_conversion import Output, plan_consolidation, plan_conversion
+from torchacc.checkpoint.own_format.unfinished import clear_unfinished
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError, printable

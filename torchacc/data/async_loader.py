@@ -52,12 +52,12 @@ class AsyncLoader:
         self.prefetch = prefetch
         self._steps = [step for step in (transform, put) if step is not None]
         self._on_batch = on_batch or (lambda: None)
-        self._progress = _Progress()
+        self._progress = _EpochProgress()
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch, or go on with one that was loaded; collective where the loader's own `__iter__` is."""
         batches = iter(self.loader)
-        self._progress = _Progress()
+        self._progress = _EpochProgress()
         if self.prefetch:
             return _Prefetched(batches, self._prepare, self._on_batch, self.prefetch, self._progress)
         return self._in_line(batches, self._progress)
@@ -109,7 +109,7 @@ class AsyncLoader:
             DataError: The state is that of a loader of other data, batch size or `drop_last`; it says which.
         """
         self._sharded.resume(state)
-        self._progress = _Progress()
+        self._progress = _EpochProgress()
 
     @property
     def epochs_done(self) -> int:
@@ -125,7 +125,7 @@ class AsyncLoader:
             )
         return self.loader
 
-    def _in_line(self, batches: Iterator[Any], progress: "_Progress") -> Iterator[Any]:
+    def _in_line(self, batches: Iterator[Any], progress: "_EpochProgress") -> Iterator[Any]:
         self._on_batch()
         for batch in batches:
             ready = self._prepare(batch)
@@ -140,7 +140,7 @@ class AsyncLoader:
         return batch
 
 
-class _Progress:
+class _EpochProgress:
     """How much of its epoch a loop has received."""
 
     delivered = 0
@@ -197,7 +197,7 @@ class _Prefetched(Iterator[Any]):
         prepare: Callable[[Any], Any],
         on_batch: Callable[[], object],
         prefetch: int,
-        progress: _Progress,
+        progress: _EpochProgress,
     ) -> None:
         self._on_batch = on_batch
         self._progress = progress

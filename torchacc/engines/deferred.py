@@ -110,7 +110,7 @@ class _Place:
     key: int
     storage: torch.UntypedStorage
     """The one on the meta device; held so that no other takes its address."""
-    last: "_Step | None" = None
+    last: "_RecordedCall | None" = None
     """What wrote to it last."""
 
 
@@ -145,7 +145,7 @@ def _allocate(num_bytes: int) -> torch.UntypedStorage:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _RecordedCall:
     """One operation, with views in place of deferred tensors."""
 
     index: int
@@ -153,7 +153,7 @@ class _Step:
     function: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    after: "tuple[_Step, ...]"
+    after: "tuple[_RecordedCall, ...]"
     """The last steps before it that wrote what it reads."""
     draws: tuple[torch.Generator, torch.Tensor] | None
     """The generator that it draws from, and that one's state before it; None where it draws nothing."""
@@ -181,7 +181,7 @@ class _Step:
             generator.set_state(now)
 
 
-def _replay(*last: _Step) -> dict[int, torch.UntypedStorage]:
+def _replay(*last: _RecordedCall) -> dict[int, torch.UntypedStorage]:
     """Carry out steps and all that they come after, in their order; return the memory that they wrote."""
     memory: dict[int, torch.UntypedStorage] = {}
     for step in _with_all_before(*last):
@@ -189,8 +189,8 @@ def _replay(*last: _Step) -> dict[int, torch.UntypedStorage]:
     return memory
 
 
-def _with_all_before(*last: _Step) -> list[_Step]:
-    found: dict[int, _Step] = {}
+def _with_all_before(*last: _RecordedCall) -> list[_RecordedCall]:
+    found: dict[int, _RecordedCall] = {}
     waiting = [*last]
     while waiting:
         step = waiting.pop()
@@ -205,7 +205,7 @@ class _Recipe:
     """How a tensor gets its values."""
 
     view: _View
-    last: _Step | None
+    last: _RecordedCall | None
     storage: torch.UntypedStorage
     version: int
 
@@ -303,7 +303,7 @@ class _Recording(TorchDispatchMode):
         generator = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = kwargs.get("generator") or torch.default_generator
-        step = _Step(
+        step = _RecordedCall(
             index=self._num_steps,
             function=func,
             args=self._views(args),
@@ -324,7 +324,7 @@ class _Recording(TorchDispatchMode):
         storage = tensor.untyped_storage()
         return self._places.setdefault(storage._cdata, _Place(len(self._places), storage))
 
-    def _last_steps(self, tensors: list[torch.Tensor]) -> tuple[_Step, ...]:
+    def _last_steps(self, tensors: list[torch.Tensor]) -> tuple[_RecordedCall, ...]:
         places = [self._place(tensor) for tensor in tensors]
         return tuple(dict.fromkeys(place.last for place in places if place is not None and place.last is not None))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
 from torchacc.config.names import did_you_mean
 from torchacc.errors import CheckpointError, ConfigError, shown
 from torchacc.train.config import SchedulerConfig, StageConfig, TextConfig, TrainingConfig

@@ -60,7 +60,7 @@ class _Pace:
         return max(time.perf_counter() - self._started - self.aside_secs - compiling, 1e-9)
 
 
-class _Output:
+class _RunOutput:
     """What the master's log writes and says: the bar, the lines, `metrics.jsonl`, trackers, and the report."""
 
     def __init__(
@@ -193,9 +193,9 @@ class RunLog:
         self.num_not_finite = 0
         """Steps in a row, up to the last one that was fetched, whose loss or gradient norm is not finite."""
         self._closed = False
-        self._output: _Output | None = None
+        self._output: _RunOutput | None = None
         if is_master:
-            self._output = _Output(
+            self._output = _RunOutput(
                 folder, facts, total_steps=total_steps, resumed_at=resumed_at, logging=logging, wandb=wandb
             )
         self._tokens = 0 if self._output is None else self._output.tokens

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchacc.checkpoint.format.removal import foreign_names, remove
+from torchacc.checkpoint.own_format.removal import foreign_names, remove
 from torchacc.config.text_file import read_json
 from torchacc.errors import ConfigError, listed, shown
 from torchacc.logging import get_logger

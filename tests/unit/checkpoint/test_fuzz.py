@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchacc
 from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
-from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.conversion import execute
-from torchacc.checkpoint.interop.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.other_formats.conversion import execute
+from torchacc.checkpoint.other_formats.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.own_format.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.errors import CheckpointError, ConfigError, DataError
 
 OURS = (CheckpointError, ConfigError, DataError)

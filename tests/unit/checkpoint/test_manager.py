@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchacc
 from torchacc.checkpoint import CheckpointManager, loader, saver
 from torchacc.checkpoint import manager as manager_module
-from torchacc.checkpoint.format import locks, removal
+from torchacc.checkpoint.own_format import locks, removal
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError
 
@@ -558,7 +558,7 @@ def test_what_lies_in_the_folder_of_a_dead_save_stays(tmp_path, caplog):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from torchacc.checkpoint.format.locks import FolderLock
+from torchacc.checkpoint.own_format.locks import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)

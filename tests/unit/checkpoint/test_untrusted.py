@@ -17,10 +17,10 @@ from torch import nn
 import torchacc
 from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
-from torchacc.checkpoint.format import locks
-from torchacc.checkpoint.format.manifest import MANIFEST, digest, read_manifest, render_manifest
-from torchacc.checkpoint.interop.conversion import execute
-from torchacc.checkpoint.interop.rank_conversion import Output, plan_consolidation
+from torchacc.checkpoint.other_formats.conversion import execute
+from torchacc.checkpoint.other_formats.rank_conversion import Output, plan_consolidation
+from torchacc.checkpoint.own_format import locks
+from torchacc.checkpoint.own_format.manifest import MANIFEST, digest, read_manifest, render_manifest
 from torchacc.errors import CheckpointError
 
 
@@ -119,7 +119,7 @@ READER = """
 import resource, sys, time
 from pathlib import Path
 import torchacc
-from torchacc.checkpoint.interop.pth import read_pth
+from torchacc.checkpoint.other_formats.pth import read_pth
 from torchacc.checkpoint.dcp import import_dcp
 from torchacc.errors import CheckpointError
 for path in map(Path, sys.argv[1:]):

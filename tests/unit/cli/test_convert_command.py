@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from torchacc.checkpoint.formats import format_of
+from torchacc.checkpoint.detect_format import format_of
 from torchacc.cli.main import main
 from torchacc.errors import CheckpointError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchacc.checkpoint.format.manifest import digest, render_manifest
+from torchacc.checkpoint.own_format.manifest import digest, render_manifest
 from torchacc.errors import ConfigError
 from torchacc.train.run_folder import check_folder, drop_replaced, lock_folder, mark_finished, take_folder
 

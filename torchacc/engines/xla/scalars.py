@@ -31,7 +31,7 @@ _OF_EACH_PARAMETER = {"_single_tensor_adafactor", "_single_tensor_muon"}
 
 
 @dataclass(frozen=True)
-class _Role:
+class _NumberRole:
     """What a number is for: one tensor takes its place for as long as its value is the same."""
 
     argument: str
@@ -48,7 +48,7 @@ class UpdateNumbers:
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._kept: dict[_Role, list[tuple[float, torch.Tensor]]] = defaultdict(list)
+        self._kept: dict[_NumberRole, list[tuple[float, torch.Tensor]]] = defaultdict(list)
 
     @contextmanager
     def on_device(self, update: str) -> Iterator[None]:
@@ -57,9 +57,9 @@ class UpdateNumbers:
         Args:
             update: The name of the function that updates it.
         """
-        used: dict[_Role, dict[float, torch.Tensor]] = defaultdict(dict)
+        used: dict[_NumberRole, dict[float, torch.Tensor]] = defaultdict(dict)
 
-        def tensor_of(role: _Role, number: float) -> torch.Tensor:
+        def tensor_of(role: _NumberRole, number: float) -> torch.Tensor:
             if number not in used[role]:
                 used[role][number] = self._keep(role, len(used[role]), number)
             return used[role][number]
@@ -67,7 +67,7 @@ class UpdateNumbers:
         with _NumbersOnDevice(tensor_of, of_each_parameter=update in _OF_EACH_PARAMETER):
             yield
 
-    def _keep(self, role: _Role, index: int, number: float) -> torch.Tensor:
+    def _keep(self, role: _NumberRole, index: int, number: float) -> torch.Tensor:
         """Return the tensor of a role's number, of which this is the index-th in this step; most stay as they were."""
         kept = self._kept[role]
         if index == len(kept):
@@ -78,7 +78,7 @@ class UpdateNumbers:
 
 
 class _NumbersOnDevice(TorchFunctionMode):
-    def __init__(self, tensor_of: Callable[[_Role, float], torch.Tensor], *, of_each_parameter: bool) -> None:
+    def __init__(self, tensor_of: Callable[[_NumberRole, float], torch.Tensor], *, of_each_parameter: bool) -> None:
         super().__init__()
         self._tensor_of = tensor_of
         self._of_each_parameter = of_each_parameter
@@ -91,7 +91,7 @@ class _NumbersOnDevice(TorchFunctionMode):
         repeats = self._calls[argument, place]
         self._calls[argument, place] += 1
         return self._tensor_of(
-            _Role(argument, repeats, place if self._of_each_parameter else 0, called_on.dtype), number
+            _NumberRole(argument, repeats, place if self._of_each_parameter else 0, called_on.dtype), number
         )
 
     def __torch_function__(

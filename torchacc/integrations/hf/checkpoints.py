@@ -13,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, _is_peft_model, so
 
 from torchacc import api, checkpoint
 from torchacc.checkpoint import model_state
-from torchacc.checkpoint.format.manifest import MANIFEST
-from torchacc.checkpoint.format.removal import settle
+from torchacc.checkpoint.own_format.manifest import MANIFEST
+from torchacc.checkpoint.own_format.removal import settle
 from torchacc.checkpoint.run_state import random_state, set_random_state
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError

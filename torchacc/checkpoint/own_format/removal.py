@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from torchacc.checkpoint.format.manifest import MANIFEST, leftovers, locate, read_manifest
+from torchacc.checkpoint.own_format.manifest import MANIFEST, leftovers, locate, read_manifest
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 

@@ -7,7 +7,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, preallocate, read_regions, safetensors_index
+from torchacc.checkpoint.own_format.safetensors_files import (
+    plan_safetensors,
+    preallocate,
+    read_regions,
+    safetensors_index,
+)
 from torchacc.errors import CheckpointError
 
 TENSORS = {

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.checkpoint.format.manifest import as_bytes, digest
-from torchacc.checkpoint.format.unfinished import clear_unfinished, unfinished
-from torchacc.checkpoint.interop.pth import load_pth, read_pth
+from torchacc.checkpoint.other_formats.pth import load_pth, read_pth
+from torchacc.checkpoint.own_format.manifest import as_bytes, digest
+from torchacc.checkpoint.own_format.unfinished import clear_unfinished, unfinished
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup

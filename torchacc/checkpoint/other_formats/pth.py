@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
-from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import CHUNK_BYTES, NewTensor, leaves, replace_leaves
+from torchacc.checkpoint.other_formats.new_tensors import CHUNK_BYTES, NewTensor, leaves, replace_leaves
+from torchacc.checkpoint.own_format.regular_files import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 
 _DOS_FOLDER = 0x10

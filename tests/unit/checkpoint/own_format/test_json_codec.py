@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchacc.checkpoint.format.json_codec import decode, encode
+from torchacc.checkpoint.own_format.json_codec import decode, encode
 from torchacc.errors import CheckpointError
 
 VALUES = {

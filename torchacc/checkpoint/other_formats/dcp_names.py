@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchacc.checkpoint.interop.dcp_files import METADATA, DcpFolder
+from torchacc.checkpoint.other_formats.dcp_files import METADATA, DcpFolder
 from torchacc.errors import CheckpointError
 
 _MODEL = re.compile(r"model|state_dict|model_state_dict")

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchacc.checkpoint.format.regular_files import FileState
-from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, preallocate, write_exactly
-from torchacc.checkpoint.format.unfinished import unfinished_paths, unwritten
-from torchacc.checkpoint.interop.new_tensors import NewTensor, leaves, read_chunks, short
-from torchacc.checkpoint.interop.pth import create_pth, seal_pth, verify_regions
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor, leaves, read_chunks, short
+from torchacc.checkpoint.other_formats.pth import create_pth, seal_pth, verify_regions
+from torchacc.checkpoint.own_format.regular_files import FileState
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, SafetensorsLayout, preallocate, write_exactly
+from torchacc.checkpoint.own_format.unfinished import unfinished_paths, unwritten
 from torchacc.errors import CheckpointError
 
 _MAX_WORKERS = 8

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder, StoredTensor
-from torchacc.checkpoint.format.commit import FolderWriter
-from torchacc.checkpoint.format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
-from torchacc.checkpoint.format.unfinished import unfinished_paths
-from torchacc.checkpoint.interop.dcp_files import FILES, DcpFolder, write_dcp
-from torchacc.checkpoint.interop.dcp_names import Contents, sort_keys
-from torchacc.checkpoint.interop.pretrained_folder import HEAD, pretrained_files, tied_head
+from torchacc.checkpoint.other_formats.dcp_files import FILES, DcpFolder, write_dcp
+from torchacc.checkpoint.other_formats.dcp_names import Contents, sort_keys
+from torchacc.checkpoint.other_formats.pretrained_folder import HEAD, pretrained_files, tied_head
+from torchacc.checkpoint.own_format import json_codec
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
+from torchacc.checkpoint.own_format.commit import FolderWriter
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
+from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import making_sense
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
 from torchacc.checkpoint.saver import PendingSave

@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import NewTensor, Source, cut, short
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor, Source, cut, short
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
 

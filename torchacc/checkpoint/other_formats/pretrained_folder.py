@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.format.regular_files import read_regular
-from torchacc.checkpoint.interop.new_tensors import short
+from torchacc.checkpoint.other_formats.new_tensors import short
+from torchacc.checkpoint.own_format.regular_files import read_regular
 from torchacc.errors import CheckpointError
 
 _CONFIG = "config.json"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from torchacc.checkpoint.format.manifest import MANIFEST
-from torchacc.checkpoint.interop.dcp_files import METADATA
+from torchacc.checkpoint.other_formats.dcp_files import METADATA
+from torchacc.checkpoint.own_format.manifest import MANIFEST
 from torchacc.errors import CheckpointError
 
 CheckpointFormat = Literal["rank-files", "torchacc", "hf", "dcp"]

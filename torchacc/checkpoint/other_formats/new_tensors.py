@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchacc.checkpoint.format.manifest import as_bytes
-from torchacc.checkpoint.format.regular_files import open_regular
-from torchacc.checkpoint.format.safetensors_files import FileRegion, read_exactly
+from torchacc.checkpoint.own_format.manifest import as_bytes
+from torchacc.checkpoint.own_format.regular_files import open_regular
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, read_exactly
 from torchacc.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint.format import commit
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
-from torchacc.checkpoint.format.commit import FolderWriter
-from torchacc.checkpoint.format.manifest import as_bytes, locate, read_manifest, render_manifest
-from torchacc.checkpoint.format.removal import settle
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, read_regions, safetensors_index
+from torchacc.checkpoint.own_format import commit
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
+from torchacc.checkpoint.own_format.commit import FolderWriter
+from torchacc.checkpoint.own_format.manifest import as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.own_format.removal import settle
+from torchacc.checkpoint.own_format.safetensors_files import plan_safetensors, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}

@@ -11,9 +11,9 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import NewTensor
-from torchacc.checkpoint.interop.pth import create_pth, load_pth, read_pth, seal_pth
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor
+from torchacc.checkpoint.other_formats.pth import create_pth, load_pth, read_pth, seal_pth
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import plan_safetensors, safetensors_index
-from torchacc.checkpoint.interop.conversion import (
+from torchacc.checkpoint.other_formats.conversion import (
     ConversionPlan,
     NewFile,
     Progress,
@@ -19,10 +18,11 @@ from torchacc.checkpoint.interop.conversion import (
     small_file,
     verified_sources,
 )
-from torchacc.checkpoint.interop.new_tensors import NewTensor
-from torchacc.checkpoint.interop.pretrained_folder import pretrained_files, tied_head
-from torchacc.checkpoint.interop.rank_contents import full_model, full_optimizer, resharded
-from torchacc.checkpoint.interop.rank_files import Part, RankFiles, find_rank_files
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor
+from torchacc.checkpoint.other_formats.pretrained_folder import pretrained_files, tied_head
+from torchacc.checkpoint.other_formats.rank_contents import full_model, full_optimizer, resharded
+from torchacc.checkpoint.other_formats.rank_files import Part, RankFiles, find_rank_files
+from torchacc.checkpoint.own_format.safetensors_files import plan_safetensors, safetensors_index
 from torchacc.errors import CheckpointError
 
 

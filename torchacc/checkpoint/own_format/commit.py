@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.format.manifest import (
+from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
     as_bytes,
@@ -28,8 +28,8 @@ from torchacc.checkpoint.format.manifest import (
     token_of,
     write_synced,
 )
-from torchacc.checkpoint.format.removal import announce, foreign_names, forget_announcement, remove, settle
-from torchacc.checkpoint.format.safetensors_files import FileRegion, preallocate, write_exactly
+from torchacc.checkpoint.own_format.removal import announce, foreign_names, forget_announcement, remove, settle
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, preallocate, write_exactly
 from torchacc.errors import CheckpointError, listed
 
 _SEGMENT_BYTES = 8 << 20

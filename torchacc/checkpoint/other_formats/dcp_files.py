@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from torchacc.checkpoint.format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
-from torchacc.checkpoint.interop.pth import verify_records
+from torchacc.checkpoint.other_formats.pth import verify_records
+from torchacc.checkpoint.own_format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def write_dcp(folder: Path, state: Mapping[str, Any], read: Callable[[str], torc
             raise next(iter(failed.failures.values()))[0] from None
 
 
-class _Unpickler(Unpickler):
+class _MetadataUnpickler(Unpickler):
     """Reads metadata, and refuses to look up anything that could be code."""
 
     def __init__(self, pickled: bytes, path: Path) -> None:
@@ -243,7 +243,7 @@ def _read_metadata(folder: Path) -> "Metadata":
 
     path = folder / METADATA
     try:
-        metadata = _Unpickler(read_regular(path, MAX_PICKLE_BYTES), path).load()
+        metadata = _MetadataUnpickler(read_regular(path, MAX_PICKLE_BYTES), path).load()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {_what_instead(folder)}") from None
     except OSError as error:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.new_tensors import NewTensor, Source
-from torchacc.checkpoint.interop.rank_files import RankFiles
-from torchacc.checkpoint.interop.rank_optimizer import read_optimizer
-from torchacc.checkpoint.interop.sharded_parameters import Sharded, ShardFormat, cast_to
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor, Source
+from torchacc.checkpoint.other_formats.rank_files import RankFiles
+from torchacc.checkpoint.other_formats.rank_optimizer import read_optimizer
+from torchacc.checkpoint.other_formats.sharded_parameters import Sharded, ShardFormat, cast_to
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 
 _ByRank = dict[str, list[NewTensor]]

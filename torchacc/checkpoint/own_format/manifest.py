@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from torchacc.checkpoint.format.regular_files import read_regular
+from torchacc.checkpoint.own_format.regular_files import read_regular
 from torchacc.errors import CheckpointError
 
 MANIFEST = "manifest.json"

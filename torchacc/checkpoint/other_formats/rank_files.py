@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-from torchacc.checkpoint.format.regular_files import FileState
-from torchacc.checkpoint.format.safetensors_files import DTYPES, FileRegion
-from torchacc.checkpoint.interop.new_tensors import read_chunks, replace_leaves
-from torchacc.checkpoint.interop.pth import read_pth
-from torchacc.checkpoint.interop.sharded_parameters import XLA_SHARD, Sharded, ShardedParameter
+from torchacc.checkpoint.other_formats.new_tensors import read_chunks, replace_leaves
+from torchacc.checkpoint.other_formats.pth import read_pth
+from torchacc.checkpoint.other_formats.sharded_parameters import XLA_SHARD, Sharded, ShardedParameter
+from torchacc.checkpoint.own_format.regular_files import FileState
+from torchacc.checkpoint.own_format.safetensors_files import DTYPES, FileRegion
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 

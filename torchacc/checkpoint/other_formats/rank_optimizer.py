@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchacc.checkpoint.format.safetensors_files import FileRegion
-from torchacc.checkpoint.interop.rank_files import RankFiles
-from torchacc.checkpoint.interop.sharded_parameters import Sharded, ShardedParameter, ShardFormat
+from torchacc.checkpoint.other_formats.rank_files import RankFiles
+from torchacc.checkpoint.other_formats.sharded_parameters import Sharded, ShardedParameter, ShardFormat
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from typing_extensions import Self
 
-from torchacc.checkpoint.format.manifest import (
+from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
     as_bytes,
@@ -24,8 +24,8 @@ from torchacc.checkpoint.format.manifest import (
     locate,
     read_manifest,
 )
-from torchacc.checkpoint.format.regular_files import open_regular
-from torchacc.checkpoint.format.safetensors_files import FileRegion, read_exactly, read_header, read_regions
+from torchacc.checkpoint.own_format.regular_files import open_regular
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, read_exactly, read_header, read_regions
 from torchacc.errors import CheckpointError
 
 

@@ -27,9 +27,9 @@ import torchacc
 from tests import forkrun
 from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
-from torchacc.checkpoint.format import json_codec
-from torchacc.checkpoint.format.checkpoint_folder import CheckpointFolder
-from torchacc.checkpoint.interop.dcp_files import DcpFolder
+from torchacc.checkpoint.other_formats.dcp_files import DcpFolder
+from torchacc.checkpoint.own_format import json_codec
+from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
 from torchacc.errors import CheckpointError
 
 FSDP2_PROGRAM = Path(__file__).with_name("dcp_fsdp2_program.py")

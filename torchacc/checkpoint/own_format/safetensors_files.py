@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchacc.checkpoint.format.regular_files import open_regular, read_regular
+from torchacc.checkpoint.own_format.regular_files import open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it

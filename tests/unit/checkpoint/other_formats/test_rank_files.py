@@ -17,11 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trees import assert_same
-from torchacc.checkpoint.format import locks
-from torchacc.checkpoint.interop import conversion, new_tensors, object_files
-from torchacc.checkpoint.interop.conversion import execute
-from torchacc.checkpoint.interop.pth import read_pth, tensor_records
-from torchacc.checkpoint.interop.rank_conversion import Output, consolidate_sharded_model_checkpoints, plan_conversion
+from torchacc.checkpoint.other_formats import conversion, new_tensors, object_files
+from torchacc.checkpoint.other_formats.conversion import execute
+from torchacc.checkpoint.other_formats.pth import read_pth, tensor_records
+from torchacc.checkpoint.other_formats.rank_conversion import (
+    Output,
+    consolidate_sharded_model_checkpoints,
+    plan_conversion,
+)
+from torchacc.checkpoint.own_format import locks
 from torchacc.errors import CheckpointError
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"

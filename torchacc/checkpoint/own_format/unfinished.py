@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from torchacc.checkpoint.format.locks import FolderLock, is_abandoned, new_token
-from torchacc.checkpoint.format.manifest import sync_folder
+from torchacc.checkpoint.own_format.locks import FolderLock, is_abandoned, new_token
+from torchacc.checkpoint.own_format.manifest import sync_folder
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
