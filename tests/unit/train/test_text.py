@@ -233,7 +233,11 @@ def start(configure, tmp_path):
 
     def make():
         return subprocess.Popen(
-            [forkrun.python("datasets"), Path(__file__).with_name("text_program.py"), json.dumps(config.model_dump())],
+            [
+                forkrun.python("torch_xla", "datasets"),
+                Path(__file__).with_name("text_program.py"),
+                json.dumps(config.model_dump()),
+            ],
             env=forkrun.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
