@@ -44,7 +44,7 @@ def describe(root: Path) -> Iterator[str]:
     naming = [path for path, tree in package.items() if names_axis(tree)]
     yield from _section(f"Files of the package that spell out a mesh axis: {len(naming)}", naming)
     classes = twice((node.name.lstrip("_"), path) for path, tree in package.items() for node in classes_of(tree))
-    yield from _section(f"Class names that occur twice, also but for an underscore: {len(classes)}", classes)
+    yield from _section(f"Class names that occur twice, underscores aside: {len(classes)}", classes)
     files = twice((Path(path).name, path) for path in package if Path(path).name not in UNNAMED)
     yield from _section(f"File names that occur twice: {len(files)}", files)
     chain = longest_chain(package)

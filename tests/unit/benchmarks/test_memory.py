@@ -132,7 +132,6 @@ def test_the_report_has_every_case_of_the_parts_that_ran():
 def test_xla_plans_what_the_strategies_promise(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "executable", forkrun.python("torch_xla"))
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import Case, Workload
     from memory import measure, started
 
@@ -161,7 +160,6 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
 def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "executable", forkrun.python("torch_xla"))
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # it would leave a thread behind
     from _memory_cases import PLAN_TOLERANCE, Case, Workload
     from memory import started
 

@@ -41,7 +41,7 @@ def test_it_is_read_from_the_files_of_any_checkout(tmp_path, capsys):
         "Engine: 1 public methods and properties": ["put"],
         "ShardedModel: 2 public methods and properties": ["place, fetch"],
         "Files of the package that spell out a mesh axis: 1": ["torchacc/engines/spmd.py"],
-        "Class names that occur twice, also but for an underscore: 1": ["Run: torchacc/engines/spmd.py, torchacc/last.py"],
+        "Class names that occur twice, underscores aside: 1": ["Run: torchacc/engines/spmd.py, torchacc/last.py"],
         "File names that occur twice: 1": ["base.py: torchacc/data/base.py, torchacc/engines/base.py"],
         "Longest chain of imports when modules are loaded: 4 modules": [
             "torchacc",

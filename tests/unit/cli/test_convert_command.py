@@ -5,34 +5,18 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
+from tests.unit.cli.rank_files import WEIGHT, write_rank_files
 from torchacc.checkpoint.detect_format import format_of
 from torchacc.cli.main import main
 from torchacc.errors import CheckpointError
 
-WEIGHT = torch.arange(20.0).view(5, 4)
-
-
-@pytest.fixture(autouse=True)
-def no_monitor(monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would outlive the test
-
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Rank files of a model with one weight, and of its optimizer."""
     folder = tmp_path / "ckpt"
     folder.mkdir()
-    for rank, rows in enumerate((WEIGHT[:3], torch.cat([WEIGHT[3:], torch.zeros(1, 4)]))):
-        info = {"": {"w": {"_orig_size": [5, 4], "_orig_name": "w"}}}
-        metadata = {"shard_info": info, "flatten_info": {}, "buffer_info": {}, "world_size": 2, "rank": rank}
-        optimizer = {
-            "state": {0: {"step": torch.tensor(1.0), "exp_avg": rows * 2}},
-            "param_groups": [{"params": [0], "param_names": ["w"]}],
-        }
-        torch.save({"model": {"w": rows.clone()}, "shard_metadata": metadata}, folder / f"rank-{rank}-of-2-model.pth")
-        torch.save({"optimizer": optimizer, "shard_metadata": metadata}, folder / f"rank-{rank}-of-2-optimizer.pth")
+    write_rank_files(folder)
     return folder
 
 

@@ -6,30 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from tests import forkrun
+from tests.unit.cli.rank_files import WEIGHT, write_rank_files
 from torchacc.cli import consolidate_and_reshard_fsdp_ckpts, consolidate_sharded_model_checkpoints
 
 ROOT = Path(__file__).parents[3]
-WEIGHT = torch.arange(20.0).view(5, 4)
-
-
-@pytest.fixture(autouse=True)
-def no_monitor(monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would outlive the test
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Rank files of a model with one weight, and of its optimizer."""
-    for rank, rows in enumerate((WEIGHT[:3], torch.cat([WEIGHT[3:], torch.zeros(1, 4)]))):
-        info = {"": {"w": {"_orig_size": [5, 4], "_orig_name": "w"}}}
-        metadata = {"shard_info": info, "flatten_info": {}, "buffer_info": {}, "world_size": 2, "rank": rank}
-        state = {0: {"step": torch.tensor(1.0), "exp_avg": rows * 2}}
-        optimizer = {"state": state, "param_groups": [{"params": [0], "param_names": ["w"]}]}
-        torch.save({"model": {"w": rows.clone()}, "shard_metadata": metadata}, tmp_path / f"rank-{rank}-of-2-model.pth")
-        torch.save({"optimizer": optimizer, "shard_metadata": metadata}, tmp_path / f"rank-{rank}-of-2-optimizer.pth")
+    write_rank_files(tmp_path)
     return tmp_path
 
 

@@ -33,8 +33,7 @@ def save_shards(model, folder, world):
     model.config.save_pretrained(folder)
 
 
-def test_from_pretrained(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+def test_from_pretrained(tmp_path, model):
     save_shards(model, tmp_path, 3)
     args = ["--ckpt_prefix", str(tmp_path), "--format", "safetensors", "--max-shard-size", "8KB"]
     assert consolidate_sharded_model_checkpoints.main(args) == 0
@@ -44,8 +43,7 @@ def test_from_pretrained(tmp_path, model, monkeypatch):
         assert torch.equal(loaded.state_dict()[name], tensor)
 
 
-def test_load_state_dict(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+def test_load_state_dict(tmp_path, model):
     save_shards(model, tmp_path, 2)
     assert consolidate_sharded_model_checkpoints.main(["--ckpt_prefix", str(tmp_path)]) == 0
     loaded = transformers.GPT2LMHeadModel(model.config)

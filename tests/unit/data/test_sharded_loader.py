@@ -611,10 +611,8 @@ def test_what_is_no_loader_is_refused(loader):
 
 
 @pytest.fixture
-def datasets(monkeypatch):
-    module = pytest.importorskip("datasets")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
-    return module
+def datasets():
+    return pytest.importorskip("datasets")
 
 
 def test_hugging_face_dataset(datasets):

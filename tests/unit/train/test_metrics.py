@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from tqdm import tqdm
 
 from torchacc.config import Config
 from torchacc.engines import registry
@@ -170,7 +169,6 @@ def test_a_run_that_fails_keeps_what_it_had_and_has_its_report(folder, engine, m
 
 
 def test_a_terminal_shows_a_bar_and_whole_lines_above_it(folder, capsys, monkeypatch):
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread outlives the bar
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(get_logger("torchacc"), "handlers", [make_console(0)])
     monkeypatch.setattr(get_logger("torchacc"), "propagate", False)
