@@ -29,6 +29,8 @@ NUM_DEVICES = int(_NUMBER) if _NUMBER.isdigit() else 2
 NATIVE, MULTIPROCESS, SPMD = "native", "xla-multiprocess", "xla-spmd"
 ALL = (NATIVE, MULTIPROCESS, SPMD)
 XLA = (MULTIPROCESS, SPMD)
+FLAT = {"flatten_parameters": True}
+"""The option of a layout that one engine has, `MULTIPROCESS`."""
 REFERENCE = "reference"
 """In place of an engine: plain PyTorch in a process that never starts XLA."""
 
@@ -82,6 +84,12 @@ def case(
         return function
 
     return register
+
+
+def case_of_each_layout(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a function of options as a case `plain`, and as `flat` for the one engine that flattens."""
+    case(each={"plain": {}})(function)
+    return case([MULTIPROCESS], each={"flat": FLAT})(function)
 
 
 def add_case(name: str, case: Case) -> None:

@@ -16,6 +16,7 @@ from casekit import (
     accelerate,
     adamw,
     case,
+    case_of_each_layout,
     check_parameters,
     check_training,
     part,
@@ -26,7 +27,6 @@ from torch import nn
 
 import torchacc
 
-LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "flat": {"flatten_parameters": True}}
 MEGABYTE = 1 << 20
 LIBC = ctypes.CDLL(None)
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -63,7 +63,7 @@ class Large(nn.Module):
         return x
 
 
-@case(each=LAYOUTS)
+@case_of_each_layout
 def deferred_model_is_the_plain_one(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     plain = Layered()

@@ -9,12 +9,15 @@ import transformers
 from casekit import (
     ADAM_ABSOLUTE,
     ENGINE,
+    FLAT,
+    MULTIPROCESS,
     NATIVE,
     RANK,
     SPMD,
     X,
     adamw,
     case,
+    case_of_each_layout,
     check_equal,
     check_parameters,
     loss_of,
@@ -58,7 +61,6 @@ class Layer(nn.Module):
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "flat": {"flatten_parameters": True},
     "recomputed": {"sharding_strategy": "SHARD_GRAD_OP", "memory": {"gc": True}},
 }
 
@@ -84,6 +86,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, *, sharded: 
 
 
 @case(each=VARIANTS)
+@case([MULTIPROCESS], each={"flat": FLAT})
 def number_trains(options: dict[str, Any]) -> None:
     model, plain = sharded_and_plain(Gated, **options)
     if not options.get("flatten_parameters"):
@@ -106,7 +109,7 @@ def number_trains(options: dict[str, Any]) -> None:
             check_equal(whole[own][key], value, f"{own} {key}", ADAM_ABSOLUTE)
 
 
-@case(each={key: VARIANTS[key] for key in ("plain", "flat")})
+@case_of_each_layout
 def number_is_saved_and_loaded(options: dict[str, Any]) -> None:
     model, plain = sharded_and_plain(Gated, **options)
     optimizer, plain_optimizer = adamw(model), adamw(plain)

@@ -1,13 +1,10 @@
 """Saves in the background of real models: what is written is what was there when the save began."""
 
-import subprocess
-import sys
-
-import pytest
 import torch
 from torch import nn
 
 import torchacc
+from tests import forkrun
 from torchacc.checkpoint import CheckpointManager, loader, saver
 
 
@@ -62,7 +59,6 @@ def test_memory_of_a_save_in_inference_mode_is_used_again(tmp_path):
     assert tensors(tmp_path / "step-00000001") == tensors(tmp_path / "step-00000002")
 
 
-@pytest.mark.slow
 def test_a_program_may_end_right_after_a_save(tmp_path):
     program = """
 import sys, torch, torchacc
@@ -71,6 +67,7 @@ config.backend = "native"
 model = torchacc.accelerate(torch.nn.Linear(4, 2), None, config)
 torchacc.checkpoint.CheckpointManager(sys.argv[1], model=model, async_save=True).save(1)
 """
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=200)
+    done = forkrun.run("-c", program, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
     loader.verify(tmp_path / "step-00000001")

@@ -5,7 +5,6 @@ import os
 import random
 import struct
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import torchacc
+from tests import forkrun
 from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.other_formats.conversion import execute
@@ -145,7 +145,7 @@ def test_bombs_take_neither_memory_nor_time(tmp_path):
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "zero.pth").symlink_to("/dev/zero")
     names += [tmp_path / "dcp", tmp_path / "pipe.pth", tmp_path / "zero.pth"]
-    done = subprocess.run([sys.executable, "-c", READER, *names], capture_output=True, text=True, timeout=120)
+    done = forkrun.run("-c", READER, *names, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "pipe.pth is a pipe: a file is expected" in done.stdout
     assert "zero.pth is a device: a file is expected" in done.stdout

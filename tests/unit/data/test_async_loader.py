@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -9,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests import forkrun
 from torchacc.data import AsyncLoader
 from torchacc.errors import ConfigError
 
@@ -242,9 +241,7 @@ def test_the_interpreter_exits_in_the_middle_of_a_loop(stall):
         print("left", flush=True)
     """
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = forkrun.run("-c", textwrap.dedent(script), timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "left\n"
     assert done.stderr == ""

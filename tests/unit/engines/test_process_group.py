@@ -1,8 +1,5 @@
 """How the processes of a job end, and whose error it is: this process's own, or that of another that has ended."""
 
-import subprocess
-import sys
-
 import pytest
 import torch.distributed as dist
 
@@ -32,10 +29,7 @@ for _ in range(2):
 @pytest.mark.slow
 @pytest.mark.parametrize("made_by", ["ours", "user"])
 def test_a_process_may_end_right_after_a_collective(made_by):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_RIGHT_AFTER_A_COLLECTIVE, made_by],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = forkrun.run("-c", ENDS_RIGHT_AFTER_A_COLLECTIVE, made_by)
     assert (done.returncode, done.stderr) == (0, "")
 
 
