@@ -388,7 +388,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@case([NATIVE], each=CHANGES)
+@case(each=CHANGES)
 def weights_changed_before_they_are_used_again_are_refused(change: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(1)
     model, plain = sharded_and_plain(memory={"gc": True})

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchacc.engines.patches.private_names import NormBase
+from torchacc.errors import EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.units import is_checkpointing_layer
 
@@ -75,8 +76,34 @@ def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if may_cache and not module.training:
             return forward(*args, **kwargs)
-        again = _with_buffers_of_first_run(module, forward) if torch.is_grad_enabled() else forward
+        if not torch.is_grad_enabled():
+            return checkpoint(module, forward, args, kwargs)
+        again = _with_weights_of_first_run(module, _with_buffers_of_first_run(module, forward))
         return checkpoint(module, again, args, kwargs)
+
+    return run
+
+
+def _with_weights_of_first_run(module: nn.Module, forward: Forward) -> Forward:
+    """Return a module's forward that raises where a further run would have other weights than its first one.
+
+    Autograd notices weights that are written to by what it has saved of them; of a module that is computed again it has
+    saved nothing.
+    """
+    first: list[tuple[int, bool]] | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not torch.compiler.is_compiling():
+            weights = [(parameter._version, parameter.requires_grad) for parameter in module.parameters()]
+            if first is not None and weights != first:
+                raise EngineError(
+                    f"a weight of {type(module).__name__} has changed, or was frozen, between the module's forward "
+                    "and backward, in which memory.gc computes it again: gradients would be those of neither. "
+                    "Change weights after backward(), or set config.memory.gc = False"
+                )
+            first = weights
+        return forward(*args, **kwargs)
 
     return run
 

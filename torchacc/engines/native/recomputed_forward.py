@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchacc.engines import recompute
-from torchacc.engines.native.changed_weights import refuse_changed_weights
 from torchacc.errors import EngineError
 from torchacc.parallel.kept_products import KeptProducts
 from torchacc.parallel.plan import ShardingPlan
@@ -19,7 +18,7 @@ Forward = Callable[..., Any]
 def install_recompute(model: nn.Module, plan: ShardingPlan) -> None:
     """Let the modules that a plan names be computed again in backward, by its policy."""
     checkpoint_of_policy = checkpointed_but_products if plan.keeps_products else checkpointed
-    recompute.install(model, plan.recomputed, refuse_changed_weights(checkpoint_of_policy))
+    recompute.install(model, plan.recomputed, checkpoint_of_policy)
 
 
 def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
