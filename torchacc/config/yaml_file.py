@@ -60,17 +60,9 @@ class YamlFile:
             raise ConfigError(f"{path}:1: expected options such as `{example}`, found {shown(values)}")
         return cls(Path(path), values, lines)
 
-    def located(self, error: ConfigError, parents: str = "", relative_to: str = "") -> ConfigError:
-        """Return an error with the file and the line before each line of its message.
-
-        Args:
-            error: Its message's lines begin with an option's dotted path.
-            parents: What that path lies under in the file, dotted.
-            relative_to: The part of that path which `parents` stands for.
-        """
-        strip = f"{relative_to}." if relative_to else ""
-        above = f"{parents}." if parents else ""
-        return ConfigError("\n".join(self.at(f"{above}{line.removeprefix(strip)}") for line in str(error).splitlines()))
+    def located(self, error: ConfigError) -> ConfigError:
+        """Return an error with the file and the line before each line of its message, an option's dotted path."""
+        return ConfigError("\n".join(map(self.at, str(error).splitlines())))
 
     def at(self, message: str) -> str:
         """Return a message that begins with an option's dotted path with the file and the line before it."""

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, resolve
-from torchacc.config.names import did_you_mean
+from torchacc.config.names import nearest
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, shown
 from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lifetimes
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
@@ -160,21 +160,23 @@ def study(
     return Step(plan, chosen.lifetimes(trace), num_states, batch_bytes, chosen)
 
 
-def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of `torch.optim` by its name, in upper or lower case.
+def find_optimizer(name: str, option: str = "--optimizer") -> type[torch.optim.Optimizer]:
+    """Return a class of `torch.optim` by its name, in upper or lower case: `adamw` is `AdamW`.
+
+    Args:
+        name: The name.
+        option: What was given the name, for the message.
 
     Raises:
         ConfigError: There is none.
     """
-    classes = {
-        each.__name__.lower(): each
-        for each in vars(torch.optim).values()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
-    }
-    if name.lower() not in classes:
-        hint = did_you_mean(name.lower(), classes) or f"there are {', '.join(sorted(classes))}"
-        raise ConfigError(f"optimizer {name!r} is no class of torch.optim; {hint}")
-    return classes[name.lower()]
+    own = torch.optim.Optimizer
+    found = (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, own))
+    classes = {each.__name__: each for each in found if each is not own}
+    by_lower = {known.lower(): each for known, each in classes.items()}
+    if name.lower() not in by_lower:
+        raise ConfigError(f"{option} = {shown(name)}: torch.optim has no such optimizer; {nearest(name, classes)}")
+    return by_lower[name.lower()]
 
 
 def count_states(optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> int:

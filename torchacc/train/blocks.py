@@ -112,21 +112,11 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, documents: TokenDocuments, block_size: int, packing: bool | str, pad_id: int) -> None:
-        self._documents = documents
+        self.documents = documents
         self._block_size, self._packing, self._pad_id = block_size, packing, pad_id
         sizes = np.diff(documents.starts) if packing is False else documents.starts[-1:]
         self._first_blocks = np.concatenate([[0], np.cumsum(-(-sizes // block_size))])
         """The index of the first block of each run of tokens that starts in a block of its own, and their number."""
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens in all examples, padding left out."""
-        return int(self._documents.starts[-1])
-
-    @property
-    def num_documents(self) -> int:
-        """The number of documents that the examples are cut from."""
-        return len(self._documents)
 
     def __len__(self) -> int:
         return int(self._first_blocks[-1])
@@ -135,14 +125,14 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
-        starts = self._documents.starts
+        starts = self.documents.starts
         run = int(np.searchsorted(self._first_blocks, index, side="right")) - 1
         run_begin, run_end = starts[run : run + 2] if self._packing is False else starts[[0, -1]]
         begin = int(run_begin) + (index - int(self._first_blocks[run])) * self._block_size
         end = min(begin + self._block_size, int(run_end))
         first, last = np.searchsorted(starts, [begin, end])
         return make_block(
-            self._documents.read(begin, end),
+            self.documents.read(begin, end),
             starts[first:last] - begin,
             self._block_size,
             pad_id=self._pad_id,
@@ -150,7 +140,7 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         )
 
     def __reduce__(self) -> tuple[type["Blocks"], tuple[Any, ...]]:
-        return Blocks, (self._documents, self._block_size, self._packing, self._pad_id)
+        return Blocks, (self.documents, self._block_size, self._packing, self._pad_id)
 
 
 class StreamedBlocks(IterableDataset[dict[str, torch.Tensor]]):

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchacc.config.names import nearest
 from torchacc.engines.base import sharded_model
 from torchacc.errors import ConfigError, in_one_line, shown
+from torchacc.memory_plan import find_optimizer
 from torchacc.train.config import Schedule, SchedulerConfig
 
 DECAYS: Mapping[Schedule, Callable[[float], float]] = {
@@ -35,21 +36,16 @@ _OF_OTHER_LOOPS = {"differentiable": "no step is differentiated here", "capturab
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the class of torch.optim with this name, in any case: `adamw` is `AdamW`.
+    """Return the class of torch.optim with this name, in any case.
 
     Raises:
         ConfigError: There is none, or it needs another loop.
     """
-    classes: dict[str, type[Optimizer]] = {k: v for k, v in vars(torch.optim).items() if _is_optimizer(v)}
-    by_lower = {key.lower(): key for key in classes}
-    found = by_lower.get(name.lower())
-    if found is None:
-        raise ConfigError(
-            f"optimizer.name = {shown(name)}: torch.optim has no such optimizer; {nearest(name, classes)}"
-        )
-    if found in _NEED_MORE:
-        raise ConfigError(f"optimizer.name = {shown(name)} cannot train here, as {_NEED_MORE[found]}: use adamw")
-    return classes[found]
+    found = find_optimizer(name, "optimizer.name")
+    if found.__name__ in _NEED_MORE:
+        reason = _NEED_MORE[found.__name__]
+        raise ConfigError(f"optimizer.name = {shown(name)} cannot train here, as {reason}: use adamw")
+    return found
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -154,10 +150,6 @@ def _split_for_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
             )
         (decayed if is_weight.pop() else spared).append(parameter)
     return decayed, spared
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
 def _default(cls: type[Optimizer], option: str) -> Any:

@@ -47,10 +47,6 @@ class TextData:
     """Examples of documents that training never sees."""
     tokenizer: "PreTrainedTokenizerBase"
     """What made the tokens."""
-    num_documents: int | None
-    """Documents to learn from; None where they are streamed."""
-    num_tokens: int | None
-    """Tokens to learn from in an epoch, padding left out; None where they are streamed."""
 
 
 def check_model(config: TextConfig, model_config: "PreTrainedConfig") -> None:
@@ -114,7 +110,7 @@ def load_text(config: TextConfig, *, seed: int) -> TextData:
         Blocks(part, config.block_size, config.packing, tokenizer.eos_token_id)
         for part in (TokenDocuments(documents, share), validation)
     )
-    return TextData(train, held_out if len(held_out) else None, tokenizer, train.num_documents, train.num_tokens)
+    return TextData(train, held_out if len(held_out) else None, tokenizer)
 
 
 def _stream(
@@ -136,7 +132,7 @@ def _stream(
     validation = None
     if share or len(sources) > 1:
         validation = blocks(sources[-1], held_out=len(sources) == 1, shuffled=False)
-    return TextData(blocks(sources[0], held_out=False, shuffled=config.shuffle), validation, tokenizer, None, None)
+    return TextData(blocks(sources[0], held_out=False, shuffled=config.shuffle), validation, tokenizer)
 
 
 def _texts(source: DocumentSource, share: float, *, held_out: bool) -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_what_is_wrong_is_said_in_a_line(model, tmp_path, capsys):
     assert "16 positions" in refused(capsys, "--model", model, "--seq", "17")
     assert "either --model, or --config" in refused(capsys)
     assert "name it with --config" in refused(capsys, "--model", model, "--stage", "one")
-    assert "did you mean 'adamw'?" in refused(capsys, "--model", model, "--optimizer", "adamww")
+    assert "did you mean 'AdamW'?" in refused(capsys, "--model", model, "--optimizer", "adamww")
     assert "HYBRID_SHARD" in refused(capsys, "--model", model, "--devices", "2", "--strategy", "HYBRID_SHARD")
 
 

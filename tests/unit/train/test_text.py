@@ -75,8 +75,9 @@ def test_a_share_of_the_documents_is_held_out(configure):
     held_out = DOCUMENTS[19::20]
     assert documents_of(data.validation, data.tokenizer) == held_out
     assert documents_of(data.train, data.tokenizer) == [text for text in DOCUMENTS if text not in held_out]
-    assert data.num_documents == 57
-    assert data.num_tokens == sum((block["input_ids"] != 0).sum() for block in data.train) + 57  # 0 ends a document
+    assert len(data.train.documents) == 57
+    num_tokens = sum((block["input_ids"] != 0).sum() for block in data.train) + 57  # 0 ends a document
+    assert data.train.documents.starts[-1] == num_tokens
     batch = next(iter(DataLoader(data.train, batch_size=4)))
     assert {name: tuple(values.shape) for name, values in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (4, 16)
@@ -124,7 +125,7 @@ def test_validation_files_of_ones_own(configure, tmp_path):
     write_json(tmp_path / "other.jsonl", ["another text"])
     data = load_text(configure(validation={"files": str(tmp_path / "other.jsonl")}), seed=0)
     assert documents_of(data.validation, data.tokenizer) == ["another text"]
-    assert data.num_documents == len(DOCUMENTS)
+    assert len(data.train.documents) == len(DOCUMENTS)
 
 
 def test_a_document_that_is_alone_is_cut(configure, tmp_path):
@@ -132,7 +133,7 @@ def test_a_document_that_is_alone_is_cut(configure, tmp_path):
     data = load_text(configure(dataset="text", files=str(tmp_path / "one.txt"), validation_share=0.25), seed=0)
     (begin,), (end,) = (documents_of(part, data.tokenizer) for part in (data.train, data.validation))
     assert begin + end == " ".join(DOCUMENTS)
-    assert data.validation.num_tokens == pytest.approx(data.num_tokens / 3, abs=1)
+    assert data.validation.documents.starts[-1] == pytest.approx(data.train.documents.starts[-1] / 3, abs=1)
 
 
 def test_few_documents_leave_one_to_validate_on(configure, tmp_path):
@@ -194,7 +195,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(configure, tmp_path, mo
     with pytest.raises(DataError, match=r"text.jsonl has changed while it was read"):
         load_text(configure(), seed=0)
     monkeypatch.undo()
-    assert load_text(configure(), seed=0).num_documents == 58
+    assert len(load_text(configure(), seed=0).train.documents) == 58
 
 
 def cut_short(path):
@@ -213,11 +214,11 @@ def cut_short(path):
 def test_what_is_cut_short_is_not_trained_on(configure, tmp_path, caplog):
     write_json(tmp_path / "many.jsonl", DOCUMENTS * 10)
     config = configure(files=str(tmp_path / "many.jsonl"), validation_share=0.0)
-    assert load_text(config, seed=0).num_documents == 600
+    assert len(load_text(config, seed=0).train.documents) == 600
     (tokens,) = Path(config.cache_dir).glob("tokens-*.arrow")
     cut_short(tokens)
     assert 0 < len(Dataset.from_file(str(tokens))) < 600
-    assert load_text(config, seed=0).num_documents == 600
+    assert len(load_text(config, seed=0).train.documents) == 600
     assert f"{tokens} is truncated" in caplog.text
     (documents,) = Path(config.cache_dir).glob("json/**/*.arrow")
     documents.write_bytes(documents.read_bytes()[:-8])

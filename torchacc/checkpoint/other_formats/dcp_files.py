@@ -7,8 +7,6 @@ by an unpickler that knows the format's classes alone, and each chunk is compare
 """
 
 import gc
-import io
-import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from torchacc.checkpoint.other_formats.pth import verify_records
+from torchacc.checkpoint.other_formats.pth import loads_pth, naming
 from torchacc.checkpoint.own_format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
 from torchacc.errors import CheckpointError
 
@@ -141,21 +139,10 @@ class DcpFolder:
     def _load(self, key: str, offsets: tuple[int, ...] | None = None) -> Any:
         path, start, nbytes = self._locate(key, offsets)
         name = f"{path}: {key}, at byte {start},"
-        try:
-            with open_regular(path) as file:
-                file.seek(start)
-                saved = io.BytesIO(file.read(nbytes))  # bytes, which it does not copy
-            verify_records(saved, name)
-            return torch.load(saved, map_location="cpu", weights_only=True)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"{name} is damaged, or no tensor or plain value: {reason}") from None
-        except Exception as error:  # what lies there may be anything
-            raise CheckpointError(f"{name} is damaged, or not what torch.save wrote: {error}") from None
+        with naming(path), open_regular(path) as file:
+            file.seek(start)
+            saved = file.read(nbytes)
+        return loads_pth(saved, name)
 
 
 def write_dcp(folder: Path, state: Mapping[str, Any], read: Callable[[str], torch.Tensor]) -> None:

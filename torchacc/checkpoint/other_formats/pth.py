@@ -4,6 +4,7 @@ PyTorch reads them; what it does not check is checked before: the checksums, and
 """
 
 import errno
+import io
 import os
 import re
 import struct
@@ -63,9 +64,16 @@ def load_pth(path: Path, name: Path | None = None, *, mmap: bool = False) -> Any
     Raises:
         CheckpointError: The file is truncated, altered, or holds more than tensors and plain values.
     """
-    with _naming(name or path), open_regular(path) as file:
-        verify_records(file, str(name or path), pickle_only=mmap)
+    with naming(name or path), open_regular(path) as file:
+        _verify_records(file, str(name or path), pickle_only=mmap)
         return torch.load(path if mmap else file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def loads_pth(saved: bytes, name: str) -> Any:
+    """Load what `torch.save` wrote, as `load_pth()` does, from memory; `name` is what errors call it."""
+    with naming(name), io.BytesIO(saved) as file:
+        _verify_records(file, name)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def read_pth(path: Path) -> Any:
@@ -74,9 +82,9 @@ def read_pth(path: Path) -> Any:
     Raises:
         CheckpointError: As `load_pth()`; or a tensor is not a plain, contiguous one of the CPU.
     """
-    with _naming(path):
+    with naming(path):
         with open_regular(path) as file:
-            pickle_bytes = verify_records(file, str(path), pickle_only=True)
+            pickle_bytes = _verify_records(file, str(path), pickle_only=True)
         tree = _mapped(path)
     check_tree(tree, pickle_bytes, path)
     if _hides_tensor(tree):
@@ -86,7 +94,7 @@ def read_pth(path: Path) -> Any:
     return replace_leaves(tree, torch.Tensor, lambda tensor: regions[id(tensor)])
 
 
-def verify_records(file: IO[bytes], name: str, *, pickle_only: bool = False) -> int:
+def _verify_records(file: IO[bytes], name: str, *, pickle_only: bool = False) -> int:
     """Compare what `torch.save` wrote with the checksums and sizes in it, which `torch.load` does not.
 
     Args:
@@ -123,7 +131,7 @@ def verify_regions(path: Path, regions: Iterable[tuple[FileRegion, str]], *, eve
         CheckpointError: One is damaged: the message names it, and its tensors; or the file has changed since it was
             planned to read the tensors.
     """
-    with _naming(path), open_regular(path) as file, _archive(file, str(path)) as (archive, infos):
+    with naming(path), open_regular(path) as file, _archive(file, str(path)) as (archive, infos):
         records = _storages(file, path, infos.values())
         holding: dict[str, set[str]] = {}
         for region, name in regions:
@@ -142,7 +150,7 @@ def tensor_records(path: Path) -> list[Record]:
     Raises:
         CheckpointError: The file is not a complete zip file.
     """
-    with _naming(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
+    with naming(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
         return _storages(file, path, archive.infolist())
 
 
@@ -284,39 +292,34 @@ def _regions(path: Path, tensors: Mapping[int, torch.Tensor]) -> dict[int, FileR
 
 
 @contextmanager
-def _naming(name: Path) -> Iterator[None]:
-    """Say of errors of a file which one it is."""
+def naming(name: Path | str) -> Iterator[None]:
+    """Say of errors of a file, or of a part of one, which it is, in a CheckpointError."""
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{name} cannot be read: No such file") from None
-    except (OSError, zipfile.BadZipFile, struct.error) as error:
-        raise CheckpointError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except UnpicklingError as error:
-        raise _refused(name, str(error)) from None
-    except Exception as error:  # what is no pickle fails in any way
-        reason = str(error).partition("\n")[0][:300]
-        raise CheckpointError(f"{name} is damaged: its pickle ends with {type(error).__name__}: {reason}") from None
-
-
-@contextmanager
-def _archive(file: IO[bytes], name: str) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
-    """Yield a zip file and its records by name, once its directory is such as `torch.save` writes it."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            _check_directory(file, archive.start_dir, name)
-            yield archive, _checked_records(archive, name, size_of(file))
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror or error}") from None
     except zipfile.BadZipFile as error:
         raise CheckpointError(
             f"{name} cannot be read ({error}): it is truncated, damaged, or not a file of torch.save. What PyTorch "
             "before 1.6 wrote has no checksums: load it by torch.load(), and save it again"
         ) from None
-    except (CheckpointError, OSError):
-        raise
+    except UnpicklingError as error:
+        raise _refused(name, str(error)) from None
     except Exception as error:  # a damaged directory or pickle fails in any way
-        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {error}") from None
+        reason = str(error).partition("\n")[0][:300]
+        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {reason}") from None
+
+
+@contextmanager
+def _archive(file: IO[bytes], name: str) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """Yield a zip file and its records by name, once its directory is such as `torch.save` writes it."""
+    with zipfile.ZipFile(file) as archive:
+        _check_directory(file, archive.start_dir, name)
+        yield archive, _checked_records(archive, name, size_of(file))
 
 
 def _compare(
@@ -387,7 +390,7 @@ def _checked_records(archive: zipfile.ZipFile, name: str, file_size: int) -> dic
     return records
 
 
-def _refused(name: Path, reason: str) -> CheckpointError:
+def _refused(name: Path | str, reason: str) -> CheckpointError:
     """Return the error of a pickle that PyTorch's unpickler did not take."""
     found = re.search(r"GLOBAL ([\w.]+)", reason)
     if found is None:

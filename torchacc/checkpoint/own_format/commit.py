@@ -66,7 +66,7 @@ class FolderWriter:
         self._files: dict[str, int] = {}
         self._segments: dict[str, list[Segment]] = {}
 
-    def prepare(self, files: Mapping[str, tuple[bytes, int]], others: Iterable[str] = ()) -> None:
+    def prepare(self, files: Mapping[str, tuple[bytes, int]], others: Iterable[str]) -> None:
         """Make the folder, and in it room for files that several processes write. Called by rank 0 alone.
 
         Args:

@@ -18,10 +18,6 @@ _log = get_logger(__name__)
 _SAVE = "torchacc-save.json"
 """File that names what a save is going to write, from before the first of it until the manifest does."""
 _MARK = re.compile(r"rank-\d+\.(writing|done|failed)")
-_SAVED = re.compile(
-    r"(model|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(state|optimizer|(generation_)?config)\.json"
-)
-"""What every save writes, also that of an earlier version, which announced nothing."""
 
 
 def announce(folder: Path, names: Iterable[str]) -> None:
@@ -51,7 +47,6 @@ def remove(folder: Path, *, heir: Path | None = None) -> None:
     own = _own(folder)
     if MANIFEST not in own:
         heir = None
-        own |= set(filter(_SAVED.fullmatch, _names(folder)))
     for name in sorted(own, key=lambda name: name in (MANIFEST, _SAVE)):  # these last: they say what is left
         with suppress(OSError):
             (folder / name).unlink()

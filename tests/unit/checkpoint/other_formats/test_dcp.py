@@ -371,7 +371,7 @@ def test_an_entry_that_could_run_code_is_refused(tmp_path):
     state = {"state": {}, "param_groups": [{"lr": Evil(), "params": ["0.weight"]}]}
     weights = nn.Sequential(nn.Linear(2, 2)).state_dict()
     dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    refused(tmp_path / "dcp", r"__0_0\.distcp: optim\.param_groups.*is damaged, or no tensor or plain value")
+    refused(tmp_path / "dcp", r"__0_0\.distcp: optim\.param_groups.* holds a posix\.system: .*could run code")
     assert not Path("/tmp/torchacc-was-here").exists()
 
 

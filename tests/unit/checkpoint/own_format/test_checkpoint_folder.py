@@ -34,7 +34,8 @@ def write(
     layouts = plan_safetensors(described, "model", max_shard_size)
     slots = {name: slot for layout in layouts.values() for name, slot in layout.regions.items()}
     writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
-    writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()})
+    others = ("state.json", "model.safetensors.index.json")
+    writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     raised: list[BaseException | None] = [None] * num_ranks
     joined = threading.Barrier(num_ranks)
 
@@ -253,7 +254,7 @@ def test_a_later_format_is_refused(tmp_path):
 def test_too_little_room_is_found_before_anything_is_written(tmp_path):
     writer = FolderWriter(tmp_path / "c", "t", 0, 1)
     with pytest.raises(CheckpointError, match="nothing was written"):
-        writer.prepare({"model.safetensors": (b"", 1 << 60)})
+        writer.prepare({"model.safetensors": (b"", 1 << 60)}, ())
     assert not list(tmp_path.iterdir())
 
 
@@ -263,7 +264,7 @@ def test_a_folder_that_cannot_be_made_whole_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(commit, "preallocate", refuse)
     with pytest.raises(CheckpointError, match="c: a checkpoint cannot be written here: File too large"):
-        FolderWriter(tmp_path / "c", "t", 0, 1).prepare({"model.safetensors": (b"", 8)})
+        FolderWriter(tmp_path / "c", "t", 0, 1).prepare({"model.safetensors": (b"", 8)}, ())
     assert not list(tmp_path.iterdir())
 
 
@@ -271,10 +272,10 @@ def test_a_foreign_folder_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     with pytest.raises(CheckpointError, match="holds files that are no torchacc checkpoint"):
-        FolderWriter(tmp_path / "mine", "t", 0, 1).prepare({})
+        FolderWriter(tmp_path / "mine", "t", 0, 1).prepare({}, ())
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
-        FolderWriter(tmp_path / "file", "t", 0, 1).prepare({})
+        FolderWriter(tmp_path / "file", "t", 0, 1).prepare({}, ())
 
 
 def test_a_folder_in_a_checkpoint_is_not_removed(tmp_path):
