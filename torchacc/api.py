@@ -265,11 +265,15 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         engine.end_batch()
         progress.mark(progress.Phase.DATA)
 
+    def agree(own: bytes) -> bytes:
+        engine.group.expect_all("a loop over a sharded loader")
+        return engine.group.broadcast_object(own)  # type: ignore[no-any-return]
+
     sharded = data.shard_loader(
         dataloader,
         num_data_shards=engine.mesh.num_data_shards,
         shards=engine.data_shards,
-        agree=engine.group.broadcast_object if engine.job.launched else None,
+        agree=agree if engine.job.launched else None,
     )
     return data.AsyncLoader(
         sharded,

@@ -60,14 +60,33 @@ def check(model: Any, dataloader: Any, config: Any, optimizer: Any) -> None:
             f"dataloader = a {_name(dataloader)}: it stands where the loader is expected. The order is {order}; pass "
             "None for no loader, or what follows by name"
         )
-    if isinstance(config, dict):
-        raise ConfigError("config = a dict: make a Config of it, torchacc.Config.from_dict(config)")
-    if isinstance(config, str | PathLike):
-        raise ConfigError(f"config = {shown(config)}: read the file, torchacc.Config.from_yaml({shown(config)})")
-    if config is not None and not isinstance(config, Config):
-        raise ConfigError(f"config = a {_name(config)}: a torchacc.Config is expected. The order is {order}")
+    check_config("config", config, f". The order is {order}")
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer = the class {_name(optimizer)}: make one of the model's parameters, "
+            f"{_name(optimizer)}(model.parameters(), lr=…)"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer = a {_name(optimizer)}: one torch.optim.Optimizer of the model is expected")
+
+
+def check_config(name: str, config: Any, hint: str = "") -> None:
+    """Refuse what is passed for a config and is none.
+
+    Args:
+        name: The argument's name.
+        config: What was passed; None is for the default.
+        hint: What the message ends with, where it is of another type.
+
+    Raises:
+        ConfigError: It is no Config.
+    """
+    if isinstance(config, dict):
+        raise ConfigError(f"{name} = a dict: make a Config of it, torchacc.Config.from_dict({name})")
+    if isinstance(config, str | PathLike):
+        raise ConfigError(f"{name} = {shown(config)}: read the file, torchacc.Config.from_yaml({shown(config)})")
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"{name} = a {_name(config)}: a torchacc.Config is expected{hint}")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -125,8 +144,8 @@ def _wrapper(module: nn.Module) -> str | None:
 def _instead_of(wrapper: str) -> str:
     if wrapper == _WRAPPERS["OptimizedModule"]:
         return (
-            "XLA compiles the step by itself. Natively compile the layers in place, before accelerate(): "
-            "`for layer in layers: layer.compile()`; and pass the model as it is"
+            "leave it out. Natively config.compute.compile = True compiles the model's units; XLA compiles each step "
+            "by itself"
         )
     return (
         "it would average, or shard, a second time. Leave it out: accelerate() replicates over dist.dp.size and shards "

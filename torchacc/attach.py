@@ -94,6 +94,10 @@ def _watch_optimizers() -> None:
         for sharded in _models_of(optimizer):
             sharded.on_zero_grad(optimizer)
 
+    def unscaled(optimizer: torch.optim.Optimizer) -> None:
+        for sharded in _models_of(optimizer):
+            sharded.on_unscale()
+
     def clipped(parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if isinstance(parameter, ReplacedParameter):
@@ -106,6 +110,7 @@ def _watch_optimizers() -> None:
     torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
     torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
     torch_patches.hold_until_exit(torch_patches.clipping_of_gradients(clipped))
+    torch_patches.hold_until_exit(torch_patches.unscaling_of_gradients(unscaled))
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

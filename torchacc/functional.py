@@ -10,6 +10,7 @@ from torchacc.api import accelerate
 from torchacc.config import Config
 from torchacc.config.sections import ShardingStrategy
 from torchacc.data.tree import map_tensors
+from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -41,8 +42,9 @@ def fsdp(
     the model does not take are the script's to move, to the device of the output.
 
     What zeta's function does otherwise: there the process group must be started before; a class of None wraps nothing;
-    gradients are reduced in `mp` and buffers lowered to it, here gradients are reduced in float32 and buffers stay as
-    they are; a loss is each process's own, here one that the model returns is the mean over all.
+    gradients are reduced in `mp`, buffers lowered to it and outputs come in it, here gradients are reduced in float32,
+    buffers stay as they are and outputs come in float32; a loss is each process's own, here one that the model returns
+    is the mean over all.
 
     Args:
         model: The model; it is changed in place.
@@ -81,8 +83,8 @@ def fsdp(
         options.min_num_params = 1 + sum(parameter.numel() for parameter in model.parameters())
     if not auto_wrap and TransformerBlock is not None:
         _log.info("fsdp(): TransformerBlock has no effect without auto_wrap=True")
-    options.backward_prefetch, options.forward_prefetch = "BACKWARD_PRE", True
     config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
+    options.forward_prefetch = registry.has_effect(config, "dist.fsdp.forward_prefetch", read_job())
     sharded: nn.Module = accelerate(model, config=config)
     _move_inputs(sharded)
     return sharded

@@ -1,4 +1,4 @@
-"""The library's logger: silent until `accelerate()` runs, and then at INFO on rank 0 only."""
+"""The library's logger: silent until `accelerate()` runs; then rank 0 speaks, and others where they alone know."""
 
 import logging
 import sys
@@ -7,6 +7,9 @@ from torchacc.errors import printable
 
 _ROOT = "torchacc"
 
+
+OF_THIS_RANK = {"of_this_rank": True}
+"""The `extra` of a warning that other ranks may not have, so that each shows its own. Others rank 0 shows for all."""
 
 _SAID_OF_NOTHING = ("Defaulting to PJRT_DEVICE=CPU", "Skipping import of cpp extensions")
 """How lines begin that other libraries write while they are imported: torch_xla of the device that `accelerate()` will
@@ -27,7 +30,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def start_logging(rank: int) -> None:
-    """Let rank 0 report from INFO on and the other ranks from WARNING on, unless the user has set logging up.
+    """Let rank 0 report from INFO on, and the others what is wrong there alone, unless the user has set logging up.
 
     Args:
         rank: This process's rank.
@@ -50,6 +53,10 @@ def _are_of_torch_xla(root: logging.Logger) -> bool:
     return "torch_xla" in sys.modules and has_defaults and form == logging.BASIC_FORMAT
 
 
+def _is_of_this_rank(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or hasattr(record, "of_this_rank")
+
+
 class _Formatter(logging.Formatter):
     """Shows names of files without what a terminal would obey."""
 
@@ -60,5 +67,7 @@ class _Formatter(logging.Formatter):
 def make_console(rank: int) -> logging.Handler:
     """Return what shows the package's lines on the terminal; those of others than rank 0 begin with the rank."""
     handler = logging.StreamHandler()
+    if rank:
+        handler.addFilter(_is_of_this_rank)
     handler.setFormatter(_Formatter("torchacc: %(message)s" if rank == 0 else f"torchacc[{rank}]: %(message)s"))
     return handler

@@ -4,15 +4,47 @@ import copy
 import io
 import logging
 import pickle
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from casekit import ADAM_ABSOLUTE, MLP, NATIVE, SPMD, X, accelerate, case, check_parameters, loss_of, part
+from casekit import (
+    ADAM_ABSOLUTE,
+    ENGINE,
+    MLP,
+    MULTIPROCESS,
+    NATIVE,
+    RANK,
+    SPMD,
+    XLA,
+    X,
+    accelerate,
+    case,
+    check_parameters,
+    loss_of,
+    part,
+    sharded_and_plain,
+)
 from torch import nn
 
 import torchacc
+from torchacc.engines import process_group
 from torchacc.engines.base import sharded_model
+
+
+@contextmanager
+def warnings_heard() -> Iterator[list[str]]:
+    heard: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchacc").addHandler(listener)
+    try:
+        yield heard
+    finally:
+        logging.getLogger("torchacc").removeHandler(listener)
 
 
 @case()
@@ -30,14 +62,8 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
 def gradients_from_before_the_model_is_sharded_are_dropped_with_a_warning() -> None:
     model = MLP()
     loss_of(model(X)).backward()
-    heard: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchacc").addHandler(listener)
-    try:
+    with warnings_heard() as heard:
         model = accelerate(model)
-    finally:
-        logging.getLogger("torchacc").removeHandler(listener)
     assert "'layers.0.0.weight' already has a gradient, which is dropped" in " ".join(heard)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -124,3 +150,86 @@ def parameters_in_half_precision_are_kept_in_float32_one_unit_at_a_time() -> Non
     assert {parameter.dtype for parameter in held} == {torch.bfloat16}
     del held
     assert not any(each() is not None for each in own)
+
+
+@case()
+def model_that_came_in_half_precision_takes_inputs_in_it() -> None:
+    model, plain = sharded_and_plain(lambda: MLP().to(torch.bfloat16))
+    plain.float()
+    x = X.to(torch.bfloat16)
+    own = x if ENGINE == SPMD else x.chunk(2)[RANK]
+    torch.testing.assert_close(model(part(x)).detach().cpu(), plain(own.float()))
+
+
+@case([NATIVE])  # operations under XLA take both
+def inputs_in_half_precision_of_a_model_in_float32_are_explained() -> None:
+    with pytest.raises(torchacc.DataError, match="in bfloat16: pass float32, or let the model compute in bfloat16"):
+        accelerate(MLP())(part(X.to(torch.bfloat16)))
+
+
+@case(XLA)
+def inputs_on_the_host_are_explained() -> None:
+    with pytest.raises(torchacc.DataError, match=r"the model is on xla:0, and was called with a tensor on cpu: use"):
+        accelerate(MLP())(torch.ones(2, 8))
+
+
+@case([NATIVE, MULTIPROCESS])
+def call_that_only_some_processes_make_is_named_and_ends() -> None:
+    model = accelerate(MLP())
+    loss_of(model(part(X))).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_LOOK_SECS", 0.1)
+        patch.setattr(process_group, "_WARN_SECS", 0.3)
+        with pytest.raises(torchacc.EngineError, match=r"is in .*, and rank .* in .*: every process has to make this"):
+            torchacc.full_state_dict(model) if RANK else model.clip_grad_norm_(1.0)
+        time.sleep(0.6 * RANK)
+        with warnings_heard() as heard:
+            torchacc.full_state_dict(model)
+        said = "rank 0 has waited 0 s in torchacc.full_state_dict(), and rank 1 has not come to it"
+        assert (said in " ".join(heard)) == (RANK == 0)
+        patch.setattr(process_group, "_CALL_SECS", 0.2)
+        if RANK == 0:
+            with pytest.raises(torchacc.EngineError, match="in torchacc.full_state_dict.., and rank 1 has not come"):
+                torchacc.full_state_dict(model)
+    if RANK:
+        process_group._expected_calls[-1]._number += 1  # as if it had made the call that rank 0 gave up
+
+
+@case([MULTIPROCESS])
+def torchs_own_scaler_is_refused() -> None:
+    model = accelerate(MLP())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    loss_of(model(part(X))).backward()
+    scaler.scale(torch.ones(()))
+    with pytest.raises(torchacc.EngineError, match=r"torch.amp.GradScaler with one XLA process per device.*Leave it"):
+        scaler.step(optimizer)
+    model.zero_grad()
+
+
+@case()
+def outputs_in_low_precision_come_back_in_float32() -> None:
+    model = accelerate(MLP(), compute={"bf16": True})
+    inside: list[torch.dtype] = []
+    model.layers[1].register_forward_hook(lambda module, args, output: inside.append(output.dtype))
+    output = model(part(X))
+    assert (inside, output.dtype) == ([torch.bfloat16], torch.float32)
+    nn.functional.mse_loss(output, torch.ones_like(output)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@case(XLA)
+def gradients_that_another_models_backward_leaves_are_no_reason_to_warn() -> None:
+    first, second = accelerate(MLP()), accelerate(MLP())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+    with warnings_heard() as heard:
+        for _ in range(2):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                optimizer.zero_grad()
+                (loss_of(second(part(X))) + loss_of(model(part(X)))).backward()
+                optimizer.step()
+    assert not [line for line in heard if "zero_grad" in line]
+    with warnings_heard() as heard:
+        for _ in range(2):
+            loss_of(first(part(X))).backward()
+            optimizers[0].step()
+    assert [line for line in heard if "no optimizer.zero_grad() came" in line]

@@ -52,6 +52,8 @@ def test_what_is_no_config_is_refused(config, instead):
 
 def test_what_is_no_optimizer_is_refused():
     model = make_model()
+    with pytest.raises(torchacc.ConfigError, match=r"the class AdamW: make one .*AdamW\(model\.parameters\(\), lr=…\)"):
+        accelerate(model, optimizer=torch.optim.AdamW)
     with pytest.raises(torchacc.ConfigError, match="optimizer = a list: one torch.optim.Optimizer"):
         accelerate(model, optimizer=[torch.optim.SGD(model.parameters(), 0.1)])
 
@@ -101,6 +103,27 @@ def test_the_length_of_a_loader_without_one():
     with pytest.raises(DataError, match=r"len\(loader\): a generator gives batches, and does not say how many"):
         len(loader)
     assert len(list(loader)) == 3
+
+
+def test_a_scaler_without_a_model_is_refused():
+    for scaler in (torchacc.GradScaler, lambda: torchacc.GradScaler("cpu")):
+        with pytest.raises(torchacc.ConfigError, match=r"write torchacc\.GradScaler\(model\)"):
+            scaler()
+
+
+def test_torchs_own_scaler_is_one_natively(caplog):
+    config = torchacc.Config(backend="native")
+    config.compute.fp16 = True
+    model = torchacc.accelerate(make_model(), config=config)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 4)).float().sum()).backward()
+    scaler.step(optimizer)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_moves_to_a_device_that_is_not_there_are_refused_as_others():
+    with pytest.raises(torchacc.EngineError, match=r"and stays there: leave out \.to\(\)"):
+        accelerate(make_model()).to("cuda")
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])

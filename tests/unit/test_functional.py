@@ -106,4 +106,4 @@ after = torchacc.full_state_dict(model)["weight"]
 print(output.dtype, after.dtype, not torch.equal(before, after))
 """
     done = forkrun.run("-c", program)
-    assert done.stdout.split() == ["torch.float16", "torch.float32", "True"], done.stderr[-3000:]
+    assert done.stdout.split() == ["torch.float32", "torch.float32", "True"], done.stderr[-3000:]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from torchacc.logging import start_logging
+from torchacc.logging import OF_THIS_RANK, make_console, start_logging
 
 
 @pytest.fixture
@@ -51,3 +51,15 @@ def test_the_device_that_torch_xla_would_choose_is_not_printed(caplog):
     logging.warning("Defaulting to PJRT_DEVICE=CPU")  # as torch_xla does when it is imported
     logging.warning("another line")
     assert caplog.messages == ["another line"]
+
+
+def test_what_every_rank_warns_of_rank_0_says_for_all(capsys):
+    logger = logging.getLogger("a_rank's")
+    logger.propagate = False
+    for rank in range(2):
+        logger.handlers = [make_console(rank)]
+        logger.warning("all")
+        logger.warning("mine", extra=OF_THIS_RANK)
+        logger.error("wrong")
+    said = ["torchacc: all", "torchacc: mine", "torchacc: wrong", "torchacc[1]: mine", "torchacc[1]: wrong"]
+    assert capsys.readouterr().err.splitlines() == said

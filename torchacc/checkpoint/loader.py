@@ -53,6 +53,7 @@ def load(
     """
     sharded = sharded_model(model)
     group = sharded.engine.group
+    group.expect_all("torchacc.checkpoint.load()")
     sharded.engine.sync()
     plan = group.call_on_all(lambda: _planned(sharded, path, _Parts(optimizer, scheduler, loader)))
     with plan.folder:

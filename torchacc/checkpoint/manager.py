@@ -125,6 +125,7 @@ class CheckpointManager:
         self._tokenizer = tokenizer
         self._group = sharded_model(model).engine.group
         self._is_rank0 = self._group.job.rank == 0
+        self._group.expect_all("CheckpointManager()")
         self._writer: _Writer | None = None
         self._saved_step: int | None = None
         self._logged_at: float | None = None
@@ -161,6 +162,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: There are checkpoints, and none of them is whole; or the newest does not fit.
         """
+        self._group.expect_all("CheckpointManager.restore()")
         self.wait()
         reasons: list[str] = []
         for step in self._on_rank0(self._candidates):
@@ -414,6 +416,7 @@ class _Meeting:
     def __init__(self) -> None:
         self._steps = 1
         self._left = 1
+        self._has_met = False
         self._since = time.monotonic()
 
     def hear(self, group: Any, *news: bool) -> list[bool]:
@@ -423,6 +426,9 @@ class _Meeting:
         self._left -= 1
         if self._left:
             return [False] * len(news)
+        if not self._has_met:  # on some processes only it would be so from the first one on
+            self._has_met = True
+            group.expect_all("CheckpointManager.save_if_due()")
         gathered = group.all_gather_objects((news, self._next_steps()))
         self._steps = self._left = gathered[0][1]
         self._since = time.monotonic()

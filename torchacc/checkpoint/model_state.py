@@ -126,6 +126,7 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
     """
     sharded.status.check_usable()
+    sharded.expect_all("torchacc.full_state_dict()")
     full: dict[str, torch.Tensor] = {}
     for entry in parameter_entries(sharded):
         full |= entry.unsharded(sharded, rank0_only=rank0_only)

@@ -66,6 +66,7 @@ def full_optim_state_dict(
         What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
         as `param_names` in each group.
     """
+    sharded.expect_all("torchacc.optim_state_dict()")
     return unshard_optim_state(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 

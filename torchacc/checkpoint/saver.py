@@ -117,6 +117,7 @@ def snapshot(
     sharded.status.check_usable()
     if optimizer is not None:
         sharded.status.check_optimizer(optimizer)
+    group.expect_all("torchacc.checkpoint.save()")
     sharded.engine.sync()
     # Comes first, and is put back in the end: to fetch tensors moves XLA's seed, and saving is to change no number.
     drawn = random_state(sharded)

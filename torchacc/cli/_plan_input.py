@@ -15,7 +15,7 @@ from torchacc.config.text_file import read_json, read_text
 from torchacc.config.yaml_file import parse
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
-from torchacc.memory_plan import count_states, find_optimizer
+from torchacc.memory_plan import PLANNED_ENGINES, count_states, find_optimizer
 from torchacc.train.families import unknown_options
 from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
@@ -69,6 +69,17 @@ def read(args: argparse.Namespace) -> Training:
         raise ConfigError("--stage and --model-config choose from a training file: name it with --config")
     runtime.prepare_import()  # transformers does, by way of accelerate
     return _from_options(args) if args.config is None else _from_file(args)
+
+
+def take_devices(args: argparse.Namespace) -> None:
+    """Complete the options of devices and engine by what the training file says, else one device under XLA."""
+    distributed = TrainFile.read(args.config).stage(args.stage)[1].distributed if args.config is not None else None
+    if args.devices is None:
+        each = distributed.devices if distributed is not None else 1
+        args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else 1
+    if args.engine is None:
+        named = distributed.engine if distributed is not None else None
+        args.engine = named if named in PLANNED_ENGINES else "xla"
 
 
 def _from_options(args: argparse.Namespace) -> Training:

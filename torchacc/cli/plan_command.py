@@ -41,18 +41,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     again = f"compute activations again in backward, by a policy: {' or '.join(policies)} (default: {policies[0]})"
     add("--gc", nargs="?", const=policies[0], choices=policies, metavar="POLICY", help=again)
     add = parser.add_argument_group("the devices").add_argument
-    add("--devices", type=positive, default=1, metavar="N", help="all of them together (default: 1)")
+    add("--devices", type=positive, metavar="N", help="all of them together (default: the training file's, else 1)")
     add("--dp", type=positive, metavar="N", help="copies of the model (default: 1; with HYBRID_SHARD 2)")
     choices = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
-    add("--engine", choices=PLANNED_ENGINES, default="xla", help="whose memory is planned (default: xla)")
+    add("--engine", choices=PLANNED_ENGINES, help="whose memory is planned (default: the training file's, else xla)")
     add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
+    _plan_input.take_devices(args)
     args.platform = _platform(args)
     training = _plan_input.read(args)
     step = study(

@@ -67,10 +67,18 @@ def shard_loader(
 
 def _check(loader: Any) -> None:
     name = type(loader).__name__
-    if isinstance(loader, (Mapping, str)) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)):
+    is_table = hasattr(loader, "column_names") and hasattr(loader, "__getitem__")  # of the library `datasets`
+    is_dataset = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if isinstance(loader, (Mapping, str)) or is_dataset or is_table:
         raise DataError(f"A {name} does not give batches. Wrap it: DataLoader(dataset, batch_size=…).")
     if not hasattr(loader, "__iter__"):
         raise DataError(f"A {name} cannot be iterated over. Pass a DataLoader, or a list of batches.")
+    split = getattr(getattr(loader, "dataset", loader), "_distributed", None)  # by split_dataset_by_node()
+    if getattr(split, "world_size", 1) > 1:
+        raise DataError(
+            f"The loader's dataset already keeps one part in {split.world_size} (split_dataset_by_node()), so most "
+            "would never be seen. Leave that out: accelerate() shards the data."
+        )
     for sampler in samplers(loader):
         if (replicas := getattr(sampler, "num_replicas", 1)) > 1:
             raise DataError(

@@ -17,6 +17,8 @@ from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import is_sum_over
+from torchacc.engines.forward_inputs import explain, takes_half
+from torchacc.engines.full_precision import returns_float32
 from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
@@ -232,6 +234,9 @@ class ShardedModel(ABC):
         self.status = ModelStatus(missing_weights=_NO_WEIGHTS if is_without_weights(model) else None)
         """What may be done with the model now."""
         self._has_looked_for_sums = False
+        self._has_clipped = False
+        self._came_in_half = {each.dtype for each in model.parameters()} & {torch.bfloat16, torch.float16}
+        """The low precisions that the model's parameters came in."""
         self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that have made a step."""
 
@@ -318,6 +323,14 @@ class ShardedModel(ABC):
     def _hold_gradients(self) -> AbstractContextManager[None]:
         """Return the engine's part of `accumulate()`."""
 
+    def expect_all(self, call: str) -> None:
+        """Wait until every process has come to a call that puts shards together. Collective: every process.
+
+        Where each process has all of the model, nothing waits, and some may make the call by themselves.
+        """
+        if self.placement.processes_per_replica > 1:
+            self.engine.group.expect_all(call)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients in place so that their global norm is at most `max_norm`. Collective: every process.
 
@@ -332,6 +345,9 @@ class ShardedModel(ABC):
             EngineError: The gradients are those of an accumulation window that was not completed.
         """
         self.status.check_window("clip_grad_norm_()")
+        if not self._has_clipped:  # on some processes only it would be so from the first step on
+            self._has_clipped = True
+            self.expect_all("model.clip_grad_norm_()")
         return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     @contextmanager
@@ -347,6 +363,10 @@ class ShardedModel(ABC):
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
         model, inner = self.model, self._with_chunked_loss(self.model.forward)
+        if self.plan.compute_dtype != "float32":
+            inner = returns_float32(inner, getattr(torch, self.plan.compute_dtype))
+        elif self._came_in_half:
+            inner = takes_half(inner, self._came_in_half)
         sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
         balances = modules_with_balance(model) if sees_a_part else []
 
@@ -354,7 +374,7 @@ class ShardedModel(ABC):
         def forward(*args: Any, **kwargs: Any) -> Any:
             progress.mark(progress.Phase.FORWARD)
             with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
-                output = run(inner, args, kwargs)
+                output = self._explaining(run, inner, args, kwargs)
             if torch.is_grad_enabled():
                 if sees_a_part and model.training:
                     self._warn_of_sums(output, (args, kwargs))
@@ -368,6 +388,16 @@ class ShardedModel(ABC):
         self._watch_zero_grad(model)
         vars(model)["__deepcopy__"] = self._refuse_copy
         model._apply = self._refuse_move  # type: ignore[method-assign]
+
+    def _explaining(self, run: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model; say what is wrong with its inputs where only an operation inside says that something is."""
+        try:
+            return run(inner, args, kwargs)
+        except (RuntimeError, ValueError) as error:
+            explained = explain(error, (args, kwargs), self.engine.device, self.plan.compute_dtype)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _with_chunked_loss(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         option = self.engine.config.compute.chunked_loss
@@ -464,6 +494,10 @@ class ShardedModel(ABC):
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer for its first step, or refuse it."""
 
+    def on_unscale(self) -> None:
+        """Note that PyTorch's own `GradScaler` is about to unscale the gradients of one of this model's optimizers."""
+        self.status.note_scaler()
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what follows a step of an optimizer of this model."""
 
@@ -484,8 +518,11 @@ class ShardedModel(ABC):
     def _refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Replace Module._apply(), which .to(), .cpu() and .half() call; refuse what would move or cast the model."""
         device, dtype = self.engine.device, getattr(torch, self.plan.master_dtype)
-        probe = fn(torch.empty(0, dtype=dtype, device=device))
-        if probe.device.type != device.type or probe.dtype != dtype:
+        try:
+            probe = fn(torch.empty(0, dtype=dtype, device=device))
+        except (RuntimeError, AssertionError):  # of a device that is not there
+            probe = None
+        if probe is None or probe.device.type != device.type or probe.dtype != dtype:
             raise EngineError(
                 f"the model lies sharded on {device} in {self.plan.master_dtype} and stays there: leave out .to(), "
                 ".cpu(), .half() and the like. config.compute chooses the precision, torchacc.full_state_dict(model) "

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -15,12 +16,26 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 from torchacc.launch import progress
+from torchacc.logging import OF_THIS_RANK, get_logger
 
 _T = TypeVar("_T")
+_log = get_logger(__name__)
+
+_LOOK_SECS = 5.0
+"""How long a process waits in a call before it looks whether another is in another call."""
+_WARN_SECS = 30.0
+"""How long it waits before it says who is not there."""
+_CALL_SECS = dist.default_pg_timeout.total_seconds()
+"""How long it waits at all: as long as PyTorch would in the call's first collective."""
+_PAUSE_SECS = 0.1
+"""The longest time between two looks whether all are there."""
+_MOST_ABSENT = 8
+"""How many of the processes that are not there are named."""
 _MEET_SECS = 300
 """How long a process that reads a sharded parameter waits for the others to do the same."""
 _MEET_BYTES = 256
@@ -148,6 +163,23 @@ class ProcessGroup:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return [int(number) for number in found]
 
+    def expect_all(self, call: str) -> None:
+        """Wait until every process has come to the same call, before it begins. Collective: every process.
+
+        What a script calls on some processes only would wait without a word in its first collective, which the others'
+        next one might take for its own.
+
+        Args:
+            call: What is called, as a user would write it.
+
+        Raises:
+            EngineError: Others have come to another call, or some do not come in PyTorch's own time for a collective.
+        """
+        if self.job.launched:
+            self.start()
+            _expected_calls.append(_ExpectedCall(self.job, call, _expected_calls.pop() if _expected_calls else None))
+            _expected_calls[-1].wait()
+
     def call_on_all(self, act: Callable[[], _T]) -> _T:
         """Call a function on every process, and raise on all of them what any of them raises. Collective.
 
@@ -224,6 +256,86 @@ class ProcessGroup:
             )
         return [other for _, other in met]
 
+
+class _ExpectedCall:
+    """A call that every process is to make, in the store through which the processes have found one another."""
+
+    def __init__(self, job: Job, call: str, before: "_ExpectedCall | None") -> None:
+        self._job, self._call = job, call
+        self._number: int = 0 if before is None else before._number + 1
+        self._store = _get_default_store()
+        self._count = f"torchacc/call/{self._number}/{call}"
+        self._everyone = f"{self._count}/all"
+        self._of_before = [] if before is None else [before._count, before._everyone]
+        self._began = time.monotonic()
+
+    def wait(self) -> None:
+        """Return as soon as all are there."""
+        self._store.set(self._key(self._number, self._job.rank), self._call)
+        if self._store.add(self._count, 1) == self._job.num_processes:
+            self._store.set(self._everyone, "")
+            for key in self._of_before:  # which nobody looks at any more, as all are here
+                self._store.delete_key(key)
+        self._store.delete_key(self._key(self._number - 2, self._job.rank))
+        for secs in itertools.chain((_LOOK_SECS, _WARN_SECS), itertools.count(10 * _WARN_SECS, 10 * _WARN_SECS)):
+            if self._waited_until(min(secs, _CALL_SECS)):
+                return
+            self._look(secs)
+
+    def _waited_until(self, secs: float) -> bool:
+        """Return whether all have come, or else as soon as so much time has gone by.
+
+        By asking again and again: a wait of the store's own that ends so has C++ report it on the terminal.
+        """
+        pause = 0.0005
+        while not self._store.check([self._everyone]):
+            if time.monotonic() - self._began >= secs:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECS)
+        return True
+
+    def _look(self, secs: float) -> None:
+        """Say who is not there, or is elsewhere."""
+        absent: list[int] = []
+        for rank in range(self._job.num_processes):
+            key = self._key(self._number, rank)
+            if not self._store.check([key]):
+                absent.append(rank)
+            elif (other := self._store.get(key).decode()) != self._call:
+                raise EngineError(
+                    f"rank {self._job.rank} is in {self._call}, and rank {rank} in {other}: {_EVERY_PROCESS}"
+                )
+            if len(absent) > _MOST_ABSENT:
+                break
+        if not absent or secs < _WARN_SECS:
+            return
+        listed = ", ".join(map(str, absent[:_MOST_ABSENT])) + (", …" if len(absent) > _MOST_ABSENT else "")
+        others = f"rank {listed} has" if len(absent) == 1 else f"ranks {listed} have"
+        if secs >= _CALL_SECS:
+            raise EngineError(
+                f"rank {self._job.rank} has waited {_CALL_SECS:.0f} s in {self._call}, and {others} not come to it: "
+                f"{_EVERY_PROCESS}"
+            )
+        if set(range(self._job.rank)) <= set(absent):  # of those that wait the first one speaks
+            _log.warning(
+                "rank %d has waited %.0f s in %s, and %s not come to it: %s",
+                self._job.rank,
+                secs,
+                self._call,
+                others,
+                _EVERY_PROCESS,
+                extra=OF_THIS_RANK,
+            )
+
+    @staticmethod
+    def _key(number: int, rank: int) -> str:
+        return f"torchacc/call/{number}/of/{rank}"
+
+
+_expected_calls: list[_ExpectedCall] = []
+"""The last one."""
+_EVERY_PROCESS = "every process has to make this call, in the same order as others, and not under `if rank == 0:`"
 
 _READ_ALIKE = (
     "a value of a sharded parameter is put together by all processes. Read it on every rank, or call "

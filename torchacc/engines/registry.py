@@ -100,6 +100,11 @@ def engine_class(kind: str) -> type[Engine]:
     return found
 
 
+def has_effect(config: Config, option: str, job: Job) -> bool:
+    """Return whether an option, by its path, means something to the engine that a config asks for."""
+    return option not in engine_class(choose(config, job).kind).no_effect
+
+
 def make_engine(config: Config, job: Job) -> Engine:
     """Resolve a config and make its engine; nothing is started.
 

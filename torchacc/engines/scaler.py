@@ -7,6 +7,7 @@ from torch import nn
 from torch.amp import grad_scaler
 
 from torchacc.engines.base import sharded_model
+from torchacc.errors import ConfigError
 
 
 class GradScaler(grad_scaler.GradScaler):
@@ -28,7 +29,7 @@ class GradScaler(grad_scaler.GradScaler):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -43,7 +44,15 @@ class GradScaler(grad_scaler.GradScaler):
             growth_factor: What the scale is multiplied with after `growth_interval` steps.
             backoff_factor: What it is multiplied with after a step that was skipped.
             growth_interval: Steps in a row without an infinity, before the scale grows.
+
+        Raises:
+            ConfigError: No sharded model was passed.
         """
+        if model is None or isinstance(model, str | torch.device):  # the device, as PyTorch's takes it
+            raise ConfigError(
+                "torchacc.GradScaler() is of one model, whose processes skip a step together: write "
+                "torchacc.GradScaler(model), with the model that accelerate() returned"
+            )
         sharded = sharded_model(model)
         super().__init__(
             sharded.engine.device.type,

@@ -82,11 +82,11 @@ class ModelStatus:
 
     @property
     def has_scaler(self) -> bool:
-        """Whether a `GradScaler` was made for the model."""
+        """Whether a `GradScaler` scales the model's losses."""
         return self._has_scaler
 
     def note_scaler(self) -> None:
-        """Note that a `GradScaler` was made for the model."""
+        """Note that a `GradScaler` scales the model's losses."""
         self._has_scaler = True
 
     @property

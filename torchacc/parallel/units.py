@@ -96,8 +96,12 @@ def _runnable(container: nn.Module) -> Iterator[nn.Module]:
 
 def _by_class(model: nn.Module, names: set[str], option: str) -> list[str]:
     candidates = {type(module).__name__ for name, module in model.named_modules() if name}
+    modules = [name for name, _ in model.named_modules()]
     for name in sorted(names - candidates):
-        hint = did_you_mean(name, candidates) or "none is like it."
+        if any(fits(module, name) for module in modules):
+            hint = f"it names modules, and config.dist.fsdp.wrap_modules = {{{name!r}}} takes names of modules."
+        else:
+            hint = did_you_mean(name, candidates) or "none is like it."
         raise ConfigError(
             f"config.{option} names {name!r}, and no module of {type(model).__name__} is of that "
             f"class: {hint} Its classes are {', '.join(sorted(candidates))}"

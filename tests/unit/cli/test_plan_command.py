@@ -112,6 +112,19 @@ def test_a_training_file_says_it_all(tmp_path, capsys):
     assert (found["model"], found["batch"], found["seq"]) == ("model_config_tiny", 3, 8)
     assert found["num_parameters"] == 28032 + (300 - 64) * 32
     assert found["strategies"]["FULL_SHARD"]["optimizer"] == 0
+    assert (found["devices"], found["engine"]) == (2, "xla")
+
+
+def test_a_training_file_says_on_how_many_devices_and_by_which_engine(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    for says, devices, engine in (
+        ("", 1, "xla"),
+        ("devices: auto, ", 1, "xla"),
+        ("devices: 4, num_nodes: 2, engine: native, ", 8, "native"),
+    ):
+        path.write_text(TRAINING.replace("distributed: {", f"distributed: {{{says}"))
+        found = plan(capsys, "--config", str(path), "--strategy", "FULL_SHARD")
+        assert (found["devices"], found["engine"]) == (devices, engine)
 
 
 def test_a_checkpoint_is_planned_by_its_folder(tmp_path, capsys):

@@ -1,3 +1,4 @@
+import importlib
 import itertools
 import threading
 from collections import Counter, UserDict
@@ -357,6 +358,15 @@ def test_double_sharding_is_refused():
     ):
         with pytest.raises(DataError, match="one sample in 2.*Pass a plain sampler"):
             shard_loader(loader, num_data_shards=2, shards=range(1))
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [*range(8)]})
+    with pytest.raises(DataError, match="A Dataset does not give batches"):
+        shard_loader(rows, num_data_shards=2, shards=range(1))
+    split = importlib.import_module("datasets.distributed").split_dataset_by_node(
+        rows.to_iterable_dataset(num_shards=2), rank=0, world_size=2
+    )
+    with pytest.raises(DataError, match=r"one part in 2 \(split_dataset_by_node\(\)\)"):
+        shard_loader(DataLoader(split, 2), num_data_shards=2, shards=range(1))
     alone = DistributedSampler(Numbers(8), num_replicas=1, rank=0, shuffle=False)
     assert read(shard_loader(DataLoader(Numbers(8), 4, sampler=alone), num_data_shards=2, shards=range(2))) == [
         [*range(8)]

@@ -44,6 +44,16 @@ def test_an_argument_that_cannot_be_carried_out_is_refused(tmp_path, name, value
         adopt(args, Config())
 
 
+def test_what_is_no_config_is_refused(tmp_path):
+    for options, instead in (
+        ({"torchacc_config": {"dist": {}}}, r"torchacc\.Config\.from_dict\(torchacc_config\)"),
+        ({"torchacc_config": "run.yaml"}, r"torchacc\.Config\.from_yaml\('run\.yaml'\)"),
+        ({"config": Config()}, "write torchacc_config="),
+    ):
+        with pytest.raises(ConfigError, match=instead):
+            Trainer(args=arguments(tmp_path), **options)
+
+
 def test_arguments_become_options_and_stay_as_they_are(tmp_path):
     args = arguments(
         tmp_path, bf16=True, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2}

@@ -104,6 +104,11 @@ def test_a_class_unlike_any_is_refused_with_all_of_them():
         plan(Net(), wrap_layer_cls={"Zebra", "Block"})
 
 
+def test_a_modules_name_in_the_place_of_a_class_names_the_other_option():
+    with pytest.raises(ConfigError, match=r"'blocks\.0'.*wrap_modules = \{'blocks\.0'\} takes names of modules"):
+        plan(Net(), wrap_layer_cls={"blocks.0"})
+
+
 def test_units_by_pattern_stay_at_their_depth():
     assert [*units(Net(), wrap_modules="blocks.*")] == ["blocks.0", "blocks.1"]
     assert [*units(Net(), wrap_modules={"blocks.*.attention", "head"})] == [

@@ -52,6 +52,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     job = read_job()
     group = ProcessGroup(job)
     target = Path(path)
+    group.expect_all("torchacc.save()")
     group.call_on_all(lambda: _check_usable(obj, split=False))
     sharded = any(group.all_gather_objects(_is_sharded(obj)))
     save_id = group.broadcast_object(secrets.token_hex(4))

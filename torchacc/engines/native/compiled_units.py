@@ -20,7 +20,7 @@ from torchacc.config.names import nearest
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.patches import torch_compile
 from torchacc.errors import ConfigError
-from torchacc.logging import get_logger
+from torchacc.logging import OF_THIS_RANK, get_logger
 from torchacc.parallel.plan import ShardingPlan
 
 _log = get_logger(__name__)
@@ -177,6 +177,7 @@ class RecompileWatch:
                 new[0],
                 step,
                 type(optimizer).__name__,
+                extra=OF_THIS_RANK,
             )
 
 

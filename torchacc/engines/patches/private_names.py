@@ -198,6 +198,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_buffers": "moves buffers",
         "_non_persistent_buffers_set": "which buffers no checkpoint holds",
     }, of_instances=True),
+    *_of("torch.amp:GradScaler", "patches/torch_patches.py", {
+        "_unscale_grads_": "patched: tells that a script has a scaler of its own",
+    }),
+    *_of("torch.distributed.distributed_c10d", "process_group.py", {
+        "_get_default_store": "lets processes find out who has not come to a call",
+    }),
     *_of("torch.nn.utils.clip_grad", "patches/torch_patches.py", {
         "_get_total_norm": "patched: the norm of shards",
         "_group_tensors_by_device_and_dtype": "patched: tells that gradients are clipped",

@@ -258,6 +258,27 @@ def clearing_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> It
 
 
 @contextmanager
+def unscaling_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Call a function before PyTorch's own `GradScaler` unscales the gradients of an optimizer."""
+    if not is_for_installed("unscaling_of_gradients"):
+        yield
+        return
+    scaler_class: Any = torch.amp.GradScaler
+    own_unscale = scaler_class._unscale_grads_
+
+    @functools.wraps(own_unscale)
+    def unscale(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        notice(optimizer)
+        return own_unscale(self, optimizer, *args, **kwargs)
+
+    scaler_class._unscale_grads_ = unscale
+    try:
+        yield
+    finally:
+        scaler_class._unscale_grads_ = own_unscale
+
+
+@contextmanager
 def updates_through(run: Callable[..., None], prefixes: tuple[str, ...]) -> Iterator[None]:
     """Let another function run the functions with which torch.optim's optimizers update a group of parameters.
 

@@ -31,6 +31,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     "functions_of_dtensors": PatchVersions("torch", ">=2.9", "DTensor.__torch_function__()"),
     "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
     "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
+    "unscaling_of_gradients": PatchVersions("torch", ">=2.9,<2.14", "torch.amp.GradScaler._unscale_grads_()"),
     # of FSDP2 and torchao: float8_gather.py
     "float8_gather": PatchVersions("torchao", ">=0.16,<0.17", "the class of FSDP2's parameters, and torchao's tensors"),
     # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py

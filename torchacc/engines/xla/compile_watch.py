@@ -7,7 +7,7 @@ evaluation, or with one of the lengths of `config.dataloader`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.xla import runtime
-from torchacc.logging import get_logger
+from torchacc.logging import OF_THIS_RANK, get_logger
 
 _log = get_logger(__name__)
 
@@ -35,6 +35,8 @@ class CompileWatch:
     def __init__(self) -> None:
         self._forwards: WeakKeyDictionary[nn.Module, dict[str, list[Inputs]]] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._evaluated: WeakSet[nn.Module] = WeakSet()
+        """Models that have run without gradients since a first step."""
         self._gradients: WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = WeakKeyDictionary()
         self._settings: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, str]]] = WeakKeyDictionary()
         self._expected: list[str] = []
@@ -75,6 +77,11 @@ class CompileWatch:
         )
         known = self._forwards.setdefault(model, {}).setdefault(mode, [])
         inputs = _describe(args, kwargs)
+        if len(self._steps) and not torch.is_grad_enabled() and model not in self._evaluated:
+            # One that ran so before training, as to look at its loss, had another program then.
+            self._evaluated.add(model)
+            self._expected.append(f"{type(model).__name__} ran in {mode} for the first time since its training began")
+            known.append(inputs)
         if inputs in known:
             return
         name = type(model).__name__
@@ -125,6 +132,7 @@ class CompileWatch:
                 "compiled anew: %s. Later ones are listed by torchacc.compile_report(); batches of many lengths are "
                 "padded to a few by config.dataloader.buckets",
                 self._recompiles[-1],
+                extra=OF_THIS_RANK,
             )
 
 

@@ -138,8 +138,8 @@ def other_devices(asked: int, found: int) -> str:
         )
     return (
         f"the config asks for {asked} XLA devices in this process, and the runtime has {found}. The number is fixed "
-        "when the runtime starts: call accelerate() before anything else uses XLA, and with one number of devices per "
-        "process"
+        "when the runtime starts, by the first accelerate() of a process or whatever else uses XLA before it: let the "
+        f"sizes in config.dist multiply to {found}, or start another process for this model"
     )
 
 

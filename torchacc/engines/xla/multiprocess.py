@@ -25,7 +25,7 @@ from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGathere
 from torchacc.engines.xla.shards import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit
@@ -217,6 +217,14 @@ class MultiprocessModel(XlaModel):
 
     def _drop_window(self) -> None:
         self._collectives.drop_gradients()
+
+    def on_unscale(self) -> None:
+        """Refuse PyTorch's own `GradScaler`, which looks for infinities in this process's shards alone."""
+        raise EngineError(
+            "torch.amp.GradScaler with one XLA process per device: each would skip steps by what it finds in its own "
+            "shards. Leave it out, as what XLA computes in (float32 or bfloat16) needs none; or take "
+            "torchacc.GradScaler(model), which is disabled here and scales natively"
+        )
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer can work on shards."""

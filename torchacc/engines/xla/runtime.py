@@ -448,7 +448,7 @@ def _ask_for_cpu_devices(num_devices: int) -> None:
     if env.set_default("CPU_NUM_DEVICES", str(num_devices)):
         return
     given = env.get("CPU_NUM_DEVICES")
-    if given != str(num_devices):
+    if given != str(num_devices) and not is_running():
         raise EngineError(
             f"CPU_NUM_DEVICES={given} is set, and the config asks for {num_devices} XLA devices in this process: leave "
             "the variable to torchacc, or make the two agree. It is fixed for a process's life"

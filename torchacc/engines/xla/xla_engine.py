@@ -197,9 +197,10 @@ class XlaModel(ShardedModel):
         super().__init__(engine, model, plan)
         self._units: list[UnitHooks] = []
         self._recompute = Recompute(self._units, self.patched)
-        self._step_freed_gradients = False
         self._freed: set[torch.Tensor] = set()
         """The parameters whose gradients a step has freed since the last forward that needs gradients."""
+        self._uncleared: set[torch.Tensor] = set()
+        """The parameters whose gradients a step has freed, and the script has not cleared since."""
         self._warned = False
         self._open_steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._numbers: dict[torch.Tensor, UpdateNumbers] = {}
@@ -261,7 +262,6 @@ class XlaModel(ShardedModel):
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
-        self._check_gradients_were_cleared()
         if torch.is_grad_enabled():
             self._freed.clear()
         _watch.on_forward(self.model, args, kwargs, num_lengths=self.engine.num_lengths)
@@ -299,6 +299,7 @@ class XlaModel(ShardedModel):
         super().before_step(optimizer, makes_gradients=makes_gradients)
         if optimizer not in self._open_steps and not makes_gradients:
             self._check_gradients_are_there(optimizer)
+            self._check_gradients_were_cleared(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
         reason = initialize_state(optimizer, self.place, self._put)
         if reason is not None:
@@ -324,8 +325,11 @@ class XlaModel(ShardedModel):
     def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Note that the script clears its gradients."""
         super().on_zero_grad(optimizer)
-        self._step_freed_gradients = False
         self._freed.clear()
+        if optimizer is None:
+            self._uncleared.clear()
+        else:
+            self._uncleared.difference_update(p for group in optimizer.param_groups for p in group["params"])
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the gradients and run the step: a gradient that is still alive would be an output of the program."""
@@ -337,8 +341,8 @@ class XlaModel(ShardedModel):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._freed.add(parameter)
+                    self._uncleared.add(parameter)
                 parameter.grad = None
-        self._step_freed_gradients = True
         self.engine.sync()
         _watch.after_step(optimizer)
 
@@ -362,8 +366,10 @@ class XlaModel(ShardedModel):
             )
         return super().clip_grad_norm_(max_norm, norm_type)
 
-    def _check_gradients_were_cleared(self) -> None:
-        if self._step_freed_gradients and not self._warned and self.model.training and torch.is_grad_enabled():
+    def _check_gradients_were_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once of a step whose gradients would, without XLA, be added to those of the step before."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not self._warned and any(p.grad is not None and p in self._uncleared for p in parameters):
             self._warned = True
             _log.warning(
                 "no optimizer.zero_grad() came after the optimizer's step. Under XLA the step frees the gradients, so "

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from torchacc import api
+from torchacc import api, arguments
 from torchacc.checkpoint.run_state import random_state
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
@@ -70,6 +70,9 @@ class Trainer(_Theirs):  # type: ignore[misc]
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
+        if "config" in kwargs:
+            raise ConfigError("Trainer(config=…): transformers has no such argument; write torchacc_config=…")
+        arguments.check_config("torchacc_config", torchacc_config)
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         args, self._config = adopt(args, torchacc_config if torchacc_config is not None else Config())
         if model is not None:

@@ -141,7 +141,11 @@ _REFUSED = (
     _Refused(("parallelism_config",), "the mesh is torchacc's: use torchacc_config.dist"),
     _Refused(("fp16",), "it needs a loss scaler, which this Trainer does not hold: use bf16=True"),
     _Refused(("fp16_full_eval", "bf16_full_eval"), "evaluation computes as training does: use bf16=True for both"),
-    _Refused(("torch_compile",), "XLA compiles the step by itself; natively it is not available: leave it out"),
+    _Refused(
+        ("torch_compile",),
+        "leave it out. Natively torchacc_config.compute.compile = True compiles the model's units; XLA compiles each "
+        "step as a whole by itself",
+    ),
     _Refused(("use_liger_kernel",), "its kernels replace forwards that torchacc shards: leave it out"),
     _Refused(("auto_find_batch_size",), "a sharded step cannot be tried again: set per_device_train_batch_size"),
     _Refused(("neftune_noise_alpha",), "its noise is drawn outside of the sharded forward: leave it out"),
