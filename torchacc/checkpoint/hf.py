@@ -152,7 +152,6 @@ class _Wanted:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.model_class = sharded.plan.units[-1].module_class
-        self.prefix: str = getattr(sharded.model, "base_model_prefix", "")
         self.has_values = sharded.status.has_weights
         self.parameters = {planned.name for planned in sharded.plan.parameters}
         buffers = dict(model_state.buffer_slots(sharded.model))
@@ -168,22 +167,11 @@ class _Wanted:
 
 
 def _by_name(wanted: _Wanted, folder: CheckpointFolder) -> _Found:
-    """Find what has its own name, or that with or without the base model's prefix, as it is without its head."""
-    tensors: dict[str, StoredTensor] = {}
-    missing, used = [], set(wanted.known)
-    prefix = f"{wanted.prefix or '-'}."
-    for name, names in wanted.names.items():
-        keys = [n for n in names if n in folder.model]
-        if not keys:
-            others = [n.removeprefix(prefix) for n in names] + [prefix + n for n in names]
-            keys = list(dict.fromkeys(n for n in others if n in folder.model))
-        if keys:
-            tensors[name] = _same([folder.model[key] for key in keys])
-            used.update(keys)
-        else:
-            missing.append(name)
-    unexpected = [name for name in folder.model if name not in used and name.removeprefix(prefix) not in used]
-    return _Found(tensors, missing, unexpected)
+    """Find what is in a folder under a name that it has in the model."""
+    copies = {name: [folder.model[n] for n in names if n in folder.model] for name, names in wanted.names.items()}
+    tensors = {name: _same(found) for name, found in copies.items() if found}
+    known = wanted.known
+    return _Found(tensors, [n for n in copies if n not in tensors], [n for n in folder.model if n not in known])
 
 
 def _converted(wanted: _Wanted, folder: CheckpointFolder, conversions: "_Conversions") -> _Found:
