@@ -16,9 +16,10 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.data.tree import map_tensors
 from torchacc.engines.compile_report import CompileReport
-from torchacc.engines.device_losses import is_sum_over
+from torchacc.engines.device_losses import warn_of_sums
 from torchacc.engines.forward_inputs import explain, takes_half
 from torchacc.engines.full_precision import returns_float32
+from torchacc.engines.gradient_checks import refuse_sparse_gradients, warn_of_gradients
 from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
@@ -29,7 +30,6 @@ from torchacc.engines.status import ModelStatus
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
-from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
@@ -37,8 +37,6 @@ from torchacc.parallel.sharding import LocalShard
 
 if TYPE_CHECKING:
     from torchacc.config import Config
-
-_log = get_logger(__name__)
 
 NO_GPU = {
     "memory.gpu_fraction": "there is no NVIDIA GPU here",
@@ -112,8 +110,8 @@ class Engine(ABC):
         Raises:
             ConfigError: It cannot.
         """
-        _refuse_sparse_gradients(model)
-        _warn_of_gradients(model)
+        refuse_sparse_gradients(model)
+        warn_of_gradients(model)
 
     @abstractmethod
     def setup(self, plan: ShardingPlan) -> None:
@@ -376,8 +374,9 @@ class ShardedModel(ABC):
             with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
                 output = self._explaining(run, inner, args, kwargs)
             if torch.is_grad_enabled():
-                if sees_a_part and model.training:
-                    self._warn_of_sums(output, (args, kwargs))
+                if sees_a_part and model.training and not self._has_looked_for_sums:
+                    self._has_looked_for_sums = True
+                    warn_of_sums(model, output, (args, kwargs), self.engine.mesh.num_data_shards)
                 progress.mark(progress.Phase.BACKWARD)
                 map_tensors(self._watch_backward, output)
             else:
@@ -409,28 +408,6 @@ class ShardedModel(ABC):
     def _after(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
         """Return a tensor that waits for others, where an engine records what it runs."""
         return tensor
-
-    def _warn_of_sums(self, output: Any, inputs: Any) -> None:
-        """Warn once of a loss that is a sum over the process's own samples."""
-        if self._has_looked_for_sums:
-            return
-        self._has_looked_for_sums = True
-        given: list[torch.Tensor] = []
-        returned: list[torch.Tensor] = []
-        map_tensors(given.append, inputs)
-        map_tensors(returned.append, output)
-        rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
-        if rows and any(is_sum_over(rows, tensor) for tensor in returned if not tensor.dim()):
-            count = self.engine.mesh.num_data_shards
-            _log.warning(
-                "the loss that this %s returns is a sum over samples. With a process for each device gradients are "
-                "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "
-                "those of all samples: return a mean, or multiply the sum by %d",
-                type(self.model).__name__,
-                count,
-                count,
-                count,
-            )
 
     def _watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
         """Wrap `zero_grad()`, so that `on_zero_grad()` runs before it."""
@@ -529,31 +506,6 @@ class ShardedModel(ABC):
                 "gives CPU weights"
             )
         return self.model
-
-
-def _warn_of_gradients(model: nn.Module) -> None:
-    """Warn of gradients from before the model is sharded, which its shards do not have.
-
-    A step may have used them already, as where a model comes with its optimizer's state.
-    """
-    held = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
-    if held is not None:
-        _log.warning(
-            "the parameter %r already has a gradient, which is dropped: a model is sharded without its gradients. Call "
-            "model.zero_grad(set_to_none=True) before accelerate(), or the backward() again after it",
-            held,
-        )
-
-
-def _refuse_sparse_gradients(model: nn.Module) -> None:
-    """Refuse lookups with sparse gradients, which no engine can exchange: XLA has none, FSDP2 takes dense ones."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ConfigError(
-                f"{name or 'the model'} is an nn.{type(module).__name__} with sparse=True, and sparse gradients cannot "
-                "be summed over devices: build it with sparse=False, whose numbers are the same with SGD and Adagrad, "
-                "and step it with an optimizer for dense gradients, such as AdamW"
-            )
 
 
 def sharded_model(model: nn.Module) -> ShardedModel:

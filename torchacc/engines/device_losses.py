@@ -6,8 +6,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchacc.data.tree import map_tensors
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 _kept: ContextVar[bool] = ContextVar("kept_by_devices", default=False)
 
@@ -61,6 +65,30 @@ class MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Pass the gradient on to the device's own loss."""
         return grad, None
+
+
+def warn_of_sums(model: nn.Module, output: Any, inputs: Any, num_data_shards: int) -> None:
+    """Warn of a loss that is a sum over the process's own samples, where gradients are averaged over devices.
+
+    Args:
+        model: The model, in training.
+        output: What it has returned.
+        inputs: What it was called with.
+        num_data_shards: The devices that see different data.
+    """
+    given: list[torch.Tensor] = []
+    returned: list[torch.Tensor] = []
+    map_tensors(given.append, inputs)
+    map_tensors(returned.append, output)
+    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+    if rows and any(is_sum_over(rows, tensor) for tensor in returned if not tensor.dim()):
+        _log.warning(
+            "the loss that this %s returns is a sum over samples. With a process for each device gradients are "
+            "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "
+            "those of all samples: return a mean, or multiply the sum by %d",
+            type(model).__name__,
+            *[num_data_shards] * 3,
+        )
 
 
 _SUM = 2

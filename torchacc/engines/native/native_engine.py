@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import compiled_units, float8_training, split_layers
+from torchacc.engines.native import compiled_units, float8_training, number_parameters, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
@@ -28,7 +28,7 @@ from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import gloo_silenced
 from torchacc.env import Job
-from torchacc.errors import ConfigError, EngineError
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
@@ -225,7 +225,7 @@ class NativeModel(ShardedModel):
             float8_training.convert(self.model, self.plan.float8)
         self._compile_units()
         self._install_forward(self._run)
-        self._replicate_numbers()
+        number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
@@ -256,28 +256,6 @@ class NativeModel(ShardedModel):
         flat = full.reshape(-1)
         parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
         return self.place(parameter, torch.cat(parts) if parts else flat[:0])
-
-    def _replicate_numbers(self) -> None:
-        """Turn parameters without dimensions, which fully_shard() refuses, into replicated DTensors.
-
-        `shard_arithmetic` computes with them, wherever they are used, and averages their gradients over the devices.
-        """
-        from torch.distributed.tensor import DTensor, Replicate
-
-        from torchacc.engines.native.shard_arithmetic import gradient_over_data
-
-        numbers = [planned for planned in self.plan.parameters if not planned.shape]
-        materialise_parameters(self.model, numbers, self.plan, self.engine.device)
-        mesh = self.engine.device_mesh
-        for planned in numbers:
-            value = self.model.get_parameter(planned.name).detach().to(self.engine.device, copy=True)
-            number = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            new = nn.Parameter(number)
-            new.register_hook(partial(gradient_over_data, number._spec))
-            new.requires_grad_(planned.trainable)
-            for name in planned.names:
-                path, _, leaf = name.rpartition(".")
-                self.model.get_submodule(path)._parameters[leaf] = new
 
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -373,31 +351,10 @@ class NativeModel(ShardedModel):
             output = inner(*args, **kwargs)
         let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
-            self._check_numbers()
+            if torch.is_grad_enabled():
+                number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
             output = with_full_numbers(output)
         return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
-
-    def _check_numbers(self) -> None:
-        """Check that this forward has used the same parameters without dimensions in every process.
-
-        Raises:
-            EngineError: It has not: their gradients would be averaged by some processes only.
-        """
-        from torchacc.engines.native.shard_arithmetic import pop_used
-
-        if not torch.is_grad_enabled() or self.engine.job.num_processes == 1:
-            return
-        names = [planned.name for planned in self.plan.parameters if not planned.shape]
-        used = [int(pop_used(self.model.get_parameter(name))) for name in names]
-        agreed = self.engine.group.largest([*used, *(-each for each in used)])
-        for name, most, negated_least in zip(names, agreed, agreed[len(names) :], strict=False):
-            if most != -negated_least:
-                raise EngineError(
-                    f"the forward of some processes has used the parameter {name!r}, which has no dimensions, and that "
-                    "of others has not: natively its gradient would wait for them. Use it in every forward, such as by "
-                    f"`output = output + 0 * self.{name.rpartition('.')[2]}`, or give it one dimension: "
-                    "nn.Parameter(torch.ones(1))"
-                )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
