@@ -4,7 +4,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
@@ -33,7 +32,7 @@ from torchacc.launch import progress
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard
+from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
 if TYPE_CHECKING:
     from torchacc.config import Config
@@ -43,12 +42,6 @@ NO_GPU = {
     "memory.gpu_preallocate": "there is no NVIDIA GPU here",
 }
 """Options that mean nothing without a GPU."""
-
-_NO_WEIGHTS = (
-    "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) loads them "
-    "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
-    "torchacc.deferred_init() instead"
-)
 
 HANDLE = "_torchacc"
 """The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
@@ -202,22 +195,6 @@ class Engine(ABC):
         return "CPU"
 
 
-@dataclass(frozen=True)
-class ShardPlacement:
-    """A process's place among those that hold a model."""
-
-    processes_per_replica: int = 1
-    """Processes that hold one copy of the parameters together."""
-    shard_index: int = 0
-    """Which of these processes this one is."""
-    num_replicas: int = 1
-    """Copies of the parameters in the job."""
-    replica: int = 0
-    """Which of the copies this process holds a part of."""
-    is_contiguous: bool = True
-    """Whether a process holds consecutive elements of a parameter, as rank files and `TensorShard`s have them."""
-
-
 class ShardedModel(ABC):
     """A model that an engine has sharded, with the operations that need more than the module."""
 
@@ -229,7 +206,7 @@ class ShardedModel(ABC):
         """Original names in the order of `named_parameters()`, a tied parameter under its first."""
         self.state_names = tuple(model.state_dict())
         """Names of the unsharded model's state, in its order."""
-        self.status = ModelStatus(missing_weights=_NO_WEIGHTS if is_without_weights(model) else None)
+        self.status = ModelStatus(has_weights=not is_without_weights(model))
         """What may be done with the model now."""
         self._has_looked_for_sums = False
         self._has_clipped = False

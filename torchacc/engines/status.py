@@ -8,17 +8,23 @@ import torch
 
 from torchacc.errors import EngineError
 
+_NO_WEIGHTS = (
+    "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) loads them "
+    "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
+    "torchacc.deferred_init() instead"
+)
+
 
 class ModelStatus:
     """The part of a `ShardedModel` that changes while it trains. Each change is a method; a `check_…` raises."""
 
-    def __init__(self, missing_weights: str | None = None) -> None:
+    def __init__(self, *, has_weights: bool) -> None:
         """Note whether the model can run at all.
 
         Args:
-            missing_weights: Why it cannot yet; None where its weights are there.
+            has_weights: Whether its weights are there, and not to be loaded yet.
         """
-        self._unusable = missing_weights
+        self._unusable = None if has_weights else _NO_WEIGHTS
         self._incomplete: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that a load has failed for."""
         self._is_accumulating = False

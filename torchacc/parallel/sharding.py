@@ -177,6 +177,22 @@ class DimSlice:
 
 
 @dataclass(frozen=True)
+class ShardPlacement:
+    """A process's place among those that hold a model."""
+
+    processes_per_replica: int = 1
+    """Processes that hold one copy of the parameters together."""
+    shard_index: int = 0
+    """Which of these processes this one is."""
+    num_replicas: int = 1
+    """Copies of the parameters in the job."""
+    replica: int = 0
+    """Which of the copies this process holds a part of."""
+    is_contiguous: bool = True
+    """Whether a process holds consecutive elements of a parameter, as rank files and `TensorShard`s have them."""
+
+
+@dataclass(frozen=True)
 class LocalShard:
     """What one device holds of a parameter that an optimizer sees: a shard of one tensor, or of several flattened."""
 

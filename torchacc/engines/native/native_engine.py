@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import NO_GPU, Engine, ShardedModel, ShardPlacement
+from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
@@ -33,7 +33,7 @@ from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit, make_plan
-from torchacc.parallel.sharding import LocalShard
+from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
 _log = get_logger(__name__)
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
-from torchacc.engines.base import ShardPlacement
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
@@ -29,7 +28,7 @@ from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard, RowLayout
+from torchacc.parallel.sharding import LocalShard, RowLayout, ShardPlacement
 
 _log = get_logger(__name__)
 
