@@ -77,6 +77,10 @@ VARIANTS = {
     "compile": Variant(recipe="sgd", compute={"compile": True}),
     # Without inductor, whose C++ takes most of the time: what is tried is Dynamo's and autograd's part.
     "compile-graphs": Variant(compute={"compile": True, "compile_backend": "aot_eager"}),
+    "tp-compile-graphs": Variant(tp=2, compute={"compile": True, "compile_backend": "aot_eager"}),
+    "tp-compile-recompute": Variant(
+        tp=2, compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}
+    ),
     "compile-recompute": Variant(compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}),
     "evaluate": Variant(options=("evaluate",), reference_options=("evaluate",)),
     "whole-batch": Variant(),

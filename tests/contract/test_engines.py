@@ -72,7 +72,9 @@ layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
-layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp"])
+layers_split_natively = covers(
+    engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp", "tp-compile-graphs", "tp-compile-recompute"]
+)
 layers_split_natively_otherwise = covers(
     engines=["native-4"],
     models=["bert"],

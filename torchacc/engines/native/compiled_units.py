@@ -39,12 +39,6 @@ def check(config: Config, device: torch.device) -> None:
     compute = config.compute
     if not compute.compile:
         return
-    if config.dist.tp.size > 1:
-        raise ConfigError(
-            f"compute.compile = True with dist.tp.size = {config.dist.tp.size} is not available: the layers compute "
-            "with distributed tensors there, which torchacc does not compile. Put these devices on "
-            "config.dist.fsdp.size, or leave compile at False"
-        )
     if config.memory.offload_activations and device.type != "cpu":
         raise ConfigError(
             "compute.compile = True with memory.offload_activations = True is not available: what a compiled forward "

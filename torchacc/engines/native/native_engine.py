@@ -224,6 +224,9 @@ class NativeModel(ShardedModel):
         if self.plan.float8 is not None:
             float8_training.convert(self.model, self.plan.float8)
         self._compile_units()
+        if self.plan.tensor_parallel.size > 1:
+            compiled = compiled_units.regions(self.plan) if self._compiled else ()
+            split_layers.show_ordinary_tensors(self.model, self.plan, compiled)
         self._install_forward(self._run)
         number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so

@@ -7,7 +7,7 @@ a norm meets one kind; their modules see the ordinary tensor inside.
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,24 +70,63 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
-    """Let modules compute with distributed tensors as their parameters.
+    """Let layers compute with distributed tensors as their weights.
 
     Args:
         model: The model.
         plan: Says which parameters will be split.
         mesh: The DeviceMesh of the axis `tp`.
     """
+    specs = _specs_by_module(model, plan)
+    for name, module in model.named_modules():
+        dim = _split_dim(specs.get(module, {}))
+        if isinstance(module, nn.Embedding) and dim == 0:
+            look_up = functools.partial(_look_up_part, module.forward, module, mesh)
+            module.forward = functools.wraps(module.forward)(look_up)  # type: ignore[method-assign]
+        elif dim is not None:
+            assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
+            by_input = isinstance(module, nn.Linear) and dim == 1
+            gives_full = by_input or _LOGITS.search(name) is not None
+            # One function for all layers of a kind, as torch.compile takes another function for another graph.
+            before, after = _hooks(mesh, takes_part=by_input, gives_part=not gives_full)
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+        if hasattr(module, _HEAD_COUNT) and any(
+            _split_dim(specs.get(child, {})) is not None for child in module.children()
+        ):
+            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.tensor_parallel.size)
+
+
+def show_ordinary_tensors(model: nn.Module, plan: ShardingPlan, regions: Iterable[str]) -> None:
+    """Let modules that are not split find ordinary tensors in the place of their parameters.
+
+    Args:
+        model: The model.
+        plan: Says which parameters will be split.
+        regions: Modules that torch.compile compiles: it takes the tensors as they are before and after.
+    """
+    by_forward: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    inside_of = {part: model.get_submodule(name) for name in regions for part in model.get_submodule(name).modules()}
+    for module, specs in _specs_by_module(model, plan).items():
+        if _split_dim(specs) is None:
+            by_forward.setdefault(inside_of.get(module, module), []).extend((module, leaf) for leaf in specs)
+    for module, slots in by_forward.items():
+        module.forward = functools.wraps(module.forward)(
+            functools.partial(_with_ordinary_tensors, module.forward, slots)
+        )
+
+
+def _specs_by_module(model: nn.Module, plan: ShardingPlan) -> dict[nn.Module, dict[str, ParameterSpec]]:
     specs: dict[nn.Module, dict[str, ParameterSpec]] = {}
     for planned in plan.parameters:
         for owner, leaf in _slots(model, planned):
             specs.setdefault(owner, {})[leaf] = plan.tensor_parallel.spec_of(planned.name)
-    for name, module in model.named_modules():
-        if module in specs:
-            module.forward = functools.wraps(module.forward)(_split_forward(module, name, specs[module], mesh))
-        if hasattr(module, _HEAD_COUNT) and any(
-            dim_over(specs.get(child, {}).get("weight", ()), Role.TENSOR) is not None for child in module.children()
-        ):
-            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.tensor_parallel.size)
+    return specs
+
+
+def _split_dim(specs: Mapping[str, ParameterSpec]) -> int | None:
+    """Return the dimension over which a module's weight is split."""
+    return dim_over(specs.get("weight", ()), Role.TENSOR)
 
 
 def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: TensorParallelPlan, mesh: Any) -> None:
@@ -118,55 +157,42 @@ def _slots(model: nn.Module, planned: PlannedParameter) -> Iterator[tuple[nn.Mod
         yield model.get_submodule(path), leaf
 
 
-def _split_forward(module: nn.Module, name: str, specs: Mapping[str, ParameterSpec], mesh: Any) -> Forward:
-    """Return the forward of a module whose parameters are distributed tensors."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    forward, spec = module.forward, specs.get("weight", ())
-    dim = dim_over(spec, Role.TENSOR)
-    if dim is None:
-        return functools.partial(_with_ordinary_tensors, forward, module, tuple(specs))
-    if isinstance(module, nn.Embedding) and dim == 0:
-        return functools.partial(_look_up_part, forward, module, mesh)
-    assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
-    by_input = isinstance(module, nn.Linear) and dim == 1
-    gives_full = by_input or _LOGITS.search(name) is not None
-    takes, gives = Shard(-1) if by_input else Replicate(), Replicate() if gives_full else Shard(-1)
-    return functools.partial(_multiply_part, forward, mesh, takes, gives)
-
-
-def _with_ordinary_tensors(
-    forward: Forward, module: nn.Module, names: tuple[str, ...], *args: Any, **kwargs: Any
-) -> Any:
-    """Run a module that is replicated on each process, with ordinary tensors in the place of its parameters."""
+def _with_ordinary_tensors(forward: Forward, slots: Sequence[tuple[nn.Module, str]], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward with ordinary tensors in the place of parameters that are replicated on each process."""
     from torch.distributed.tensor import Replicate
 
-    for name in names:
-        replicated: Any = module._parameters[name]
+    for owner, name in slots:
+        replicated: Any = owner._parameters[name]
         # Each process has all of the gradient: what split layers send back was added up over the processes.
-        module.__dict__[name] = replicated.to_local(grad_placements=[Replicate()])
+        owner.__dict__[name] = replicated.to_local(grad_placements=[Replicate()])
     try:
         return forward(*args, **kwargs)
     finally:
-        for name in names:
-            module.__dict__.pop(name, None)
+        for owner, name in slots:
+            owner.__dict__.pop(name, None)
 
 
-def _multiply_part(forward: Forward, mesh: Any, takes: Any, gives: Any, given: torch.Tensor) -> torch.Tensor:
-    """Run a layer whose weight is split, as a product of distributed tensors.
+@functools.cache
+def _hooks(mesh: Any, *, takes_part: bool, gives_part: bool) -> tuple[Any, Any]:
+    """Return the hooks before and after a layer whose weight is split, which multiplies distributed tensors.
 
     Args:
-        forward: The layer's own.
         mesh: Of the processes that share it.
-        takes: How its input lies on the mesh.
-        gives: How its output is to lie on it.
-        given: This process's input.
+        takes_part: Whether its input is split over its last dimension.
+        gives_part: Whether its output is to be.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    output = forward(DTensor.from_local(given, mesh, [takes], run_check=False))
-    local: torch.Tensor = output.redistribute(placements=[gives]).to_local()
-    return local
+    takes, gives = [Shard(-1) if takes_part else Replicate()], [Shard(-1) if gives_part else Replicate()]
+
+    def before(module: nn.Module, args: tuple[torch.Tensor]) -> DTensor:
+        return DTensor.from_local(args[0], mesh, takes, run_check=False)
+
+    def after(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
+        local: torch.Tensor = output.redistribute(placements=gives).to_local()
+        return local
+
+    return before, after
 
 
 def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,6 @@ def test_options_that_contradict_each_other_are_refused(sections, message):
 @pytest.mark.parametrize(
     ("sections", "device", "message"),
     [
-        ({"dist": {"tp": {"size": 2}}}, CPU, r"compile = True with dist\.tp\.size = 2 is not available"),
         ({"memory": {"offload_activations": True}}, GPU, r"with memory\.offload_activations = True is not available"),
         (
             {"memory": {"gc": True, "gc_policy": "save_matmuls"}},
@@ -73,7 +72,7 @@ def test_options_that_contradict_each_other_are_refused(sections, message):
         ),
         ({"compute": {"compile_backend": "inducto"}}, CPU, r"'inducto' is no backend .*did you mean 'inductor'"),
     ],
-    ids=["tp", "offload", "products-kept", "backend"],
+    ids=["offload", "products-kept", "backend"],
 )
 def test_what_is_not_compiled_is_refused(sections, device, message):
     sections["compute"] = {"compile": True, **sections.get("compute", {})}
