@@ -263,6 +263,17 @@ class TestBaseModelsAndHeads:
         assert not any(key.startswith("lm_head") for key in load_file(tmp_path / "model.safetensors"))
         check_equal(loaded(tmp_path, name), model.state_dict())
 
+    def test_what_torchacc_saved_with_and_without_a_tied_head(self, tmp_path):
+        model = make("mixtral-tied")
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        torchacc.checkpoint.save(tmp_path / "base", model=accelerate(model.base_model))
+        check_equal(loaded(tmp_path / "base", "mixtral-tied"), wanted)
+        torchacc.checkpoint.save(tmp_path / "full", model=accelerate(make("mixtral-tied")))
+        base = accelerate(make("mixtral-tied", meta=True).base_model)
+        torchacc.checkpoint.load(tmp_path / "full", model=base)
+        without_head = {key.removeprefix("model."): value for key, value in wanted.items() if key != "lm_head.weight"}
+        check_equal(torchacc.full_state_dict(base), without_head)
+
     @pytest.mark.parametrize(
         ("name", "lacking"),
         [
