@@ -13,6 +13,7 @@ from torchacc.config import Config
 from torchacc.config.names import did_you_mean
 from torchacc.config.text_file import read_json, read_text
 from torchacc.config.yaml_file import parse
+from torchacc.engines import attention_kernels
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import PLANNED_ENGINES, count_states, find_optimizer
@@ -125,6 +126,8 @@ def _training(
     config.compute.bf16 = config.compute.bf16 or args.bf16
     if args.gc is not None:
         config.memory.gc, config.memory.gc_policy = True, args.gc
+    if attention_kernels.keeps_scores(config.compute.attention):
+        model_config._attn_implementation = "eager"
     kind = find_optimizer(optimizer)
     return Training(
         name=name,

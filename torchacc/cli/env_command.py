@@ -9,15 +9,17 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from torchacc.config import Config
-from torchacc.engines import registry
+from torchacc.engines import attention_kernels, registry
 from torchacc.engines.registry import survey
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 
 _PACKAGES = (
     "torchacc", "torch", "torch_xla", "transformers", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "datasets", "safetensors",
-    "torchao",
+    "torchao", "flash-attn", "flash-attn-3", "flash-attn-4",
 )  # fmt: skip
 EXAMPLES = ("torchacc env", "torchacc env --json")
 
@@ -42,7 +44,14 @@ def _find() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "engines": [asdict(finding) for finding in survey()],
         "auto": _auto(),
+        "attention": [asdict(finding) for finding in attention_kernels.survey(_device())],
     }
+
+
+def _device() -> torch.device:
+    """Return the device that the native engine computes on here."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
 
 
 def _version(package: str) -> str | None:
@@ -67,4 +76,8 @@ def _describe(found: dict[str, Any]) -> str:
     for engine in found["engines"]:
         lines.append(f"  {engine['kind']:<16}  {'runs on ' + engine['devices'] if engine['devices'] else 'cannot run'}")
         lines += [f"      {engine['reason']}"] if engine["reason"] else []
-    return "\n".join([*lines, f"  config.backend = {Config().backend!r} takes {found['auto']}"])
+    lines += [f"  config.backend = {Config().backend!r} takes {found['auto']}", "", "attention, natively"]
+    for kernel in found["attention"]:
+        reason = kernel["reason"]
+        lines.append(f"  {kernel['name']:<18}{'can run' if reason is None else f'cannot run: {reason}'}")
+    return "\n".join(lines)

@@ -15,6 +15,8 @@ from torchacc.errors import ConfigError, shown
 _WRAP_OPTIONS = ("wrap_layer_cls", "wrap_modules", "min_num_params")
 _COMPILE_OPTIONS = ("compile_mode", "compile_dynamic", "compile_backend")
 _FLOAT8_OPTIONS = ("fp8_recipe", "fp8_layers", "fp8_skip", "fp8_min_features", "fp8_emulate")
+_NO_OTHER_KERNEL = ("auto", "sdpa")
+"""Values of `compute.attention` that say nothing else than `compute.acc_scaled_dot_attn`."""
 _RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt", "gc_policy")
 
 
@@ -32,7 +34,6 @@ def _is_split(size: int) -> bool:
 
 
 NOT_YET = (
-    _NotYet("compute.acc_scaled_dot_attn", bool, "leave it at False"),
     _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
     _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
 )
@@ -55,6 +56,8 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
     resolved = deepcopy(config)
     resolved.dist.dp.size = _dp_size(config, job, num_devices)
     resolved.memory.gc = config.memory.gc or config.dist.fsdp.activation_checkpointing
+    if config.compute.acc_scaled_dot_attn:
+        resolved.compute.attention = "sdpa"
     _refuse_lone_hybrid(resolved)
     resolved.freeze()
     return resolved
@@ -90,6 +93,7 @@ def _refuse_contradictions(config: Config) -> None:
     _refuse_choice_without_recompute(config)
     _refuse_choice_without_compile(config)
     _refuse_choice_without_float8(config)
+    _refuse_two_kernels(config)
     if config.memory.gc_policy != "full" and config.memory.offload_activations:
         raise ConfigError(
             f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "
@@ -138,6 +142,15 @@ def _refuse_choice_without_float8(config: Config) -> None:
     if not compute.fp8:
         why = "says how layers compute in float8, and compute.fp8 is False, so that none does"
         _refuse_options(compute, _FLOAT8_OPTIONS, why, "fp8")
+
+
+def _refuse_two_kernels(config: Config) -> None:
+    compute = config.compute
+    if compute.acc_scaled_dot_attn and compute.attention not in _NO_OTHER_KERNEL:
+        raise ConfigError(
+            f"compute.acc_scaled_dot_attn = True with compute.attention = {compute.attention!r}: the first is an older "
+            "name of attention = 'sdpa'. Leave acc_scaled_dot_attn out"
+        )
 
 
 def _refuse_not_yet(config: Config) -> None:

@@ -33,6 +33,20 @@ RecomputePolicy = Literal["full", "save_matmuls"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 Float8Recipe = Literal["tensorwise", "rowwise"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
+Attention = Literal[
+    "auto",
+    "eager",
+    "sdpa",
+    "sdpa_flash",
+    "sdpa_efficient",
+    "sdpa_cudnn",
+    "sdpa_math",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+]
+"""`auto` is the model's own; `sdpa_*` are PyTorch's backends; the others are the names that transformers has."""
 
 
 _MAX_REASONS = 20
@@ -299,8 +313,13 @@ class ComputeConfig(Section):
     fp8_emulate: StrictBool = False
     """Round to float8 and multiply in float32, on any device and slowly: to see what float8 does to a model's numbers.
     """
+    attention: Attention = "auto"
+    """Which kernel computes attention: the model's own (auto); one of transformers' implementations, by its name there;
+    or scaled_dot_product_attention() with one backend of PyTorch's alone (sdpa_flash, sdpa_efficient, sdpa_cudnn,
+    sdpa_math). Under XLA eager and sdpa."""
     acc_scaled_dot_attn: StrictBool = False
-    """Replace scaled dot-product attention by a kernel made for the device."""
+    """TorchAcc's older name of `attention = "sdpa"`: attention by the kernel that PyTorch has for the device (native
+    engine only)."""
     chunked_loss: StrictBool | Count = False
     """Compute a language model's loss in chunks of tokens, so that there are never logits of all: tokens of a chunk on
     each device, or True for as many as have 64 Mi logits."""

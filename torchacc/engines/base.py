@@ -14,6 +14,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 
 from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.data.tree import map_tensors
+from torchacc.engines import attention_kernels
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import warn_of_sums
 from torchacc.engines.forward_inputs import explain, takes_half
@@ -104,6 +105,7 @@ class Engine(ABC):
             ConfigError: It cannot.
         """
         refuse_sparse_gradients(model)
+        attention_kernels.check_model(self.config, model)
         warn_of_gradients(model)
 
     @abstractmethod
@@ -337,7 +339,9 @@ class ShardedModel(ABC):
         Args:
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
         """
-        model, inner = self.model, self._with_chunked_loss(self.model.forward)
+        model = self.model
+        attention_kernels.install(self.engine.config, model, self.plan.recomputed)
+        inner = self._with_chunked_loss(model.forward)
         if self.plan.compute_dtype != "float32":
             inner = returns_float32(inner, getattr(torch, self.plan.compute_dtype))
         elif self._came_in_half:

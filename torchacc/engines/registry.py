@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torchacc.config import Config, resolve
+from torchacc.engines import attention_kernels
 from torchacc.engines.base import Engine
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.xla import hardware
@@ -45,6 +46,8 @@ class Choice:
 
 
 _NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
+    "compute.acc_scaled_dot_attn": lambda config: config.compute.acc_scaled_dot_attn,
+    "compute.attention": lambda config: config.compute.attention not in attention_kernels.OF_EVERY_ENGINE,
     "compute.compile": lambda config: config.compute.compile,
     "compute.fp16": lambda config: config.compute.fp16,
     "compute.fp8": lambda config: config.compute.fp8,

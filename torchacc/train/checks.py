@@ -81,6 +81,21 @@ def check_model(data: TextConfig, name: str, model: Mapping[str, Any], weights: 
     )
 
 
+def check_kernel(data: TextConfig, attention: str) -> None:
+    """Check that the kernel that computes attention keeps to one document of a block, where documents are packed apart.
+
+    Args:
+        data: The stage's text.
+        attention: The value of `compute.attention`.
+    """
+    if data.packing is True and attention.startswith("flash_attention"):
+        raise ConfigError(
+            f"compute.attention = {attention!r} with data.packing = true: FlashAttention of transformers does not keep "
+            "to one document of a block. Write attention: flex_attention, or packing: concat to let documents see "
+            "those before them"
+        )
+
+
 def _num_tokens(data: TextConfig, weights: Path | str | None) -> int | None:
     """Return how many tokens the text's tokenizer has, or may get; None where only the hub knows."""
     tokenizer = data.tokenizer

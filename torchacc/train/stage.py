@@ -190,6 +190,7 @@ def _resolve(file: TrainFile, name: str, stage: StageConfig, request: StageReque
     init_from = _init_from(file, stage, model_name, model)
     checks.check_model(stage.data, model_name, model, init_from or model.get("pretrained"))
     layout = make_layout(distributed, stage.torchacc, precision=request.precision, launched=launched)
+    checks.check_kernel(stage.data, layout.config.compute.attention)
     folder = file.output_dir / name
     checks.check_writable(folder)
     check_packages(file.logging, file.wandb)

@@ -31,7 +31,7 @@ PACKING_FAMILIES = frozenset(
         *("olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "stablelm", "starcoder2"),
     }
 )
-_MASKED_ATTENTION = (None, "eager", "sdpa")
+_MASKED_ATTENTION = (None, "eager", "sdpa", "flex_attention")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def check_model(config: TextConfig, model_config: "PreTrainedConfig") -> None:
     attention = getattr(model_config, "_attn_implementation", None)
     if attention not in _MASKED_ATTENTION:
         raise ConfigError(
-            f"data.packing = true: attention {attention!r} does not keep to one document of a block, as eager and sdpa "
-            f"do; {instead}"
+            f"data.packing = true: attention {attention!r} does not keep to one document of a block, as eager, sdpa "
+            f"and flex_attention do; {instead}"
         )
     if getattr(model_config, "use_cache", False):
         raise ConfigError(

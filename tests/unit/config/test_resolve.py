@@ -150,7 +150,6 @@ def test_results_that_are_kept_are_not_offloaded():
 
 
 NOT_YET = {
-    "compute.acc_scaled_dot_attn": True,
     "dist.pp.size": 2,
     "dist.sp.size": 2,
 }

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from torchacc.config import Config
 from torchacc.data.tree import map_tensors
+from torchacc.engines import attention_kernels
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
@@ -86,6 +87,7 @@ class NativeEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse what FSDP2 does not have, and more processes than this machine has accelerators."""
+        attention_kernels.check_device(self.config, self.device)
         super().check(model)
         check_installed_torch()
         compiled_units.check(self.config, self.device)

@@ -208,6 +208,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_get_total_norm": "patched: the norm of shards",
         "_group_tensors_by_device_and_dtype": "patched: tells that gradients are clipped",
     }),
+    *_of("torch._higher_order_ops.flex_attention", "patches/transformers_attention.py", {
+        "create_fw_bw_graph": "patched: looks at changes of scores outside of recompute",
+    }),
     *_of("torch.cuda.amp.common", "patches/torch_patches.py", {"amp_definitely_not_available": "patched"}),
     *_of("torch.autograd:Node", "device_losses.py", {
         "_saved_reduction": "tells a loss that is a sum",

@@ -16,7 +16,7 @@ from torchacc.config import Config
 from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors
-from torchacc.engines import recompute
+from torchacc.engines import attention_kernels, recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -87,6 +87,7 @@ class XlaEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse what XLA's devices cannot do."""
+        _refuse_attention(self.config)
         super().check(model)
         _refuse_inference_mode()
         _refuse_host_memory(self.config)
@@ -437,6 +438,19 @@ def _refuse_torch_compile(config: Config) -> None:
             "compute.compile = True is not available under XLA, which compiles each step as a whole by itself: leave "
             'it at False, or use config.backend = "native"'
         )
+
+
+def _refuse_attention(config: Config) -> None:
+    compute = config.compute
+    option = f"compute.attention = {compute.attention!r}"
+    if compute.acc_scaled_dot_attn:
+        option = "compute.acc_scaled_dot_attn = True"
+    elif compute.attention in attention_kernels.OF_EVERY_ENGINE:
+        return
+    raise ConfigError(
+        f"{option} is not available under XLA, which compiles attention as it is written, to no kernel of its own: "
+        "leave config.compute.attention at 'auto', 'sdpa' or 'eager', or use config.backend = \"native\""
+    )
 
 
 def _refuse_float8(config: Config) -> None:
