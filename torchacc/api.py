@@ -82,6 +82,8 @@ def accelerate(
         sharded = engine.apply(model, plan, optimizer)
     attach(sharded)
     _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
+    if loader is not None:
+        _describe_loader(loader, engine)
     if plan.tensor_parallel.unsplit:
         _log.info("not split over tp: %s", plan.tensor_parallel.listed_unsplit)
     if plan.float8 is not None:
@@ -102,7 +104,10 @@ def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoade
     Raises:
         DataError: The dataloader cannot be sharded.
     """
-    return _make_loader(dataloader, sharded_model(model).engine)
+    engine = sharded_model(model).engine
+    loader = _make_loader(dataloader, engine)
+    _describe_loader(loader, engine)
+    return loader
 
 
 def accumulate(model: nn.Module) -> AbstractContextManager[None]:
@@ -263,17 +268,23 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 
     def end_batch() -> None:
         engine.end_batch()
+        engine.num_delivered += 1
         progress.mark(progress.Phase.DATA)
 
     def agree(own: bytes) -> bytes:
         engine.group.expect_all("a loop over a sharded loader")
         return engine.group.broadcast_object(own)  # type: ignore[no-any-return]
 
+    def gather(own: Any) -> list[Any]:
+        engine.group.expect_all("a loop over a sharded loader")
+        return engine.group.all_gather_objects(own)
+
     sharded = data.shard_loader(
         dataloader,
         num_data_shards=engine.mesh.num_data_shards,
         shards=engine.data_shards,
         agree=agree if engine.job.launched else None,
+        gather=gather if engine.job.launched else None,
     )
     return data.AsyncLoader(
         sharded,
@@ -283,6 +294,14 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         # Without a transfer there is nothing to overlap, and a second thread would draw from the same generator.
         prefetch=0 if engine.device.type == "cpu" else options.prefetch,
     )
+
+
+def _describe_loader(loader: data.AsyncLoader, engine: Engine) -> None:
+    """Log once how a loader's batches are dealt out: a script may make the same one for each evaluation."""
+    described = loader.describe()
+    if described not in engine.described:
+        engine.described.add(described)
+        _log.info("loader: %s", described)
 
 
 def _bucketing(engine: Engine) -> data.Bucketing | None:

@@ -1,17 +1,13 @@
 """`fsdp()`: one call that shards a model, with the arguments of zeta's function of that name."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-import torch
 from torch import nn
 
 from torchacc.api import accelerate
 from torchacc.config import Config
 from torchacc.config.sections import ShardingStrategy
-from torchacc.data.tree import map_tensors
 from torchacc.engines import registry
-from torchacc.engines.base import Engine, sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -85,30 +81,7 @@ def fsdp(
         _log.info("fsdp(): TransformerBlock has no effect without auto_wrap=True")
     config.compute.bf16, config.compute.fp16 = mp == "bf16", mp == "fp16"
     options.forward_prefetch = registry.has_effect(config, "dist.fsdp.forward_prefetch", read_job())
-    sharded: nn.Module = accelerate(model, config=config)
-    _move_inputs(sharded)
-    return sharded
-
-
-def _move_inputs(model: nn.Module) -> None:
-    """Let forward move the tensors that it is called with to the model's device, as the loader moves its batches."""
-    engine = sharded_model(model).engine
-
-    def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _moved(engine, (args, kwargs))
-
-    model.register_forward_pre_hook(move, with_kwargs=True)
-
-
-def _moved(engine: Engine, inputs: Any) -> Any:
-    """Return inputs, of any nesting, with those on the CPU moved to the engine's device in one transfer."""
-    found: list[torch.Tensor] = []
-    if engine.device.type != "cpu":
-        map_tensors(lambda tensor: found.append(tensor) if tensor.device.type == "cpu" else None, inputs)
-    if not found:
-        return inputs
-    moved = iter(engine.put(found))
-    return map_tensors(lambda tensor: next(moved) if tensor.device.type == "cpu" else tensor, inputs)
+    return accelerate(model, config=config)  # type: ignore[no-any-return]
 
 
 def _layer_classes(model: nn.Module, given: type[nn.Module] | None) -> set[str]:

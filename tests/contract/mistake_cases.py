@@ -168,9 +168,9 @@ def inputs_in_half_precision_of_a_model_in_float32_are_explained() -> None:
 
 
 @case(XLA)
-def inputs_on_the_host_are_explained() -> None:
-    with pytest.raises(torchacc.DataError, match=r"the model is on xla:0, and was called with a tensor on cpu: use"):
-        accelerate(MLP())(torch.ones(2, 8))
+def inputs_on_another_device_are_explained() -> None:
+    with pytest.raises(torchacc.DataError, match=r"the model is on xla:0, and was called with a tensor on meta: use"):
+        accelerate(MLP())(torch.ones(2, 8, device="meta"))
 
 
 @case([NATIVE, MULTIPROCESS])

@@ -2,6 +2,7 @@
 
 from torchacc.data.async_loader import AsyncLoader
 from torchacc.data.bucketing import Bucketing, make_buckets
+from torchacc.data.same_data import digest_of
 from torchacc.data.sharded_loader import ShardedLoader, shard_loader
 from torchacc.data.tree import concat, map_tensors, num_rows, take
 
@@ -10,6 +11,7 @@ __all__ = [
     "Bucketing",
     "ShardedLoader",
     "concat",
+    "digest_of",
     "make_buckets",
     "map_tensors",
     "num_rows",

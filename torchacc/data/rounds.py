@@ -64,6 +64,52 @@ def num_rounds(batches: int, num_data_shards: int, drop_last: bool) -> int:
     return batches // num_data_shards if drop_last else -(-batches // num_data_shards)
 
 
+def describe_round(num_data_shards: int, size: int | None) -> str:
+    """Return in words what a round is made of.
+
+    Args:
+        num_data_shards: How many batches.
+        size: Rows of a batch; None where it is not known.
+    """
+    if size is None:
+        return "1 batch" if num_data_shards == 1 else f"{num_data_shards} batches"
+    if num_data_shards == 1:
+        return _counted(size, "row")
+    return f"{_counted(size, 'row')} x {num_data_shards} devices = {size * num_data_shards}"
+
+
+def describe_rounds(
+    num_data_shards: int, *, batches: int | None, size: int | None, rows: int | None, drop_last: bool
+) -> str:
+    """Return in words what an epoch is made of, and what becomes of its last rows.
+
+    Args:
+        num_data_shards: How many batches make a round.
+        batches: Batches of an epoch.
+        size: Rows of each but the last.
+        rows: Rows of an epoch. Of these three, None where it is not known.
+        drop_last: Whether an incomplete round is dropped.
+    """
+    said = f"{describe_round(num_data_shards, size)} in a step"
+    if batches is None:
+        end = "an incomplete last step is left out (drop_last)" if drop_last else "the last completed from its start"
+        return f"{said}, as many steps as the stream has batches for, {end}"
+    steps = num_rounds(batches, num_data_shards, drop_last)
+    said += f", {steps} step{'' if steps == 1 else 's'} an epoch"
+    given, used, unit = batches, steps * num_data_shards, "batch"
+    if size is not None and rows is not None:
+        given, used, unit = rows, steps * num_data_shards * size, "row"
+    if used < given:
+        return f"{said}, the last {_counted(given - used, unit)} left out (drop_last)"
+    if used > given:
+        return f"{said}, the last completed with {_counted(used - given, unit)} of the epoch's start"
+    return said
+
+
+def _counted(count: int, unit: str) -> str:
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}{'es' if unit == 'batch' else 's'}"
+
+
 def fill(batch: Any, first: Any) -> Any:
     """Fill a batch up to the number of rows of the first batch, with the first batch's rows."""
     rows, size = num_rows(batch), num_rows(first)

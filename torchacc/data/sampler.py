@@ -51,6 +51,16 @@ class ShardSampler:
         """The number of batches in the user's own order; None where it has no length."""
         return length(self._order)
 
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples of a batch; None for batches that are not merely cut from an order of samples."""
+        return self._batch_size
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of samples in the user's own order; None where it has no length, or gives batches by itself."""
+        return length(self._order.sampler) if self._batch_size is not None else None
+
     def begin(self, at: Position) -> "Indices":
         """Start an epoch, or the rest of one: what `iter()` returns from here on."""
         self._indices = Indices(self, at)

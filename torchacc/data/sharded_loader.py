@@ -7,7 +7,7 @@ A process that feeds several devices gets the concatenation of their batches.
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchacc.data.position import Position, pack, replayed, unpack
-from torchacc.data.rounds import fill, join, make_rounds, num_rounds
+from torchacc.data.rounds import describe_round, describe_rounds, fill, join, make_rounds, num_rounds
+from torchacc.data.same_data import digest_of, refuse_cut, said_of_stream, traits_of
 from torchacc.data.sampler import Agree, ShardSampler, length, samplers, with_sampler
+from torchacc.data.samples import refuse_sample
 from torchacc.data.tree import map_tensors, num_rows
 from torchacc.errors import DataError
 from torchacc.logging import get_logger
@@ -25,6 +27,11 @@ _log = get_logger(__name__)
 
 _END = object()
 
+_DEVICES = "num_data_shards"
+"""Where a position notes on how many devices a round was; another number may go on from it."""
+
+Gather = Callable[[Any], Sequence[Any]]
+
 
 def shard_loader(
     loader: Iterable[Any],
@@ -32,6 +39,7 @@ def shard_loader(
     num_data_shards: int,
     shards: range,
     agree: Agree | None = None,
+    gather: Gather | None = None,
 ) -> "ShardedLoader":
     """Share a loader's batches out to the data-parallel devices.
 
@@ -50,6 +58,8 @@ def shard_loader(
         shards: The devices that this process feeds.
         agree: A collective that returns rank 0's argument on every rank; None where there is one process. Called only
             in the thread that calls `iter()`, and as often on each rank.
+        gather: A collective that returns every rank's argument, by rank; called in the same thread. With it, the first
+            epoch of data that the script has cut by rank is refused, or warned of.
 
     Returns:
         The loader of this process's batches.
@@ -60,9 +70,11 @@ def shard_loader(
     assert shards.step == 1, shards
     assert 0 <= shards.start < shards.stop <= num_data_shards, (shards, num_data_shards)
     _check(loader)
+    if isinstance(loader, (list, tuple)) and loader:
+        refuse_sample(loader[0], f"the {type(loader).__name__} of {len(loader)} that was passed as the loader")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _IndexLoader(loader, num_data_shards, shards, agree)
-    return _StreamLoader(loader, num_data_shards, shards, agree)
+        return _IndexLoader(loader, num_data_shards, shards, agree, gather)
+    return _StreamLoader(loader, num_data_shards, shards, agree, gather)
 
 
 def _check(loader: Any) -> None:
@@ -99,12 +111,16 @@ class ShardedLoader(ABC):
         drop_last: Whether an incomplete round is dropped, instead of completed.
     """
 
-    def __init__(self, loader: Any, num_data_shards: int, shards: range, agree: Agree | None) -> None:
+    def __init__(
+        self, loader: Any, num_data_shards: int, shards: range, agree: Agree | None, gather: Gather | None
+    ) -> None:
         self.loader = loader
         self.num_data_shards = num_data_shards
         self.shards = shards
         self.drop_last = any(getattr(source, "drop_last", False) for source in (loader, *samplers(loader)))
         self._agree = agree or (lambda payload: payload)
+        self._gather = gather
+        """What the processes compare their data by; None once they have."""
         self._epoch: int | None = None
         self._at = Position()
         """Where the latest epoch began in this process, or where the next call of `iter()` is to go on."""
@@ -153,6 +169,20 @@ class ShardedLoader(ABC):
         )
         return self._begin()
 
+    def _compare(self, look: Callable[[], Any], judge: Callable[[Sequence[Any]], str | None]) -> None:
+        """Compare once what the processes have been given; collective.
+
+        Args:
+            look: Returns what this process finds of its data.
+            judge: Returns what to warn of, from what all have found.
+
+        Raises:
+            DataError: The script has cut the data by rank; on every process.
+        """
+        gather, self._gather = self._gather, None
+        if gather is not None and (said := judge(gather(look()))) is not None:
+            _log.warning("%s", said)
+
     @abstractmethod
     def _begin(self) -> Iterator[Any]:
         """Return the batches that are left of the epoch at `_at`, having made all its draws; collective."""
@@ -169,7 +199,8 @@ class ShardedLoader(ABC):
             at = Position(epochs=self._at.epochs + 1, epoch=self._epoch, seed=self._at.seed, random=(None, *own))
         else:
             at = replace(self._at, batches=self._at.batches + delivered * self.num_data_shards)
-        return replace(at, loader=self._traits())
+        devices = self._at.loader.get(_DEVICES) if self._resuming else self.num_data_shards
+        return replace(at, loader=self._traits() | ({} if devices is None else {_DEVICES: devices}))
 
     def resume(self, state: Any) -> None:
         """Let the next `iter()` go on from a position.
@@ -180,7 +211,8 @@ class ShardedLoader(ABC):
         Raises:
             DataError: It is another loader's.
         """
-        at = Position.from_json(state, self._traits())
+        at = Position.from_json(self._in_own_batches(state), self._traits())
+        self._warn_of_other_rounds(state["loader"])
         self._resuming = False
         if at.epoch is not None:
             self.set_epoch(at.epoch)
@@ -188,6 +220,24 @@ class ShardedLoader(ABC):
         if not at.begun:
             for generator, text in zip(self._generators(), at.random, strict=False):
                 unpack(generator, text)
+
+    def _in_own_batches(self, state: Any) -> Any:
+        """Return a position that counts batches of another size as one that counts this loader's, where it can."""
+        return state
+
+    def _warn_of_other_rounds(self, saved: Mapping[str, Any]) -> None:
+        """Warn of a position whose loop had other numbers of rows in a round, which its schedule may depend on."""
+        size = self._count_rows()[0]
+        before = saved.get(_DEVICES, self.num_data_shards), saved.get("batch_size") or size
+        if before[0] * (before[1] or 1) == self.num_data_shards * (size or 1):
+            return
+        _log.warning(
+            "the data position was saved with %s in a step, and goes on with %s: no row is lost or seen twice, and an "
+            "epoch has another number of steps. To train on as before, keep their product, by batch_size or by the "
+            "micro-batches of torchacc.accumulate()",
+            describe_round(*before),
+            describe_round(self.num_data_shards, size),
+        )
 
     def _leave_resumed_epoch(self, epoch: int) -> None:
         total = self._num_batches()
@@ -207,6 +257,17 @@ class ShardedLoader(ABC):
         sources = [self.loader, *samplers(self.loader), self.dataset]
         found = [torch.default_generator, *(getattr(source, "generator", None) for source in sources)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
+
+    def describe(self) -> str:
+        """Return in words how batches are dealt out, and what becomes of the last rows."""
+        size, rows = self._count_rows()
+        return describe_rounds(
+            self.num_data_shards, batches=self._num_batches(), size=size, rows=rows, drop_last=self.drop_last
+        )
+
+    @abstractmethod
+    def _count_rows(self) -> tuple[int | None, int | None]:
+        """Return the rows of a batch, and of an epoch before it is completed; None for what is not known."""
 
     def _num_batches(self) -> int | None:
         return length(self.loader)
@@ -231,9 +292,28 @@ class _StreamLoader(ShardedLoader):
 
     def _begin(self) -> Iterator[Any]:
         # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
-        stream = self._filled(iter(self.loader))
+        stream = self._filled(self._compared(iter(self.loader)))
         rounds = make_rounds(stream, self.num_data_shards, drop_last=self.drop_last, skip=self._at.batches)
         return (join([found[shard] for shard in self.shards]) for found in rounds)
+
+    def _count_rows(self) -> tuple[int | None, int | None]:
+        if not isinstance(self.loader, (list, tuple)):
+            return self.batch_size, None
+        sizes = [num_rows(batch) or 0 for batch in self.loader]
+        first, last = (sizes[0], sizes[-1]) if sizes else (0, 0)
+        if not 0 < last <= first or any(size != first for size in sizes[:-1]):
+            return None, None
+        return first, sum(sizes)
+
+    def _compared(self, stream: Iterator[Any]) -> Iterator[Any]:
+        if self._gather is None:
+            return stream
+        if isinstance(self.loader, (list, tuple)):
+            self._compare(lambda: traits_of(self.loader), refuse_cut)
+            return stream
+        opening = list(itertools.islice(stream, 1))
+        self._compare(lambda: digest_of(opening), said_of_stream)
+        return itertools.chain(opening, stream)
 
     def _traits(self) -> dict[str, Any]:
         # Each worker reads a part of the stream, so that their number decides on the order.
@@ -246,6 +326,8 @@ class _StreamLoader(ShardedLoader):
         last is known to be short, as any other may have the size that the user gave it.
         """
         batch = next(stream, _END)
+        if not isinstance(self.loader, DataLoader):
+            refuse_sample(batch, f"the {type(self.loader).__name__} that was passed as the loader")
         first = map_tensors(torch.clone, batch)  # the training loop may change the batch that it gets
         one_size = self.batch_size is not None and num_rows(first) == self.batch_size
         while batch is not _END:
@@ -257,12 +339,20 @@ class _StreamLoader(ShardedLoader):
 class _IndexLoader(ShardedLoader):
     """Has the user's DataLoader load by our indices: those of this process, in the order of the user's own samplers."""
 
-    def __init__(self, loader: "DataLoader[Any]", num_data_shards: int, shards: range, agree: Agree | None) -> None:
-        super().__init__(loader, num_data_shards, shards, agree)
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        num_data_shards: int,
+        shards: range,
+        agree: Agree | None,
+        gather: Gather | None,
+    ) -> None:
+        super().__init__(loader, num_data_shards, shards, agree, gather)
         self._sampler = ShardSampler(loader, num_data_shards, shards, drop_last=self.drop_last, agree=agree)
         self._inner = with_sampler(loader, self._sampler)
 
     def _begin(self) -> Iterator[Any]:
+        self._compare(lambda: traits_of(self.loader), refuse_cut)
         # The draws come in the order of the user's own loader: the workers' base seed, then the sampler's. They are all
         # made in this thread, as a background thread would race the model for the global generator.
         indices = self._sampler.begin(self._at)
@@ -271,8 +361,11 @@ class _IndexLoader(ShardedLoader):
         self._at = indices.at
         return batches if self._sampler.collates or len(self.shards) == 1 else self._joined(batches)
 
-    def resume(self, state: Any) -> None:
-        super().resume(self._sampler.in_own_batches(state))
+    def _in_own_batches(self, state: Any) -> Any:
+        return self._sampler.in_own_batches(state)
+
+    def _count_rows(self) -> tuple[int | None, int | None]:
+        return self._sampler.batch_size, self._sampler.num_rows
 
     def _num_batches(self) -> int | None:
         return self._sampler.num_batches

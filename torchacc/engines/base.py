@@ -17,7 +17,8 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines import attention_kernels
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import warn_of_sums
-from torchacc.engines.forward_inputs import explain, takes_half
+from torchacc.engines.first_steps import FirstSteps
+from torchacc.engines.forward_inputs import InputMover, explain, takes_half
 from torchacc.engines.full_precision import returns_float32
 from torchacc.engines.gradient_checks import refuse_sparse_gradients, warn_of_gradients
 from torchacc.engines.held_parameters import HeldParameters
@@ -65,6 +66,10 @@ class Engine(ABC):
         self.mesh = mesh
         self.job = job
         self.group = ProcessGroup(job)
+        self.num_delivered = 0
+        """How many batches the loaders of this engine have given to loops."""
+        self.described: set[str] = set()
+        """What has been logged of its loaders."""
 
     def options_without_effect(self) -> Mapping[str, str]:
         """Return `no_effect`, and what means nothing on the devices that this machine has."""
@@ -136,6 +141,10 @@ class Engine(ABC):
     @abstractmethod
     def put(self, batch: Any) -> Any:
         """Move a host batch, of any nesting, to this process's devices."""
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return copies of tensors on the host; None where some are not there yet, but only recorded."""
+        return [tensor.cpu() for tensor in tensors]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data-parallel devices. Collective: every process; see `torchacc.dist.all_gather()`."""
@@ -214,6 +223,7 @@ class ShardedModel(ABC):
         self._has_clipped = False
         self._came_in_half = {each.dtype for each in model.parameters()} & {torch.bfloat16, torch.float16}
         """The low precisions that the model's parameters came in."""
+        self._first_steps: FirstSteps | None = None
         self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that have made a step."""
 
@@ -348,10 +358,16 @@ class ShardedModel(ABC):
             inner = takes_half(inner, self._came_in_half)
         sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
         balances = modules_with_balance(model) if sees_a_part else []
+        move = InputMover(self.engine.device, self.engine.put)
+        if sees_a_part:
+            self._first_steps = FirstSteps(model, self.engine.group.all_gather_objects, self.engine.copy_to_host)
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             progress.mark(progress.Phase.FORWARD)
+            if self._first_steps is not None and model.training and torch.is_grad_enabled():
+                self._first_steps.see(args, kwargs, self.engine.num_delivered)
+            args, kwargs = move((args, kwargs))
             with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
                 output = self._explaining(run, inner, args, kwargs)
             if torch.is_grad_enabled():
@@ -444,6 +460,8 @@ class ShardedModel(ABC):
         self.status.check_usable()
         self.status.check_optimizer(optimizer)
         self.status.check_window("optimizer.step()")
+        if self._first_steps is not None and self._first_steps.compare():
+            self._first_steps = None
         if optimizer not in self._prepared:
             self._before_first_step(optimizer)
             self._watch_zero_grad(optimizer)

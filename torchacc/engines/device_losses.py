@@ -26,6 +26,11 @@ def kept_by_devices() -> Iterator[None]:
         _kept.reset(token)
 
 
+def are_kept_by_devices() -> bool:
+    """Return whether scalars that models return are each device's own now."""
+    return _kept.get()
+
+
 def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Give the scalars that a model returns the values of their means over all devices.
 

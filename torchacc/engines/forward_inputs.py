@@ -1,4 +1,4 @@
-"""What a model is called with: in half precision, as it came itself, or what it cannot take."""
+"""What a model is called with: on the CPU, in half precision, as it came itself, or what it cannot take."""
 
 from collections.abc import Callable, Collection
 from functools import wraps
@@ -8,8 +8,43 @@ import torch
 
 from torchacc.data.tree import map_tensors
 from torchacc.errors import DataError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class InputMover:
+    """Moves inputs of a forward that lie on the CPU, as DistributedDataParallel and FSDP2 do.
+
+    Args:
+        device: The model's device.
+        put: Moves a list of host tensors there, in one transfer.
+    """
+
+    def __init__(self, device: torch.device, put: Callable[[Any], Any]) -> None:
+        self._device = device
+        self._put = put
+        self._has_moved = False
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return inputs, of any nesting, with those on the CPU moved to the device."""
+        found: list[torch.Tensor] = []
+        if self._device.type != "cpu":
+            map_tensors(lambda tensor: found.append(tensor) if tensor.device.type == "cpu" else None, inputs)
+        if not found:
+            return inputs
+        if not self._has_moved:
+            self._has_moved = True
+            _log.info(
+                "the model was called with tensors on the CPU, which its forward moves to %s. What else a loss takes "
+                "has to be moved there by the script, labels.to(output.device); a loader that is handed to "
+                "accelerate() gives batches that are there, and readies the next one meanwhile",
+                self._device,
+            )
+        moved = iter(self._put(found))
+        return map_tensors(lambda tensor: next(moved) if tensor.device.type == "cpu" else tensor, inputs)
 
 
 def takes_half(forward: Callable[..., Any], dtypes: Collection[torch.dtype]) -> Callable[..., Any]:

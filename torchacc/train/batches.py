@@ -137,7 +137,8 @@ class PortablePosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, without what tells epochs apart that are completed by other numbers."""
         state = self._loader.state_dict()
-        traits = {name: value for name, value in state["loader"].items() if name != "number of batches"}
+        left_out = ("number of batches", "num_data_shards")  # a step may have other micro-batches, too
+        traits = {name: value for name, value in state["loader"].items() if name not in left_out}
         return {**state, "loader": traits, "order": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -445,3 +445,54 @@ def test_an_order_that_is_not_found_again_is_refused():
 def test_the_position_of_a_strangers_loader_is_not_known():
     with pytest.raises(DataError, match="reads a list, whose position"):
         AsyncLoader([1, 2]).state_dict()
+
+
+# A global batch of another size
+
+
+def with_rows(size: int, count: int = 48, stream: bool = False) -> DataLoader:
+    return DataLoader(Stream(count) if stream else Numbers(count), size)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((4, 2), (4, 1), "with 4 rows x 2 devices = 8 in a step, and goes on with 4 rows: "),
+        ((4, 2), (2, 2), "with 4 rows x 2 devices = 8 in a step, and goes on with 2 rows x 2 devices = 4: "),
+        ((4, 2), (1, 3), "with 4 rows x 2 devices = 8 in a step, and goes on with 1 row x 3 devices = 3: "),
+        ((4, 2), (4, 2), None),
+        ((4, 2), (2, 4), None),
+        ((2, 2), (4, 1), None),
+    ],
+)
+def test_another_global_batch_is_told_and_loses_no_row(caplog, before, after, said):
+    loader = loader_for(lambda: with_rows(before[0]), before[1])
+    seen = flat(take(loader, 2))
+    state = through_json(loader)
+    other = loader_for(lambda: with_rows(after[0]), after[1])
+    other.load_state_dict(state)
+    assert len(caplog.records) == (said is not None)
+    assert (said or "") in caplog.text
+    rest = flat(batches_of(other))
+    assert (seen + rest)[:48] == list(range(48))
+    assert set(rest[48 - len(seen) :]) <= set(range(12))  # what completes the last step
+    caplog.clear()  # what it has gone on with is what the next one compares with
+    loader_for(lambda: with_rows(after[0]), after[1]).load_state_dict(through_json(other))
+    assert not caplog.records
+
+
+def test_another_global_batch_of_a_stream_is_told(caplog):
+    loader = loader_for(lambda: with_rows(4, stream=True), 2)
+    take(loader, 2)
+    loader_for(lambda: with_rows(4, stream=True), 3).load_state_dict(through_json(loader))
+    assert "saved with 4 rows x 2 devices = 8 in a step, and goes on with 4 rows x 3 devices" in caplog.text
+
+
+def test_a_position_that_does_not_say_its_devices_is_taken_as_it_is(caplog):
+    loader = loader_for(lambda: with_rows(4), 2)
+    take(loader, 2)
+    state = through_json(loader)
+    del state["loader"]["num_data_shards"]  # as of a version that did not note it
+    other = resumed(lambda: with_rows(4), 3, state)
+    assert not caplog.records
+    assert other.state_dict() == state

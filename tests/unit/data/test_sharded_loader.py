@@ -655,3 +655,56 @@ def test_error_of_a_worker_reaches_the_loop():
     assert next(batches).tolist() == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="sample 4 is damaged"):
         next(batches)
+
+
+# What the log says of a loader
+
+
+@pytest.mark.parametrize("num_data_shards", [1, 2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [12, 13, 17, 24])
+def test_the_description_says_what_becomes_of_the_last_rows(num_data_shards, drop_last, count):
+    makers = [lambda: DataLoader(Numbers(count), 4, drop_last=drop_last)]
+    if not drop_last:
+        makers.append(lambda: [torch.arange(i, min(i + 4, count)) for i in range(0, count, 4)])
+    for make in makers:
+        loader = shard_loader(make(), num_data_shards=num_data_shards, shards=range(num_data_shards))
+        said, steps = loader.describe(), read(loader)
+        assert f"{len(steps)} step{'s' * (len(steps) != 1)} an epoch" in said
+        assert {len(step) for step in steps} == {4 * num_data_shards}
+        size = f"4 rows x {num_data_shards} devices = {4 * num_data_shards}" if num_data_shards > 1 else "4 rows"
+        assert said.startswith(f"{size} in a step, ")
+        missing, added = count - len(set(flat(steps))), len(flat(steps)) - count
+        rows = lambda number: f"{number} row{'s' * (number != 1)}"  # noqa: E731
+        assert (f", the last {rows(missing)} left out (drop_last)" in said) is (missing > 0)
+        assert (f", the last completed with {rows(added)} of the epoch's start" in said) is (added > 0)
+        assert not (missing or added) or said.count(",") == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "described"),
+    [
+        (lambda: [{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], "2 batches in a step, 1 step an epoch"),
+        (
+            lambda: DataLoader(Numbers(9), batch_sampler=BatchSampler(SubsetRandomSampler(range(9)), 2, True)),
+            "2 rows x 2 devices = 4 in a step, 2 steps an epoch, the last 1 row left out (drop_last)",
+        ),
+        (
+            lambda: DataLoader(Numbers(3), batch_sampler=[[0, 1], [2], [0]]),
+            "2 batches in a step, 2 steps an epoch, the last completed with 1 batch of the epoch's start",
+        ),
+        (
+            lambda: DataLoader(Stream(9), 2),
+            "2 rows x 2 devices = 4 in a step, as many steps as the stream has batches for, the last completed from "
+            "its start",
+        ),
+        (
+            lambda: DataLoader(Stream(9), 2, drop_last=True),
+            "2 rows x 2 devices = 4 in a step, as many steps as the stream has batches for, an incomplete last step is "
+            "left out (drop_last)",
+        ),
+        (lambda: iter([torch.zeros(2)]), "2 batches in a step, as many steps as the stream has batches for, the last "),
+    ],
+)
+def test_descriptions_of_what_is_not_a_plain_loader(make, described):
+    assert shard_loader(make(), num_data_shards=2, shards=range(1)).describe().startswith(described)

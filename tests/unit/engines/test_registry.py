@@ -71,7 +71,6 @@ def test_fsdp_chooses_like_accelerate_and_the_trainer(has_xla, monkeypatch, prec
         return model
 
     monkeypatch.setattr(functional, "accelerate", accelerate)
-    monkeypatch.setattr(functional, "_move_inputs", lambda model: None)
     torchacc.fsdp(nn.Linear(2, 2), mp=precision)
     asked = {} if precision == "fp32" else {"compute": {precision: True}}
     assert chosen == [by_accelerate(asked)] == [by_trainer({}, PRECISIONS[precision])]

@@ -288,6 +288,13 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copied
 
 
+def are_data(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors lie on the device, so that no program has to compute them."""
+    from torch_xla import _XLAC
+
+    return not any(_XLAC._check_tensor_need_materialization(list(tensors)))
+
+
 def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors that lie split over the devices to the host, from their shards.
 

@@ -133,6 +133,14 @@ class XlaEngine(Engine):
         moved = iter(self.to_device(tensors))
         return map_tensors(lambda tensor: next(moved), batch)
 
+    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return copies of tensors on the host; None where some would have to be computed by a program first."""
+        on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        if not runtime.are_data(on_device):
+            return None
+        copied = iter(runtime.to_host(on_device))
+        return [next(copied) if tensor.device.type == "xla" else tensor for tensor in tensors]
+
     @abstractmethod
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors of a batch to the device."""

@@ -1,0 +1,150 @@
+"""Watches the first steps of a model with a process for each device, for inputs that no step can be right with.
+
+Of two steps the inputs are looked at, and nothing costs anything later. The processes compare them before the
+optimizer's step, as that is where all of them come together, however many forwards there were.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.data import digest_of, map_tensors
+from torchacc.engines.device_losses import are_kept_by_devices
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_STEPS = 2
+_FORWARDS = 8
+"""How many forwards of a step are looked at."""
+_IGNORED = -100
+
+ToHost = Callable[[list[torch.Tensor]], "list[torch.Tensor] | None"]
+
+
+@dataclass(frozen=True)
+class _SeenForward:
+    """What a process notes of one forward; None where it is not known, or says nothing."""
+
+    inputs: str | None = None
+    """A digest of its inputs, if no loader of ours has given them."""
+    num_labels: int | None = None
+    """How many labels count, if the loss divides by it."""
+    num_predicted: int | None = None
+    """The same without the first label of each row, which causal language models do not predict."""
+    num_items: float | None = None
+    """What the loss is to be divided by instead."""
+
+
+class FirstSteps:
+    """What this process's forwards of the first steps were called with.
+
+    Args:
+        model: The model.
+        gather: A collective that returns what each process passes.
+        to_host: Copies tensors to the host; returns None where that would be more than a transfer.
+    """
+
+    def __init__(self, model: nn.Module, gather: Callable[[Any], list[Any]], to_host: ToHost) -> None:
+        self._name = type(model).__name__
+        self._gather = gather
+        self._to_host = to_host
+        self._left = _STEPS
+        self._num_delivered = 0
+        self._seen: list[_SeenForward] = []
+
+    def see(self, args: Any, kwargs: Mapping[str, Any], num_delivered: int) -> None:
+        """Note what a forward in training is called with.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            num_delivered: How many batches the loaders of this engine have given so far.
+        """
+        if len(self._seen) == _FORWARDS:
+            return
+        is_ours, self._num_delivered = num_delivered > self._num_delivered, num_delivered
+        inputs = None if is_ours else self._digest((args, dict(kwargs)))
+        if are_kept_by_devices():  # then a trainer weighs the losses
+            self._seen.append(_SeenForward(inputs))
+        elif kwargs.get("num_items_in_batch") is not None:
+            self._seen.append(_SeenForward(inputs, num_items=self._num_items(kwargs["num_items_in_batch"])))
+        else:
+            self._seen.append(_SeenForward(inputs, *self._num_labels(kwargs.get("labels"))))
+
+    def compare(self) -> bool:
+        """Compare a step's forwards, once they are over, and warn. Collective: every process.
+
+        Returns:
+            Whether that was the last step to look at.
+        """
+        seen, self._seen = self._seen, []
+        found: list[list[_SeenForward]] = self._gather(seen)
+        said = next((said for forward in zip(*found, strict=False) if (said := self._judge(forward))), None)
+        if said is not None:
+            _log.warning("%s", said)
+        self._left = 0 if said is not None else self._left - 1
+        return not self._left
+
+    def _judge(self, forward: tuple[_SeenForward, ...]) -> str | None:
+        """Return what to warn of, from what the processes have noted of a forward, by rank."""
+        inputs = {each.inputs for each in forward}
+        if len(inputs) == 1 and None not in inputs:
+            return (
+                f"all {len(forward)} processes have called the model {self._name} with the same inputs, and no loader "
+                "of torchacc has given them: each device trains on the same rows. Hand the loader over, which deals "
+                "its batches out, model, loader = torchacc.accelerate(model, loader, config); or let each process read "
+                "rows of its own, as by a DistributedSampler"
+            )
+        counts = [each.num_labels for each in forward]
+        if _differ(counts) and _differ([each.num_predicted for each in forward]):
+            return (
+                f"the labels of a batch that are not -100 are {_listed(counts)} on the ranks, and the loss of each is "
+                "a mean over its own: the mean of these means is not the loss of the batch of all devices, and its "
+                f"gradients are others. {_DIVIDE}"
+            )
+        items = [each.num_items for each in forward]
+        if _differ(items):
+            return (
+                f"num_items_in_batch is {_listed(items)} on the ranks, and each divides its loss by its own: the mean "
+                f"of these losses is not that of the batch of all devices, and its gradients are others. {_DIVIDE}"
+            )
+        return None
+
+    def _digest(self, inputs: Any) -> str | None:
+        tensors: list[torch.Tensor] = []
+        map_tensors(tensors.append, inputs)
+        hosted = self._to_host([tensor.detach() for tensor in tensors]) if tensors else None
+        return None if hosted is None else digest_of(hosted)
+
+    def _num_labels(self, labels: Any) -> tuple[int, int] | tuple[None, None]:
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            return None, None
+        hosted = self._to_host([labels.detach()])
+        if hosted is None:
+            return None, None
+        counted = hosted[0].ne(_IGNORED)
+        return int(counted.sum()), int(counted[:, 1:].sum())
+
+    def _num_items(self, items: Any) -> float | None:
+        if not isinstance(items, torch.Tensor):
+            return float(items) if isinstance(items, (int, float)) else None
+        hosted = self._to_host([items.detach()]) if items.numel() == 1 else None
+        return None if hosted is None else float(hosted[0])
+
+
+_DIVIDE = (
+    "Pass the number of all devices' labels, divided by the devices: model(**batch, num_items_in_batch=…), as "
+    "docs/script.md has it under 'Labels that do not count'"
+)
+
+
+def _differ(values: list[Any]) -> bool:
+    return None not in values and len(set(values)) > 1
+
+
+def _listed(values: list[Any]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
