@@ -14,6 +14,8 @@ pytest.importorskip("peft")
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("tour_worker.py")
 ALL = ("resnet_acc", "resnet_group", "bert_classification", "t5_summarise", "llama_lora")
+OF_ENGINE = {"native": ALL, "xla": tuple(name for name in ALL if name != "resnet_group")}
+"""Under SPMD batch norm is that of all devices, and group norm is of the model `cnn` of the contract."""
 SAME_LOSS = 1e-4  # relative, in float32, after a few steps
 
 NATIVE_2 = pytest.param("native_2", id="native-2")
@@ -28,10 +30,11 @@ def run(*command, cwd, num_ranks=0, imports=()):
 
 def tour(folder, engine, *, num_ranks=0):
     imports = ["torch_xla"] if engine == "xla" else []
-    done = run(WORKER, folder, engine, *ALL, cwd=folder, num_ranks=num_ranks, imports=imports)
+    names = OF_ENGINE[engine]
+    done = run(WORKER, folder, engine, *names, cwd=folder, num_ranks=num_ranks, imports=imports)
     assert done.returncode == 0, done.stderr[-5000:]
-    metrics = {name: json.loads((folder / name / "metrics.json").read_text()) for name in ALL}
-    return metrics | {"lines": done.stdout.splitlines(), "folder": folder}
+    metrics = {name: json.loads((folder / name / "metrics.json").read_text()) for name in names}
+    return metrics | {"names": names, "lines": done.stdout.splitlines(), "folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def launched(request):
 
 @pytest.mark.parametrize("launched", [NATIVE_2, SPMD_4], indirect=True)
 def test_losses_are_those_of_one_device(launched, native_1):
-    for name in ALL[1:]:
+    for name in launched["names"][1:]:
         assert launched[name]["losses"] == pytest.approx(native_1[name]["losses"], rel=SAME_LOSS), name
     for name in ("t5_summarise", "llama_lora"):
         for when in ("untrained", "trained"):
@@ -81,7 +84,8 @@ def test_batch_norm_of_two_processes_has_statistics_of_each(native_2, native_1):
 @pytest.mark.parametrize("launched", [pytest.param("native_1", id="native-1"), NATIVE_2, SPMD_4], indirect=True)
 def test_examples_learn_and_come_back_as_they_were(launched):
     lines = launched["lines"]
-    assert launched["resnet_group"]["loaded back"] == launched["resnet_group"]["trained"]
+    for name in {"resnet_group"}.intersection(launched["names"]):
+        assert launched[name]["loaded back"] == launched[name]["trained"]
     assert launched["bert_classification"]["losses"][-1] < launched["bert_classification"]["losses"][0] - 0.05
     assert 0 < launched["bert_classification"]["accuracy"] < 1
     assert launched["t5_summarise"]["trained"] < launched["t5_summarise"]["untrained"] - 0.5
