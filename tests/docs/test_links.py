@@ -56,3 +56,9 @@ def test_the_index_lists_every_page():
     assert {page.relative_to(ROOT).as_posix() for page in expected} == {
         page.relative_to(ROOT).as_posix() for page in found
     }
+
+
+def test_the_walks_name_files_that_the_package_has():
+    named = set(re.findall(r"\w+\.py\b", (ROOT / "docs" / "design" / "walks.md").read_text(encoding="utf-8")))
+    assert len(named) > 50
+    assert named <= {path.name for path in (ROOT / "torchacc").rglob("*.py")}
