@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +25,7 @@ from torchacc.checkpoint.loader import load, verify
 from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.own_format.removal import foreign_names, remove, settle
-from torchacc.checkpoint.saver import PendingSave, save_silently, snapshot
+from torchacc.checkpoint.saver import save_silently, snapshot
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError, listed
 from torchacc.launch import progress
@@ -126,7 +127,8 @@ class CheckpointManager:
         self._group = sharded_model(model).engine.group
         self._is_rank0 = self._group.job.rank == 0
         self._group.expect_all("CheckpointManager()")
-        self._writer: _Writer | None = None
+        self._saving: Future[None] | None = None
+        """What is being written in the background."""
         self._saved_step: int | None = None
         self._logged_at: float | None = None
         self._meeting = _Meeting()
@@ -147,7 +149,7 @@ class CheckpointManager:
             self.close()
         else:
             self._signal.unhook(hand_on=True)
-            if self._writer is None or not self._writer.is_alive():  # else until the process ends
+            if self._saving is None or self._saving.done():  # else until the process ends
                 self._lock.release()
 
     def restore(self) -> Restored | None:
@@ -203,7 +205,7 @@ class CheckpointManager:
             CheckpointError: This or the last checkpoint could not be written.
             SystemExit: With the code 143, after SIGTERM, once the run is saved.
         """
-        has_failed = self._writer is not None and self._writer.has_failed
+        has_failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
         is_ending, has_failed = self._meeting.hear(self._group, self._signal.came, has_failed)
         if is_ending:
             self._end(step, extra)
@@ -237,12 +239,10 @@ class CheckpointManager:
         Raises:
             CheckpointError: It could not be written; on every process.
         """
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.join()
-            if writer.error is not None:
-                self._saved_step = None
-                raise writer.error
+        saving, self._saving = self._saving, None
+        if saving is not None and saving.exception() is not None:
+            self._saved_step = None
+            saving.result()
 
     def close(self) -> None:
         """Wait as `wait()` does, leave SIGTERM to whom it belonged before, and the folder to others. Every process."""
@@ -271,8 +271,12 @@ class CheckpointManager:
         path, contents = self._path(step), {**self._contents, "extra": extra, "tokenizer": self._tokenizer}
         if in_background:
             pending = snapshot(path, **contents)
-            self._writer = _Writer(pending, lambda: self._prune(step))
-            self._writer.start()
+
+            def write() -> None:
+                pending.write()
+                self._prune(step)
+
+            self._saving = _in_background(write)
         else:
             self._log_save(save_silently(path, **contents))
             self._prune(step)
@@ -386,25 +390,12 @@ class CheckpointManager:
         return result  # type: ignore[no-any-return]
 
 
-class _Writer(threading.Thread):
-    """Writes a checkpoint beside the training, and keeps what goes wrong for the thread that trains."""
-
-    def __init__(self, pending: PendingSave, after: Callable[[], None]) -> None:
-        super().__init__(name="torchacc-checkpoint")
-        self.error: Exception | None = None
-        self._pending = pending
-        self._after = after
-
-    @property
-    def has_failed(self) -> bool:
-        return self.error is not None
-
-    def run(self) -> None:
-        try:
-            self._pending.write()
-            self._after()
-        except Exception as error:
-            self.error = error
+def _in_background(act: Callable[[], None]) -> Future[None]:
+    """Call a function beside the training, in a thread that ends with it; the process does not end before."""
+    executor = ThreadPoolExecutor(1, "torchacc-checkpoint")
+    future = executor.submit(act)
+    executor.shutdown(wait=False)
+    return future
 
 
 class _Meeting:

@@ -341,7 +341,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(saver.PendingSave, "write", fail)
         manager.save(2)
-        manager._writer.join()
+        manager._saving.exception()
     with pytest.raises(CheckpointError, match="the disk is full"):
         getattr(manager, call)(*([3] if call.startswith("save") else []))
     manager.save(4)  # and it goes on
@@ -385,7 +385,7 @@ def test_sigterm_saves_although_the_last_save_has_failed(tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(saver.PendingSave, "write", fail)
         run.train(until=2)
-        run.manager._writer.join()
+        run.manager._saving.exception()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit), run.manager:
         run.train(until=9)
@@ -444,6 +444,9 @@ class Group:
     def all_gather_objects(self, payload):
         self.meetings += 1
         return [payload, *self.others]
+
+    def expect_all(self, what):
+        """All are there."""
 
 
 @pytest.mark.parametrize(("step_secs", "num_meetings"), [(0.001, 9), (0.3, 334), (5.0, 1000)])
