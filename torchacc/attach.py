@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.engines.base import HANDLE, ShardedModel
-from torchacc.engines.patches import torch_patches
+from torchacc.engines.patches import safetensors_writing, torch_patches
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
 
@@ -49,6 +49,7 @@ def attach(sharded: ShardedModel) -> None:
     for parameter in sharded.local_shards:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
+    safetensors_writing.install()
 
 
 def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -160,7 +160,7 @@ def checkpoint_of_another_optimizer_changes_nothing() -> None:
         before = snapshot(model, optimizer)
         first, *others = model.parameters()
         two_groups = torch.optim.AdamW([{"params": [first]}, {"params": others}])
-        with pytest.raises(torchacc.CheckpointError, match="the saved optimizer has 1 groups, this one has 2"):
+        with pytest.raises(torchacc.CheckpointError, match="optimizer has 1 parameter group, this one has 2. Make"):
             torchacc.checkpoint.load(folder / "a", model=model, optimizer=two_groups)
         check_same(snapshot(model, optimizer), before)
         step(model, part(X), optimizer)

@@ -30,7 +30,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Run:
-    """A training run with everything that a checkpoint has to bring back: groups, ties, frozen weights, buffers."""
+    """A training run with all that a checkpoint has to bring back: groups, ties, frozen weights, numbers, buffers."""
 
     def __init__(self, layout: Layout) -> None:
         torch.manual_seed(0)
@@ -49,6 +49,8 @@ class Run:
         model.register_buffer("count", torch.arange(5))
         model.register_buffer("scale", torch.randn(3))
         model.transformer.h[0].attn.c_proj.weight.requires_grad_(False)
+        model.gain = torch.nn.Parameter(torch.tensor(1.25))  # a number, which has no rows to share out
+        model.transformer.ln_f.register_forward_hook(lambda module, args, output: output * model.gain)
         samples = torch.randint(0, 131, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(1))
         loader = DataLoader(
             [{"input_ids": row, "labels": row} for row in samples],

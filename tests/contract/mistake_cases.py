@@ -4,10 +4,13 @@ import copy
 import io
 import logging
 import pickle
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from casekit import (
     accelerate,
     case,
     check_parameters,
+    check_training,
     loss_of,
     part,
     sharded_and_plain,
@@ -33,6 +37,7 @@ from torch import nn
 import torchacc
 from torchacc.engines import process_group
 from torchacc.engines.base import sharded_model
+from torchacc.engines.native import script_reads
 
 
 @contextmanager
@@ -135,8 +140,11 @@ def optimizer_with_a_closure_that_was_made_before_and_handed_in_trains() -> None
             loss.backward()
             return loss
 
-        for _ in range(2):
-            optimizer.step(evaluate)
+        with warnings_heard() as heard:
+            for _ in range(2):
+                optimizer.step(evaluate)
+        is_slow = each is model and ENGINE == SPMD
+        assert any("LBFGS decides by numbers in the midst of its step" in line for line in heard) == is_slow
     check_parameters(model, plain, ADAM_ABSOLUTE)
 
 
@@ -233,3 +241,79 @@ def gradients_that_another_models_backward_leaves_are_no_reason_to_warn() -> Non
             loss_of(first(part(X))).backward()
             optimizers[0].step()
     assert [line for line in heard if "no optimizer.zero_grad() came" in line]
+
+
+@case([NATIVE])
+def value_that_only_some_processes_read_is_named() -> None:
+    model = accelerate(MLP())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_LOOK_SECS", 0.1)
+        patch.setattr(script_reads._reads, "num_left", 1, raising=False)
+        with pytest.raises(torchacc.EngineError, match=r"torchacc.full_state_dict\(\).*: every process"):
+            torchacc.full_state_dict(model) if RANK else model.head.weight.norm().item()
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class WithAnothersWeight(MLP):
+    """Gives the weight of a layer to a function of its own, outside of that layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Product.apply(x, self.layers[0][0].weight))
+
+
+@case()
+def function_of_the_scripts_own_uses_the_weight_of_another_unit_or_is_refused() -> None:
+    model, plain = sharded_and_plain(WithAnothersWeight)
+    if ENGINE == MULTIPROCESS:
+        with pytest.raises(torchacc.EngineError, match=r"invalid gradient at index 1.*Call the function inside of"):
+            loss_of(model(part(X))).backward()
+        return
+    check_training(model, plain)
+
+
+@case()
+def safetensors_refuses_what_is_sharded() -> None:
+    from safetensors.torch import save, save_file
+
+    model = accelerate(MLP())
+    with tempfile.TemporaryDirectory() as folder:
+        for write in (save, lambda state: save_file(state, Path(folder) / "model.safetensors")):
+            with pytest.raises(torchacc.CheckpointError, match=r"is sharded: torchacc.checkpoint.save\(folder"):
+                write(model.state_dict())
+            write(torchacc.full_state_dict(model))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, packed: nn.utils.rnn.PackedSequence) -> torch.Tensor:
+        return self.head(self.layer(packed)[1][0])
+
+
+@case()
+def packed_sequence_given_to_a_model_runs_or_is_refused() -> None:
+    lengths = torch.tensor([3, 2] if ENGINE != SPMD else [3, 2, 2, 1])
+    model, plain = sharded_and_plain(Recurrent)
+    x = part(X)
+    packed, own = (
+        nn.utils.rnn.pack_padded_sequence(rows[:, None].repeat(1, 3, 1), lengths, batch_first=True)
+        for rows in (x, x.cpu())
+    )
+    if ENGINE == NATIVE:
+        torch.testing.assert_close(model(packed), plain(own))
+        return
+    with pytest.raises(torchacc.EngineError, match="a recurrent layer over a packed sequence does not run on XLA"):
+        model(packed)

@@ -197,7 +197,7 @@ def match_groups(
     """
     own = optimizer_names(sharded, optimizer)
     if len(own) != len(saved):
-        raise CheckpointError(f"the saved optimizer has {len(saved)} groups, this one has {len(own)}")
+        raise CheckpointError(_other_count(len(saved), len(own)))
     for index, (names, given) in enumerate(zip(own, saved, strict=True)):
         if set(names) != set(given):
             raise CheckpointError(_other_group(index, given, names))
@@ -248,7 +248,7 @@ def _saved_by_key(
     own_keys = [[local_shard_of(sharded, p).key for p in group["params"]] for group in optimizer.param_groups]
     groups = saved["param_groups"]
     if len(groups) != len(own_names):
-        raise CheckpointError(f"the saved optimizer has {len(groups)} groups, this one has {len(own_names)}")
+        raise CheckpointError(_other_count(len(groups), len(own_names)))
     by_key: dict[str, dict[str, Any]] = {}
     for index, (group, names, keys) in enumerate(zip(groups, own_names, own_keys, strict=True)):
         given = group.get("param_names") or next(
@@ -288,6 +288,13 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta") if tensor.dim() else tensor
+
+
+def _other_count(saved: int, own: int) -> str:
+    return (
+        f"the saved optimizer has {saved} parameter group{'s' * (saved > 1)}, this one has {own}. Make the same groups "
+        "as when it was saved, or load the model alone and begin with a new optimizer"
+    )
 
 
 def _other_group(index: int, given: Sequence[Any], names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import compiled_units, float8_training, number_parameters, split_layers
+from torchacc.engines.native import compiled_units, float8_training, number_parameters, script_reads, split_layers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
@@ -236,6 +236,7 @@ class NativeModel(ShardedModel):
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             self._shard_unit(unit)
         self._set_prefetch()
+        self._average_ordinary_gradients()
         self._take_over_groups()
         if torch_patches.knows_clipping():
             from torchacc.engines.native.gradients import total_norm
@@ -285,6 +286,17 @@ class NativeModel(ShardedModel):
                 reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
         _keep_class_name(module)
+
+    def _average_ordinary_gradients(self) -> None:
+        """Reduce the gradients that come to shards from elsewhere than their units, as from an autograd.Function."""
+        from torchacc.engines.native.shard_arithmetic import gradient_over_data
+
+        for planned in self.plan.parameters:
+            parameter: Any = self.model.get_parameter(planned.name)
+            if planned.shape:
+                parameter.requires_grad_(True)
+                parameter.register_hook(partial(gradient_over_data, parameter._spec))
+                parameter.requires_grad_(planned.trainable)
 
     def _take_over_groups(self) -> None:
         from torchacc.engines.native import shard_updates
@@ -353,6 +365,7 @@ class NativeModel(ShardedModel):
                 stack.enter_context(SaveActivationsOnHost(device))
             if self._compiled is not None:
                 stack.enter_context(self._compiled.of_call(kwargs))
+            stack.enter_context(script_reads.inside())
             output = inner(*args, **kwargs)
         let_pytree_see(output)
         if any(not planned.shape for planned in self.plan.parameters):
@@ -388,8 +401,14 @@ class NativeModel(ShardedModel):
                 "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"
             )
 
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+        """Make an optimizer of this model ready for its next step."""
+        super().before_step(optimizer, makes_gradients=makes_gradients)
+        script_reads.begin()
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
+        script_reads.end()
         if self.plan.recomputed or not self.plan.is_plain:  # else autograd does as it does for the unsharded model
             fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
             increment_version([each for group in fused for each in group if each.grad is not None])

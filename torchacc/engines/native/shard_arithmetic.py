@@ -10,7 +10,7 @@ A call with a gathered tensor is collective: every process has to make it.
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchacc.engines.native import script_reads
 from torchacc.engines.native.function_kinds import WRITING_DUNDERS, Function, FunctionKind, kind_of
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import CheckpointError, EngineError
@@ -94,7 +95,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = _targets(func, args, kwargs)
     _check_targets(func, targets)
     if kind is FunctionKind.ELEMENTWISE and not _asks_for_mean(func, shards) and _lie_alike(func, tensors, args):
-        with suppress(NotImplementedError):  # of this function, or with this torch
+        with suppress(NotImplementedError), _lists_may_be_unknown():  # of this function, or with this torch
             return _with_mark_of(args, _call_as_is(func, args, kwargs))
     if kind is FunctionKind.RANDOM:
         return _draw(func, args, kwargs, shards[0])
@@ -108,6 +109,17 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
         return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
     return output
+
+
+@contextmanager
+def _lists_may_be_unknown() -> Iterator[None]:
+    """Let PyTorch say so as of other functions where it knows no way for lists, in which it has not even looked."""
+    try:
+        yield
+    except AssertionError as error:
+        if "found no DeviceMesh" not in str(error):
+            raise
+        raise NotImplementedError from error
 
 
 def _draws_or_fills(func: Function) -> bool:
@@ -259,6 +271,8 @@ def pop_used(parameter: torch.Tensor) -> bool:
 
 
 def _values(tensor: Any) -> torch.Tensor:
+    if _is_partial(tensor) or _is_split(tensor):
+        script_reads.expect_all(tensor._spec.mesh)
     if _is_partial(tensor):
         _finish(tensor)
     values: torch.Tensor = tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()
@@ -309,7 +323,7 @@ def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def gradient_over_data(spec: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter that every process has in full, as it lies. Collective where it is ordinary.
+    """Return the gradient of a sharded parameter as the parameter lies. Collective where it is an ordinary tensor.
 
     So it is where an autograd.Function was called with the parameter itself: it is this process's own then.
     """
@@ -317,10 +331,11 @@ def gradient_over_data(spec: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     if torch.is_grad_enabled() and gradient.requires_grad:
         raise EngineError(
-            "create_graph=True through an autograd.Function that was given a parameter without dimensions: its "
-            "gradient has no graph here. Use the parameter outside of the function"
+            "create_graph=True through an autograd.Function that was given a sharded parameter outside of its unit's "
+            "forward, or one without dimensions: its gradient has no graph here. Use the parameter outside of the "
+            "function"
         )
-    return DTensor(mean_over_data(gradient, spec), spec, requires_grad=False)
+    return DTensor(cut(mean_over_data(gradient, spec), spec).contiguous(), spec, requires_grad=False)
 
 
 def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:

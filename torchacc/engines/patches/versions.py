@@ -44,6 +44,8 @@ PATCHES: Mapping[str, PatchVersions] = {
     "extreme_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "picture_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
+    # of safetensors: safetensors_writing.py
+    "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),
     # of transformers: expert_balance.py, transformers_attention.py
     "expert_balance": PatchVersions("transformers", ">=4.53,<6", "load_balancing_loss_func(), by its parameters"),
     "transformers_attention": PatchVersions("transformers", ">=5,<6", "what AttentionInterface has of flex attention"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchacc.engines.patches import picture_lowerings
 from torchacc.engines.patches.activation_lowerings import ACTIVATIONS, WITH_NAN
@@ -34,6 +35,7 @@ def install() -> None:
                 original = torch.library.get_kernel(f"aten::{name}", key)
                 around = functools.partial(_call_around, lowering, original)
                 _library.impl(name, around, key, with_keyset=True, allow_override=True)
+    _refuse_packed_in_loops()
 
 
 def _call_around(lowering: Callable[..., Any], original: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,6 +382,19 @@ def _packed(*arguments: Any) -> Any:
         "a recurrent layer over a packed sequence does not run on XLA, whose programs have fixed shapes: give it the "
         "padded batch, without pack_padded_sequence(), and mask what it returns for the padding"
     )
+
+
+def _refuse_packed_in_loops() -> None:
+    """Refuse packed sequences in the GRU that torch_xla puts in the place of PyTorch's, too."""
+    from torch_xla.experimental.gru import GRU
+
+    own = GRU.forward
+
+    @functools.wraps(own)
+    def forward(self: Any, input: Any, hx: torch.Tensor | None = None) -> Any:
+        return _packed() if isinstance(input, PackedSequence) else own(self, input, hx)
+
+    GRU.forward = forward
 
 
 def _istft(*arguments: Any, **options: Any) -> torch.Tensor:

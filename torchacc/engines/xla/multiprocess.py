@@ -1,5 +1,6 @@
 """One process per XLA device under `torchrun`, with the parameters sharded between the processes."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from torchacc.config import Config
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise, remap_optimizer
-from torchacc.engines.patches import model_patches
+from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.sample_rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
@@ -129,6 +130,7 @@ class MultiprocessModel(XlaModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Cut the parameters into shards and install the hooks that gather them."""
+        _explain_gradients()
         self._gatherers: list[ParameterGatherer] = []
         self._collectives = self.engine.make_collectives()
         self._collectives.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
@@ -270,6 +272,26 @@ class MultiprocessModel(XlaModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""
         return sum(parameter.rows.shard_numel for gatherer in self._gatherers for parameter in gatherer.parameters)
+
+
+@functools.cache
+def _explain_gradients() -> None:
+    torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
+
+
+def _run_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a graph of autograd's; say where an unsharded gradient comes from that does not fit a shard."""
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:
+        if "returned an invalid gradient at index" not in str(error):
+            raise
+        raise EngineError(
+            f"{str(error).splitlines()[0]}. Was that autograd.Function given a parameter outside of the forward of the "
+            "unit that the parameter belongs to? With one XLA process per device it is a shard there. Call the "
+            "function inside of that forward, write it with PyTorch's own functions, or use "
+            "config.dist.fsdp.use_spmd = True or the native engine"
+        ) from error
 
 
 @contextmanager

@@ -284,6 +284,15 @@ class SpmdModel(XlaModel):
             return spec
         return (spec[0], joined(self.engine.mesh.axes(Role.TENSOR)), None)
 
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of an optimizer that asks for numbers in the midst of its step."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _log.warning(
+                "LBFGS decides by numbers in the midst of its step: XLA compiles what was recorded before each of "
+                "them, which takes minutes. config.backend = 'native' runs it as it is; or take another one, such "
+                "as AdamW"
+            )
+
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         """Run each backward by itself, so that the recorded program does not grow over the window."""
