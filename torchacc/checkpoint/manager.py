@@ -378,16 +378,8 @@ class CheckpointManager:
 
     def _on_rank0(self, act: Callable[[], T]) -> T:
         """Return on every process what rank 0 finds, or raise what it meets with. Collective: every process."""
-        found: tuple[Any, str | None] = (None, None)
-        if self._is_rank0:
-            try:
-                found = (act(), None)
-            except (CheckpointError, OSError) as error:
-                found = (None, str(error))
-        result, failure = self._group.broadcast_object(found)
-        if failure is not None:
-            raise CheckpointError(failure)
-        return result  # type: ignore[no-any-return]
+        found = self._group.call_on_all(lambda: act() if self._is_rank0 else None)
+        return self._group.broadcast_object(found)  # type: ignore[no-any-return]
 
 
 def _in_background(act: Callable[[], None]) -> Future[None]:
