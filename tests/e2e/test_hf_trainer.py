@@ -83,7 +83,7 @@ def native_resumed(killed):
 
 
 @pytest.fixture(scope="module")
-def spmd(killed, uneven):
+def spmd(killed, native, uneven):  # which goes on from native's adapters
     return run("spmd", killed, "whole", "resumed=run4", "adapters", "dropout", *uneven["spmd"])
 
 
