@@ -25,7 +25,7 @@ from torchacc.train.models import model_config
 from torchacc.train.optim import lr_factor
 from torchacc.train.run_folder import is_finished
 from torchacc.train.stage import StageRequest, StageRun, resolve_stage
-from torchacc.train.stage_trainer import StageTrainer, run_stage
+from torchacc.train.stage_trainer import StageTrainer
 from torchacc.train.text import load_text
 
 JOB = read_job()
@@ -56,7 +56,8 @@ def trained(run: StageRun, ending: str) -> dict:
 
     StageTrainer._take_step = take_step
     try:
-        trainer, _ = run_stage(run)
+        trainer = StageTrainer(run)
+        trainer.fit()
     except SystemExit as error:
         code = error.code
     finally:

@@ -158,7 +158,7 @@ def _is_ready(run: StageRun, launched: Job | None) -> bool:
 
 
 def _execute(run: StageRun, launched: Job | None, *, overwrite: bool = False) -> tuple["StageTrainer", "nn.Module"]:
-    from torchacc.train.stage_trainer import run_stage
+    from torchacc.train.stage_trainer import StageTrainer
 
     rank = 0 if launched is None else launched.rank
     with ExitStack() as stack:
@@ -169,7 +169,9 @@ def _execute(run: StageRun, launched: Job | None, *, overwrite: bool = False) ->
         if rank == 0:
             for note in run.notes:
                 _log.info(note)
-        return run_stage(run)
+        trainer = StageTrainer(run)
+        trainer.fit()
+        return trainer, trainer.model
 
 
 def _launch_options(run: StageRun, start: Start) -> LaunchOptions:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from torchacc import checkpoint
 from torchacc.api import accelerate, accumulate, describe, shard_loader
@@ -39,17 +38,6 @@ _log = get_logger(__name__)
 
 _SKIPPED_STEPS = 25
 """Steps in a row that a scaler may skip: it starts at 2**16 and halves at each, so that more will not help."""
-
-
-def run_stage(run: StageRun) -> tuple["StageTrainer", nn.Module]:
-    """Execute a stage, from where it was interrupted if it was. Collective: every process.
-
-    Returns:
-        The trainer, and the trained model, sharded.
-    """
-    trainer = StageTrainer(run)
-    trainer.fit()
-    return trainer, trainer.model
 
 
 class StageTrainer:
