@@ -62,6 +62,19 @@ def lamb_trains() -> None:
     check_training(model, plain, lambda each: Lamb(each.parameters()), ADAM_ABSOLUTE)
 
 
+FUSED_OPTIMIZERS = {
+    "adamw": lambda each: torch.optim.AdamW(each.parameters(), lr=0.01, fused=True),
+    "sgd": lambda each: torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@case([SPMD, MULTIPROCESS, NATIVE], each=FUSED_OPTIMIZERS)
+def fused_optimizer_trains(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """Where there is no fused step, the optimizer takes its ordinary one, as with a checkpoint that was saved fused."""
+    model, plain = sharded_and_plain()
+    check_training(model, plain, make, ADAM_ABSOLUTE)
+
+
 @case([SPMD])
 def lbfgs_trains() -> None:
     model, plain = sharded_and_plain()

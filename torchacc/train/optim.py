@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchacc.config.names import nearest
 from torchacc.engines.base import sharded_model
+from torchacc.engines.fused_steps import can_fuse
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import find_optimizer
 from torchacc.train.config import Schedule, SchedulerConfig
@@ -31,6 +32,7 @@ _NEED_MORE = {
 }
 """Optimizers that a loop of one forward and one backward per step cannot serve, and why."""
 _OF_THE_SCRIPT = {"self", "params", "named_parameters"}
+_IMPLEMENTATIONS = {"foreach", "fused"}
 _OF_OTHER_LOOPS = {"differentiable": "no step is differentiated here", "capturable": "no CUDA graph is captured here"}
 """Options that only another loop has a use for, and why."""
 
@@ -77,6 +79,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of the parameters that are trained. Weight decay leaves out biases and norms.
 
+    It steps by PyTorch's fused kernels where there are any, unless an option says otherwise.
+
     Args:
         model: The model that accelerate() returned.
         name: The name of an optimizer of torch.optim, in any case.
@@ -86,12 +90,22 @@ def make_optimizer(model: nn.Module, name: str, options: Mapping[str, Any]) -> O
         ConfigError: There is no such optimizer; or `flatten_parameters` has joined weights with biases.
     """
     cls = optimizer_class(name)
+    options = {**_implementation(model, cls, options), **options}
     decay = options.get("weight_decay", _default(cls, "weight_decay"))
     if not decay:
         return cls([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
     decayed, spared = _split_for_decay(model)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
     return cls([group for group in groups if group["params"]], **options)
+
+
+def _implementation(model: nn.Module, cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option for the fastest step that the model's device has."""
+    engine = sharded_model(model).engine
+    is_scaled = engine.config.compute.fp16  # a fused step would take over the scaler's work
+    if engine.is_lazy or is_scaled or _IMPLEMENTATIONS & options.keys() or not can_fuse(cls, engine.device):
+        return {}
+    return {"fused": True}
 
 
 def make_scheduler(optimizer: Optimizer, config: SchedulerConfig, total_steps: int) -> LambdaLR:

@@ -35,6 +35,19 @@ def test_without_decay_there_is_one_group():
     assert [(len(group["params"]), group["momentum"]) for group in optimizer.param_groups] == [(4, 0.9)]
 
 
+def test_the_step_is_fused_unless_an_option_says_otherwise():
+    model = sharded_model()
+
+    def chosen(name, **options):
+        group = make_optimizer(model, name, {"lr": 0.1, **options}).param_groups[0]
+        return group.get("fused"), group["foreach"]
+
+    assert chosen("adamw") == chosen("sgd") == chosen("adam") == (True, None)
+    assert chosen("adamw", fused=False) == (False, None)
+    assert chosen("adamw", foreach=True) == (None, True)
+    assert chosen("radam") == (None, None)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [

@@ -17,6 +17,7 @@ from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
+from torchacc.engines.fused_steps import faster_choice
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import compiled_units, float8_training, number_parameters, script_reads, split_layers
@@ -380,7 +381,7 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of an optimizer that gathers unsharded weights, and of float16 gradients that nothing scales."""
+        """Warn of an optimizer that gathers unsharded weights or is slow, and of float16 gradients without a scaler."""
         is_split = self.placement.processes_per_replica > 1
         if is_split and not is_elementwise(optimizer):
             name = type(optimizer).__name__
@@ -394,6 +395,13 @@ class NativeModel(ShardedModel):
                 "%s is not known to update each element by itself: norms, means and products of full weights are "
                 "right, but each gathers the full weight, in time and memory",
                 name,
+            )
+        faster = faster_choice(optimizer, self.engine.device) if self.plan.compute_dtype != "float16" else None
+        if faster is not None:
+            _log.info(
+                "%s updates one parameter after the other; torch.optim.%s(…, %s) updates them together, and is faster",
+                *[type(optimizer).__name__] * 2,
+                faster,
             )
         if self.plan.compute_dtype == "float16" and not self.status.has_scaler:
             _log.warning(

@@ -20,6 +20,7 @@ from torchacc.engines import attention_kernels, recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
+from torchacc.engines.fused_steps import leave_out_fused
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
@@ -306,6 +307,8 @@ class XlaModel(ShardedModel):
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
         super().before_step(optimizer, makes_gradients=makes_gradients)
+        if leave_out_fused(optimizer):  # asked each time, as a checkpoint may be loaded between two steps
+            _log.info("fused=True has no effect under XLA, which fuses the step of %s itself", type(optimizer).__name__)
         if optimizer not in self._open_steps and not makes_gradients:
             self._check_gradients_are_there(optimizer)
             self._check_gradients_were_cleared(optimizer)

@@ -1,0 +1,52 @@
+"""How an optimizer of torch.optim runs its step: in one kernel for all parameters, or one after the other."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+FUSED = ("Adam", "AdamW", "SGD")
+"""Classes of torch.optim whose fused step both CPUs and GPUs have."""
+_DEVICES = ("cpu", "cuda")
+
+
+def can_fuse(kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Return whether a class of torch.optim has a fused step on a device that torchacc knows it on."""
+    return kind in [getattr(torch.optim, name) for name in FUSED] and device.type in _DEVICES
+
+
+def faster_choice(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+    """Return the option with which a script's optimizer would step faster; None where its own choice is no loop.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where its parameters are.
+    """
+    kind = type(optimizer)
+    if kind not in vars(torch.optim).values() or "foreach" not in inspect.signature(kind).parameters:
+        return None
+    if not any(_loops(group, device) for group in optimizer.param_groups):
+        return None
+    if can_fuse(kind, device):
+        return "fused=True"
+    return "foreach=True" if device.type == "cuda" else None
+
+
+def leave_out_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Let an optimizer step without PyTorch's fused kernels, and return whether it would have used them.
+
+    A script asks for them, or a checkpoint that was saved natively.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in groups:
+        group["fused"] = False
+    return bool(groups)
+
+
+def _loops(group: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether a group's parameters are updated one after the other: on a CPU that is PyTorch's default."""
+    if group.get("fused") or group.get("differentiable") or group.get("capturable"):
+        return False
+    foreach = group.get("foreach")
+    return device.type == "cpu" if foreach is None else not foreach
