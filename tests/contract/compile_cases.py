@@ -235,6 +235,8 @@ class Change:
     make: Callable[[nn.Module, torch.optim.Optimizer], None]
     says: str
     warns: bool = True
+    is_looked_at: bool = False
+    """Whether the model has run in the same way before its training, as in transformers' Trainer."""
 
 
 def longer_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -258,6 +260,12 @@ def evaluation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     step(model.train(), part(X), optimizer)
 
 
+def squared_evaluation(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        float(model.eval()(part(X)).square().sum())  # another program than that of `evaluation()`
+    step(model.train(), part(X), optimizer)
+
+
 def other_decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.0
     step(model, part(X), optimizer)
@@ -268,6 +276,9 @@ CHANGES = {
     "number": Change(other_number, "argument ['scale'] = 2.5"),
     "gradients": Change(frozen_head, "no gradient for head.bias and 1 more"),
     "evaluation": Change(evaluation, "eval mode, gradients off for the first time", warns=False),
+    "evaluation-after-a-look": Change(
+        squared_evaluation, "gradients off for the first time since its training began", warns=False, is_looked_at=True
+    ),
     "setting": Change(other_decay, "weight_decay of the optimizer's group 0 went from 0.1 to 0.0"),
 }
 
@@ -285,6 +296,11 @@ def what_is_compiled_anew_is_named(change: Change) -> None:
             torch.manual_seed(1)
             model = accelerate(Narrow())
             optimizer = adamw(model)
+            if change.is_looked_at:
+                with torch.no_grad():
+                    model.eval()(part(X))
+                torchacc.sync()
+                model.train()
             for _ in range(4):
                 step(model, part(X), optimizer)
             assert torchacc.compile_report().recompiles == ()

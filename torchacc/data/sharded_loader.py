@@ -86,9 +86,9 @@ def _check(loader: Any) -> None:
     if not hasattr(loader, "__iter__"):
         raise DataError(f"A {name} cannot be iterated over. Pass a DataLoader, or a list of batches.")
     split = getattr(getattr(loader, "dataset", loader), "_distributed", None)  # by split_dataset_by_node()
-    if getattr(split, "world_size", 1) > 1:
+    if (parts := getattr(split, "world_size", 1)) > 1:
         raise DataError(
-            f"The loader's dataset already keeps one part in {split.world_size} (split_dataset_by_node()), so most "
+            f"The loader's dataset already keeps one part in {parts} (split_dataset_by_node()), so most "
             "would never be seen. Leave that out: accelerate() shards the data."
         )
     for sampler in samplers(loader):

@@ -147,7 +147,8 @@ def _rebuild(tree: Any, fields: dict[Any, Any]) -> Any:
     """Return a container like `tree` that holds `fields`."""
     if isinstance(tree, tuple):
         # A named tuple's own constructor may look at its fields, as that of a PackedSequence does.
-        return type(tree)._make(fields.values()) if _is_namedtuple(tree) else type(tree)(fields.values())
+        kind: Any = type(tree)
+        return kind._make(fields.values()) if _is_namedtuple(tree) else kind(fields.values())
     # A copy keeps what no constructor takes back: BatchEncoding's encodings, a defaultdict's factory.
     new = copy.copy(tree)
     if isinstance(tree, (MutableMapping, list)):

@@ -28,8 +28,9 @@ def returns_float32(forward: Callable[..., Any], lowered: torch.dtype) -> Callab
 
 def _in_float32(output: Any, lowered: torch.dtype, *, numbers_only: bool) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = tensor.dtype != lowered or isinstance(tensor, LazyLogits) or (numbers_only and tensor.dim())
-        return tensor if is_kept else tensor.float()
+        kind: Any = type(tensor)
+        is_lowered = tensor.dtype == lowered and kind is not LazyLogits
+        return tensor.float() if is_lowered and not (numbers_only and tensor.dim()) else tensor
 
     return map_tensors(cast, output)
 

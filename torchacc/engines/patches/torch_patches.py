@@ -263,11 +263,13 @@ def unscaling_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> I
     if not is_for_installed("unscaling_of_gradients"):
         yield
         return
-    scaler_class: Any = torch.amp.GradScaler
+    from torch.amp import grad_scaler
+
+    scaler_class: Any = grad_scaler.GradScaler
     own_unscale = scaler_class._unscale_grads_
 
     @functools.wraps(own_unscale)
-    def unscale(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         notice(optimizer)
         return own_unscale(self, optimizer, *args, **kwargs)
 
