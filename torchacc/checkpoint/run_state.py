@@ -44,7 +44,7 @@ class SmallStates:
         """Yield the tensors and where they go."""
         for layout in self.lay_out().values():
             for name, region in layout.regions.items():
-                yield TensorWrite(region, 0, self.tensors[name])
+                yield TensorWrite(region, 0, self.tensors[name], is_live=True)
 
 
 def small_states(

@@ -41,6 +41,8 @@ class TensorWrite(NamedTuple):
     """The first of the elements, counted in the flattened full tensor."""
     data: torch.Tensor
     """The elements, on the host, flat."""
+    is_live: bool = False
+    """Whether they are the memory that training goes on to write, and not a copy."""
 
 
 class ShardWrites(NamedTuple):
@@ -74,8 +76,9 @@ class SavePlan:
         for batch in self._batches():
             fetched = sharded.fetch([shard.source for shard in batch])
             for shard, local in zip(batch, fetched, strict=True):
+                is_live = shard.source.device.type == "cpu"
                 for region, part in shard.slices:
-                    yield TensorWrite(region, part.start, local[part.offset : part.offset + part.numel])
+                    yield TensorWrite(region, part.start, local[part.offset : part.offset + part.numel], is_live)
         yield from self.unsharded
 
     def _batches(self) -> Iterator[list[ShardWrites]]:

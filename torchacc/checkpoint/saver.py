@@ -147,23 +147,30 @@ def snapshot(
         writer.fail(error)
         raise
     sharded.engine.set_random_state(drawn)
-    done = (lambda: _spare.update({sharded: [write.data for write in writes_to_make]})) if copied else lambda: None
-    return PendingSave(writer, writes_to_make, small.files, plan.nbytes, done)
+
+    def keep_memory() -> None:
+        if copied:
+            _spare[sharded] = [write.data for write in writes_to_make if write.is_live]
+
+    return PendingSave(writer, writes_to_make, small.files, plan.nbytes, keep_memory)
 
 
 def _copied(sharded: ShardedModel, writes: Iterator[TensorWrite]) -> list[TensorWrite]:
-    """Return copies of what is to be written, in the memory of the model's last copied save where that fits.
+    """Copy what training goes on to write, into the memory of the model's last copied save where that fits.
 
     Memory that the system has yet to hand out takes several times as long to fill.
     """
     spare = iter(_spare.pop(sharded, []))
     copies = []
     with torch.inference_mode(False), torch.no_grad():  # else what is made in that mode could not be used outside
-        for region, start, data in writes:
+        for write in writes:
+            if not write.is_live:
+                copies.append(write)
+                continue
             room = next(spare, None)
-            if room is None or room.dtype != data.dtype or room.shape != data.shape:
-                room = torch.empty_like(data)
-            copies.append(TensorWrite(region, start, room.copy_(data)))
+            if room is None or room.dtype != write.data.dtype or room.shape != write.data.shape:
+                room = torch.empty_like(write.data)
+            copies.append(write._replace(data=room.copy_(write.data)))
     return copies
 
 
@@ -176,7 +183,7 @@ class PendingSave:
     """A process's part of a checkpoint that is yet to be written."""
 
     _writer: FolderWriter
-    _writes: Iterable[tuple[Any, int, torch.Tensor]]
+    _writes: Iterable[TensorWrite]
     _files: dict[str, bytes]
     nbytes: int
     """Bytes of the whole checkpoint's tensors."""
@@ -192,8 +199,8 @@ class PendingSave:
             CheckpointError: Any process has failed to write its part.
         """
         try:
-            for region, start, data in self._writes:
-                self._writer.write(region, start, data)
+            for write in self._writes:
+                self._writer.write(write.region, write.start, write.data)
             for name, content in self._files.items():
                 self._writer.write_file(name, content)
             self._writer.finish()

@@ -21,7 +21,7 @@ from torchacc.checkpoint.own_format.commit import FolderWriter
 from torchacc.checkpoint.own_format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import making_sense
-from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, index_files
+from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite, index_files
 from torchacc.checkpoint.saver import PendingSave
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
@@ -231,4 +231,5 @@ def _write(
     others = {**index_files(layouts), **files}
     writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     writer.join()
-    PendingSave(writer, runs, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
+    writes = (TensorWrite(*run) for run in runs)
+    PendingSave(writer, writes, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from torchacc.config import Config
-from torchacc.data.tree import map_tensors
 from torchacc.engines import attention_kernels
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
@@ -20,7 +19,14 @@ from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.fused_steps import faster_choice
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
-from torchacc.engines.native import compiled_units, float8_training, number_parameters, script_reads, split_layers
+from torchacc.engines.native import (
+    compiled_units,
+    device_copies,
+    float8_training,
+    number_parameters,
+    script_reads,
+    split_layers,
+)
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
@@ -206,9 +212,7 @@ class NativeEngine(Engine):
 
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device."""
-        if self.device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        return batch if self.device.type == "cpu" else device_copies.to_device(batch, self.device)
 
 
 class NativeModel(ShardedModel):
@@ -473,7 +477,7 @@ class NativeModel(ShardedModel):
     @torch.no_grad()
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the local tensors of DTensors, flat, on the host."""
-        return [_local(tensor).detach().cpu().reshape(-1) for tensor in tensors]
+        return [tensor.reshape(-1) for tensor in device_copies.to_host([_local(each).detach() for each in tensors])]
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor that is sharded like a parameter."""
