@@ -4,7 +4,7 @@ from torchacc.data.async_loader import AsyncLoader
 from torchacc.data.bucketing import Bucketing, make_buckets
 from torchacc.data.same_data import digest_of
 from torchacc.data.sharded_loader import ShardedLoader, shard_loader
-from torchacc.data.tree import concat, map_tensors, num_rows, take
+from torchacc.data.tree import concat, map_tensors, num_rows, take, tensors_in
 
 __all__ = [
     "AsyncLoader",
@@ -17,4 +17,5 @@ __all__ = [
     "num_rows",
     "shard_loader",
     "take",
+    "tensors_in",
 ]

@@ -31,6 +31,13 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return _rebuild(tree, {key: map_tensors(fn, value) for key, value in fields.items()})
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of `tree`, in the order in which `map_tensors()` comes to them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [tensor for value in (_fields(tree) or {}).values() for tensor in tensors_in(value)]
+
+
 def num_rows(tree: Any) -> int | None:
     """Count the rows of a batch: the size that dim 0 of its tensors and its row lists share.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.data.tree import map_tensors
+from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -42,12 +42,11 @@ def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -
     """
     if _kept.get():
         return output
-    scalars: list[torch.Tensor] = []
 
     def is_scalar(tensor: torch.Tensor) -> bool:
         return not tensor.dim() and tensor.is_floating_point()
 
-    map_tensors(lambda tensor: scalars.append(tensor) if is_scalar(tensor) else None, output)
+    scalars = [tensor for tensor in tensors_in(output) if is_scalar(tensor)]
     if not scalars:
         return output
     device = scalars[0].device
@@ -81,12 +80,8 @@ def warn_of_sums(model: nn.Module, output: Any, inputs: Any, num_data_shards: in
         inputs: What it was called with.
         num_data_shards: The devices that see different data.
     """
-    given: list[torch.Tensor] = []
-    returned: list[torch.Tensor] = []
-    map_tensors(given.append, inputs)
-    map_tensors(returned.append, output)
-    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
-    if rows and any(is_sum_over(rows, tensor) for tensor in returned if not tensor.dim()):
+    rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
+    if rows and any(is_sum_over(rows, tensor) for tensor in tensors_in(output) if not tensor.dim()):
         _log.warning(
             "the loss that this %s returns is a sum over samples. With a process for each device gradients are "
             "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.data import digest_of, map_tensors
+from torchacc.data import digest_of, tensors_in
 from torchacc.engines.device_losses import are_kept_by_devices
 from torchacc.logging import get_logger
 
@@ -115,8 +115,7 @@ class FirstSteps:
         return None
 
     def _digest(self, inputs: Any) -> str | None:
-        tensors: list[torch.Tensor] = []
-        map_tensors(tensors.append, inputs)
+        tensors = tensors_in(inputs)
         hosted = self._to_host([tensor.detach() for tensor in tensors]) if tensors else None
         return None if hosted is None else digest_of(hosted)
 

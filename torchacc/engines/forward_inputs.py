@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchacc.data.tree import map_tensors
+from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.errors import DataError
 from torchacc.logging import get_logger
 
@@ -30,9 +30,9 @@ class InputMover:
 
     def __call__(self, inputs: Any) -> Any:
         """Return inputs, of any nesting, with those on the CPU moved to the device."""
-        found: list[torch.Tensor] = []
+        found = []
         if self._device.type != "cpu":
-            map_tensors(lambda tensor: found.append(tensor) if tensor.device.type == "cpu" else None, inputs)
+            found = [tensor for tensor in tensors_in(inputs) if tensor.device.type == "cpu"]
         if not found:
             return inputs
         if not self._has_moved:
@@ -74,8 +74,7 @@ def explain(error: Exception, inputs: Any, device: torch.device, compute_dtype: 
     """
     if type(error).__module__.startswith("torchacc."):
         return None
-    tensors: list[torch.Tensor] = []
-    map_tensors(tensors.append, inputs)
+    tensors = tensors_in(inputs)
     away = next((tensor for tensor in tensors if tensor.device.type != device.type), None)
     if away is not None:
         return DataError(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchacc.data import concat, map_tensors, num_rows, take
+from torchacc.data import concat, map_tensors, num_rows, take, tensors_in
 from torchacc.errors import DataError
 
 Pair = namedtuple("Pair", "x y")
@@ -56,6 +56,9 @@ def test_map_tensors_goes_deep_and_leaves_the_rest():
     assert mapped["b"]["c"].item() == 20
     assert mapped["b"].default_factory is list
     assert mapped["d"]["e"] == Pair(torch.tensor([30]), 4)
+    seen = []
+    map_tensors(seen.append, tree)
+    assert [id(tensor) for tensor in tensors_in(tree)] == [id(tensor) for tensor in seen] != []
 
 
 def test_map_tensors_on_transformers_outputs():

@@ -15,7 +15,7 @@ from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.other_formats.pth import load_pth, read_pth
 from torchacc.checkpoint.own_format.manifest import as_bytes, digest
 from torchacc.checkpoint.own_format.unfinished import clear_unfinished, unfinished
-from torchacc.data.tree import map_tensors
+from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job, read_job
@@ -113,7 +113,7 @@ def _is_sharded(tree: Any) -> bool:
     """Return whether an object holds a part of something of which other processes hold the rest."""
     if any(_says_sharded(part) for part in _mappings(tree)):
         return True
-    is_distributed = any(hasattr(tensor, "to_local") for tensor in _tensors(tree))
+    is_distributed = any(hasattr(tensor, "to_local") for tensor in tensors_in(tree))
     return is_distributed or any(sharded.placement.processes_per_replica > 1 for sharded in _models(tree))
 
 
@@ -125,13 +125,13 @@ def _says_sharded(part: Mapping[Any, Any]) -> bool:
 
 def _models(tree: Any) -> set[ShardedModel]:
     """Return the models of which an object holds shards."""
-    owners = map(model_state.shard_of, _tensors(tree))
+    owners = map(model_state.shard_of, tensors_in(tree))
     return {owner[0] for owner in owners if owner is not None}
 
 
 def _check_usable(tree: Any, *, split: bool) -> None:
     """Refuse what has no values, and shards of a model that cannot be used, or that no slice for each process is."""
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         if tensor.is_meta:
             raise CheckpointError(f"a tensor of {tensor.dtype} is on the device meta, and has no values")
         if tensor.is_nested or any(getattr(tensor, "names", ())):  # which later versions of PyTorch have not
@@ -143,20 +143,14 @@ def _check_usable(tree: Any, *, split: bool) -> None:
             model_state.refuse_split(sharded, "a file for each rank")
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, tree)
-    return found
-
-
 def _refuse_loss(tree: Any) -> None:
     """Refuse what is said, or can be seen, to be a part of something, and cannot be put together."""
-    for tensor in _tensors(tree):
+    for tensor in tensors_in(tree):
         if hasattr(tensor, "to_local") and model_state.shard_of(tensor) is None:
             raise CheckpointError(f"a DTensor of shape {tuple(tensor.shape)} {_UNKNOWN}")
     for part in _mappings(tree):
         if _says_sharded(part):
-            others = [t for t in _tensors({k: v for k, v in part.items() if k != _METADATA}) if _may_be_shard(t)]
+            others = [t for t in tensors_in({k: v for k, v in part.items() if k != _METADATA}) if _may_be_shard(t)]
             if others:
                 raise CheckpointError(f"a tensor of shape {tuple(others[0].shape)} beside shard_metadata {_UNKNOWN}")
 
@@ -176,7 +170,7 @@ def _may_be_shard(tensor: torch.Tensor) -> bool:
 
 def _refuse_other_copies(tree: Any, group: ProcessGroup) -> None:
     """Refuse tensors of which each process has another: rank 0 would keep its own only. Collective."""
-    own = [_digest(tensor) if _may_be_shard(tensor) else (tuple(tensor.shape), "") for tensor in _tensors(tree)]
+    own = [_digest(tensor) if _may_be_shard(tensor) else (tuple(tensor.shape), "") for tensor in tensors_in(tree)]
     digests = group.all_gather_objects(own)
     for other in digests:
         differing = next((a for a, b in zip(digests[0], other, strict=False) if a != b and (a[1] or b[1])), None)

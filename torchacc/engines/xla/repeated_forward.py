@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchacc.data.tree import map_tensors
+from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.transformers_masks import Answers
 from torchacc.engines.recompute import statistics_kept
@@ -110,9 +110,7 @@ def know_checkpoint() -> None:
 def _checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _running:
         return _running[-1].run_function(function, args, kwargs)
-    on_device: list[torch.Tensor] = []
-    map_tensors(lambda tensor: on_device.append(tensor) if tensor.device.type == "xla" else None, (args, kwargs))
-    if on_device:
+    if any(tensor.device.type == "xla" for tensor in tensors_in((args, kwargs))):
         return Recompute([], nullcontext).run_function(function, args, kwargs)
     return original(function, *args, **kwargs)
 
@@ -227,8 +225,7 @@ class _Call:
     def _behind_barrier(self, *gradients: torch.Tensor) -> list[torch.Tensor]:
         import torch_xla.core.xla_model as xm
 
-        tensors: list[torch.Tensor] = []
-        map_tensors(tensors.append, self._inputs)
+        tensors = tensors_in(self._inputs)
         again = [tensor.detach().clone() for tensor in tensors]
         xm.optimization_barrier_([*again, *gradients])
         if self._zero is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
-from torchacc.data.tree import map_tensors
+from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import attention_kernels, recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
@@ -129,9 +129,7 @@ class XlaEngine(Engine):
 
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device, all of its tensors in one transfer."""
-        tensors: list[torch.Tensor] = []
-        map_tensors(tensors.append, batch)
-        moved = iter(self.to_device(tensors))
+        moved = iter(self.to_device(tensors_in(batch)))
         return map_tensors(lambda tensor: next(moved), batch)
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
