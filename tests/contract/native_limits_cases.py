@@ -270,6 +270,16 @@ def parameter_without_elements_is_refused() -> None:
         accelerate(model)
 
 
+@case([NATIVE])
+def parameter_of_whole_numbers_is_refused() -> None:
+    model = MLP()
+    model.count = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(
+        torchacc.ConfigError, match=r"'count' is of torch.int64, and FSDP2 shards only .*register_buffer"
+    ):
+        accelerate(model)
+
+
 if __name__ == "__main__":
     from casekit import main
 

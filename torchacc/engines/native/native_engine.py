@@ -224,6 +224,7 @@ class NativeModel(ShardedModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
+        _refuse_without_gradients(self.model)
         self._move_buffers()
         if self.plan.tensor_parallel.size > 1:
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
@@ -299,7 +300,7 @@ class NativeModel(ShardedModel):
         for planned in self.plan.parameters:
             parameter: Any = self.model.get_parameter(planned.name)
             if planned.shape:
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(True)  # also of a frozen one, which may be trained later
                 parameter.register_hook(partial(gradient_over_data, parameter._spec))
                 parameter.requires_grad_(planned.trainable)
 
@@ -501,6 +502,15 @@ class NativeModel(ShardedModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
+
+
+def _refuse_without_gradients(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ConfigError(
+                f"the parameter {name!r} is of {parameter.dtype}, and FSDP2 shards only what may have a gradient: keep "
+                "it as a buffer (register_buffer)"
+            )
 
 
 def _keep_class_name(module: nn.Module) -> None:
