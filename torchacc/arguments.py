@@ -1,6 +1,7 @@
 """Refuse wrong arguments of `accelerate()`, and what cannot be done with a sharded model."""
 
 import functools
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -100,12 +101,44 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise ConfigError(f"accelerate() got a model inside of {wrapper}: {_instead_of(wrapper)}")
 
 
-def refuse_on(model: nn.Module) -> None:
-    """Let a sharded model refuse to be pickled, resized or wrapped."""
+def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:
+    """Let a sharded model refuse to be copied, moved, pickled, resized or wrapped.
+
+    Args:
+        model: The model.
+        device: Where it is.
+        dtype: The name of its parameters' dtype.
+    """
+    vars(model)["__deepcopy__"] = functools.partial(_refuse_copy, type(model).__name__)
+    model._apply = functools.partial(_refuse_move, model, device, dtype)  # type: ignore[method-assign]
     vars(model)["__reduce_ex__"] = functools.partial(_refuse_pickling, type(model).__name__)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = _refuse_resizing  # type: ignore[assignment]
     _watch_wrappers()
+
+
+def _refuse_copy(name: str, memo: Any) -> NoReturn:
+    raise EngineError(
+        f"copy.deepcopy() of a sharded {name}: the copy would run on the original's shards. Build a second model and "
+        "load torchacc.full_state_dict(model) into it"
+    )
+
+
+def _refuse_move(
+    model: nn.Module, device: torch.device, dtype: str, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Take the place of Module._apply(), which .to(), .cpu() and .half() call; refuse what would move or cast."""
+    own = getattr(torch, dtype)
+    try:
+        probe = fn(torch.empty(0, dtype=own, device=device))
+    except (RuntimeError, AssertionError):  # of a device that is not there
+        probe = None
+    if probe is None or probe.device.type != device.type or probe.dtype != own:
+        raise EngineError(
+            f"the model lies sharded on {device} in {dtype} and stays there: leave out .to(), .cpu(), .half() and the "
+            "like. config.compute chooses the precision, torchacc.full_state_dict(model) gives CPU weights"
+        )
+    return model
 
 
 def _refuse_pickling(name: str, protocol: int) -> NoReturn:

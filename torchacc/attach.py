@@ -45,7 +45,7 @@ def attach(sharded: ShardedModel) -> None:
         setattr(model, name, functools.partial(function, sharded))
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
-    arguments.refuse_on(model)
+    arguments.refuse_on(model, sharded.engine.device, sharded.plan.master_dtype)
     for parameter in sharded.local_shards:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()

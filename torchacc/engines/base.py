@@ -344,7 +344,7 @@ class ShardedModel(ABC):
             yield
 
     def _install_forward(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-        """Replace the model's forward by one that calls `run`, and refuse copies and moves of the model.
+        """Replace the model's forward by one that calls `run`.
 
         Args:
             run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
@@ -382,8 +382,6 @@ class ShardedModel(ABC):
 
         model.forward = forward
         self._watch_zero_grad(model)
-        vars(model)["__deepcopy__"] = self._refuse_copy
-        model._apply = self._refuse_move  # type: ignore[method-assign]
 
     def _explaining(self, run: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model; say what is wrong with its inputs where only an operation inside says that something is."""
@@ -484,27 +482,6 @@ class ShardedModel(ABC):
         if output.requires_grad:
             output.register_hook(note)
         return output
-
-    def _refuse_copy(self, memo: Any) -> nn.Module:
-        raise EngineError(
-            f"copy.deepcopy() of a sharded {type(self.model).__name__}: the copy would run on the original's shards. "
-            "Build a second model and load torchacc.full_state_dict(model) into it"
-        )
-
-    def _refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Replace Module._apply(), which .to(), .cpu() and .half() call; refuse what would move or cast the model."""
-        device, dtype = self.engine.device, getattr(torch, self.plan.master_dtype)
-        try:
-            probe = fn(torch.empty(0, dtype=dtype, device=device))
-        except (RuntimeError, AssertionError):  # of a device that is not there
-            probe = None
-        if probe is None or probe.device.type != device.type or probe.dtype != dtype:
-            raise EngineError(
-                f"the model lies sharded on {device} in {self.plan.master_dtype} and stays there: leave out .to(), "
-                ".cpu(), .half() and the like. config.compute chooses the precision, torchacc.full_state_dict(model) "
-                "gives CPU weights"
-            )
-        return self.model
 
 
 def sharded_model(model: nn.Module) -> ShardedModel:
