@@ -232,8 +232,8 @@ def _feed(tree: Any, digest: Any) -> None:
     """Add a value to a digest; of what is unknown the name of its class alone, as its `repr()` may be an address."""
     digest.update(f"/{type(tree).__name__}:".encode())
     if isinstance(tree, torch.Tensor):
-        digest.update(f"{tree.dtype}{tuple(tree.shape)}".encode())
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse, quantized, without data
+        with contextlib.suppress(Exception):  # sparse, quantized, nested, without data
+            digest.update(f"{tree.dtype}{tuple(tree.shape)}".encode())
             digest.update(tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(tree, Mapping):
         for key, value in tree.items():

@@ -215,10 +215,10 @@ def with_sampler(loader: "DataLoader[Any]", sampler: ShardSampler) -> "DataLoade
 
 
 def length(order: Any) -> int | None:
-    """Return the length of what may have none."""
+    """Return the length of what may have none, or be of a class that is not ours and raises an error of any kind."""
     try:
         return len(order)
-    except TypeError:
+    except Exception:
         return None
 
 

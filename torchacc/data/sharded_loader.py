@@ -27,6 +27,8 @@ _log = get_logger(__name__)
 
 _END = object()
 
+_COUNTED_BATCHES = 10_000
+"""Of how many batches in a list the rows are counted."""
 _DEVICES = "num_data_shards"
 """Where a position notes on how many devices a round was; another number may go on from it."""
 
@@ -228,7 +230,9 @@ class ShardedLoader(ABC):
     def _warn_of_other_rounds(self, saved: Mapping[str, Any]) -> None:
         """Warn of a position whose loop had other numbers of rows in a round, which its schedule may depend on."""
         size = self._count_rows()[0]
-        before = saved.get(_DEVICES, self.num_data_shards), saved.get("batch_size") or size
+        found = saved.get(_DEVICES), saved.get("batch_size")
+        devices, rows = (number if type(number) is int and number > 0 else None for number in found)
+        before = devices or self.num_data_shards, rows or size
         if before[0] * (before[1] or 1) == self.num_data_shards * (size or 1):
             return
         _log.warning(
@@ -261,9 +265,10 @@ class ShardedLoader(ABC):
     def describe(self) -> str:
         """Return in words how batches are dealt out, and what becomes of the last rows."""
         size, rows = self._count_rows()
-        return describe_rounds(
-            self.num_data_shards, batches=self._num_batches(), size=size, rows=rows, drop_last=self.drop_last
-        )
+        # A DataLoader that was asked for the length of a stream warns where the stream is longer than it says.
+        is_stream = isinstance(self.dataset, IterableDataset)
+        batches = None if is_stream else self._num_batches()
+        return describe_rounds(self.num_data_shards, batches=batches, size=size, rows=rows, drop_last=self.drop_last)
 
     @abstractmethod
     def _count_rows(self) -> tuple[int | None, int | None]:
@@ -299,6 +304,8 @@ class _StreamLoader(ShardedLoader):
     def _count_rows(self) -> tuple[int | None, int | None]:
         if not isinstance(self.loader, (list, tuple)):
             return self.batch_size, None
+        if len(self.loader) > _COUNTED_BATCHES:
+            return None, None
         sizes = [num_rows(batch) or 0 for batch in self.loader]
         first, last = (sizes[0], sizes[-1]) if sizes else (0, 0)
         if not 0 < last <= first or any(size != first for size in sizes[:-1]):

@@ -143,8 +143,8 @@ class Engine(ABC):
         """Move a host batch, of any nesting, to this process's devices."""
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return copies of tensors on the host; None where some are not there yet, but only recorded."""
-        return [tensor.cpu() for tensor in tensors]
+        """Return copies of tensors on the host; None where some are not there yet, or have no values."""
+        return None if any(tensor.is_meta for tensor in tensors) else [tensor.cpu() for tensor in tensors]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data-parallel devices. Collective: every process; see `torchacc.dist.all_gather()`."""

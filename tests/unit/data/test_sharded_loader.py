@@ -708,3 +708,20 @@ def test_the_description_says_what_becomes_of_the_last_rows(num_data_shards, dro
 )
 def test_descriptions_of_what_is_not_a_plain_loader(make, described):
     assert shard_loader(make(), num_data_shards=2, shards=range(1)).describe().startswith(described)
+
+
+def test_a_description_does_not_ask_a_stream_for_its_length(recwarn):
+    class Approximate(Stream):
+        def __len__(self):
+            return 3
+
+    class Broken(Numbers):
+        def __len__(self):
+            raise NotImplementedError
+
+    loader = shard_loader(DataLoader(Approximate(12), 2), num_data_shards=2, shards=range(2))
+    assert "as many steps as the stream" in loader.describe()
+    assert flat(read(loader)) == list(range(12))
+    assert not recwarn.list
+    broken = shard_loader(DataLoader(Broken(4), 2, sampler=[0, 1]), num_data_shards=1, shards=range(1))
+    assert broken.describe() == "2 rows in a step, 1 step an epoch"
