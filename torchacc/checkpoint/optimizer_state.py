@@ -12,7 +12,7 @@ from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import ShardedModel
-from torchacc.engines.optimizers import is_for_each_element
+from torchacc.engines.optimizers import is_for_each_element, is_quantized
 from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 
@@ -48,6 +48,12 @@ def _entries_of_parameter(
 ) -> Iterator[StateEntry]:
     local_shard = local_shard_of(sharded, parameter)
     for key, value in states.items():
+        if is_quantized(value):
+            raise CheckpointError(
+                f"the optimizer's {key} of {local_shard.names[0]!r} is quantized in blocks of torchao's, which lie "
+                "otherwise at another number of devices, so that torchacc does not save it: save without optimizer=, "
+                "or train with torch.optim.AdamW"
+            )
         yield StateEntry(parameter, local_shard, key, value, is_sharded_like(parameter, value))
 
 

@@ -1,6 +1,7 @@
 """What optimizers do with shards: which can work on them, and how one made before sharding goes over to them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,16 @@ _NUMBERS = {"eta", "mu", "mu_product", "step"}
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is known to update each element by itself."""
     return bool(ELEMENTWISE & {base.__name__ for base in type(optimizer).__mro__})
+
+
+def is_of_torchao(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of torchao.optim's, which update each process's shard by itself."""
+    return any(base.__module__ == "torchao.optim.adam" for base in type(optimizer).__mro__)
+
+
+def is_quantized(value: Any) -> bool:
+    """Return whether a value of an optimizer's state is numbers of low precision with the scales of their blocks."""
+    return type(getattr(value, "_local_tensor", value)).__module__.startswith("torchao.")
 
 
 def is_for_each_element(key: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:

@@ -16,7 +16,6 @@ from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.device_losses import average_scalars
-from torchacc.engines.fused_steps import faster_choice
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import (
@@ -24,6 +23,7 @@ from torchacc.engines.native import (
     device_copies,
     float8_training,
     number_parameters,
+    optimizer_checks,
     script_reads,
     split_layers,
 )
@@ -31,7 +31,7 @@ from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
 from torchacc.engines.native.recomputed_forward import install_recompute
-from torchacc.engines.optimizers import is_elementwise, remap_optimizer
+from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import gloo_silenced
@@ -386,38 +386,8 @@ class NativeModel(ShardedModel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of an optimizer that gathers unsharded weights or is slow, and of float16 gradients without a scaler."""
-        is_split = self.placement.processes_per_replica > 1
-        if is_split and not is_elementwise(optimizer):
-            name = type(optimizer).__name__
-            if self.plan.tensor_parallel.size > 1:
-                raise ConfigError(
-                    f"{name} is not known to update each element by itself, as it would have to where layers are split "
-                    "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
-                    "element-wise optimizer such as AdamW"
-                )
-            _log.warning(
-                "%s is not known to update each element by itself: norms, means and products of full weights are "
-                "right, but each gathers the full weight, in time and memory",
-                name,
-            )
-        faster = faster_choice(optimizer, self.engine.device) if self.plan.compute_dtype != "float16" else None
-        if faster is not None:
-            _log.info(
-                "%s updates one parameter after the other; torch.optim.%s(…, %s) updates them together, and is faster",
-                *[type(optimizer).__name__] * 2,
-                faster,
-            )
-        if self.plan.compute_dtype == "float16" and not self.status.has_scaler:
-            _log.warning(
-                "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "
-                "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"
-            )
-
-    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
-        """Make an optimizer of this model ready for its next step."""
-        super().before_step(optimizer, makes_gradients=makes_gradients)
-        script_reads.begin()
+        """Refuse what an optimizer cannot do with shards, and say what it does slowly."""
+        optimizer_checks.check(self, optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""

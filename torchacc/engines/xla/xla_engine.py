@@ -23,6 +23,7 @@ from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
+from torchacc.engines.optimizers import is_of_torchao
 from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.compile_watch import CompileWatch
@@ -304,6 +305,11 @@ class XlaModel(ShardedModel):
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
+        if is_of_torchao(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} of torchao is not available under XLA: torchao compiles its step for "
+                "PyTorch's own devices. Use config.backend = 'native', or an optimizer of torch.optim"
+            )
         super().before_step(optimizer, makes_gradients=makes_gradients)
         if leave_out_fused(optimizer):  # asked each time, as a checkpoint may be loaded between two steps
             _log.info("fused=True has no effect under XLA, which fuses the step of %s itself", type(optimizer).__name__)

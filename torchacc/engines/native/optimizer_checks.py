@@ -1,0 +1,78 @@
+"""What is said of an optimizer before its first step: what it gathers, how slow it is, what cannot be right."""
+
+import torch
+
+from torchacc.engines.base import ShardedModel
+from torchacc.engines.fused_steps import faster_choice
+from torchacc.engines.optimizers import is_elementwise, is_of_torchao
+from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
+
+_IN_FULL = "_AdamW"
+"""The optimizer of torchao's whose state is in the parameters' dtype."""
+
+
+def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse or warn of an optimizer of a model.
+
+    Raises:
+        ConfigError: It cannot be right with how the model is sharded.
+    """
+    if sharded.placement.processes_per_replica > 1:
+        _check_shards(sharded, optimizer)
+    if is_of_torchao(optimizer):
+        _check_low_precision(optimizer, sharded.placement.num_replicas)
+    if sharded.plan.compute_dtype != "float16":
+        _recommend(optimizer, sharded.engine.device)
+    elif not sharded.status.has_scaler:
+        _log.warning(
+            "compute.fp16 without a torchacc.GradScaler(model): gradients below 6e-8 become zero, and large ones "
+            "infinite. Scale the loss with one, or use config.compute.bf16 = True, which needs none"
+        )
+
+
+def _check_shards(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of an optimizer that gathers unsharded weights; refuse it where layers are split."""
+    name, is_split = type(optimizer).__name__, sharded.plan.tensor_parallel.size > 1
+    if is_elementwise(optimizer) or (is_of_torchao(optimizer) and not is_split):
+        return
+    if is_split:
+        raise ConfigError(
+            f"{name} is not known to update each element by itself, as it would have to where layers are split "
+            "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
+            "element-wise optimizer such as AdamW"
+        )
+    _log.warning(
+        "%s is not known to update each element by itself: norms, means and products of full weights are "
+        "right, but each gathers the full weight, in time and memory",
+        name,
+    )
+
+
+def _check_low_precision(optimizer: torch.optim.Optimizer, num_replicas: int) -> None:
+    """Refuse random rounding where copies of a weight would drift apart, and warn of state that is not saved."""
+    name = type(optimizer).__name__
+    if getattr(optimizer, "bf16_stochastic_round", False) and num_replicas > 1:
+        raise ConfigError(
+            f"{name}(bf16_stochastic_round=True) with {num_replicas} replicas of each weight: each process rounds by "
+            "its own random numbers, so that the replicas would drift apart. Shard over all devices, "
+            "config.dist.fsdp.sharding_strategy = 'FULL_SHARD' with config.dist.dp.size = 1, or leave it out"
+        )
+    if name != _IN_FULL:
+        _log.warning(
+            "the state of %s is in blocks of low precision, which torchacc.checkpoint.save() refuses with "
+            "optimizer=: a run that is to be resumed takes torch.optim.AdamW",
+            name,
+        )
+
+
+def _recommend(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    faster = faster_choice(optimizer, device)
+    if faster is not None:
+        _log.info(
+            "%s updates one parameter after the other; torch.optim.%s(…, %s) updates them together, and is faster",
+            *[type(optimizer).__name__] * 2,
+            faster,
+        )
