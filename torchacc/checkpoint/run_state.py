@@ -121,7 +121,7 @@ def set_random_state(sharded: ShardedModel, saved: Sequence[Mapping[str, Any]]) 
     job = sharded.engine.job
     if saved and len(saved) != job.num_processes:
         _log.info(
-            "saved by %d processes and loaded by %d: random numbers, such as dropout's, are not those of a run "
+            "processes that saved: %d, that load: %d. Random numbers, such as dropout's, are not those of a run "
             "without the interruption; the order of the data is",
             len(saved),
             job.num_processes,
