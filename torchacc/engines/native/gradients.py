@@ -11,12 +11,21 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchacc.engines.native.shard_arithmetic import OWNER, cut, full_tensor, is_of_model, mean_over_data
+from torchacc.engines.native.shard_arithmetic import (
+    OWNER,
+    cut,
+    full_tensor,
+    gradient_over_data,
+    is_of_model,
+    mean_over_data,
+)
 from torchacc.engines.patches import torch_patches
 from torchacc.errors import EngineError
 from torchacc.parallel.axes import Role
+from torchacc.parallel.plan import ShardingPlan
 
 
 class Backward(Protocol):
@@ -38,6 +47,16 @@ def take_part_in_backward(model: Backward) -> None:
     """Register a model for backward: map parameters in `inputs=` to unsharded weights; clean up where it raises."""
     _taking_part.add(model)
     _patch()
+
+
+def average_ordinary_gradients(model: nn.Module, plan: ShardingPlan) -> None:
+    """Reduce the gradients that come to shards from elsewhere than their units, as from an autograd.Function."""
+    for planned in plan.parameters:
+        parameter: Any = model.get_parameter(planned.name)
+        if planned.shape:
+            parameter.requires_grad_(True)  # also of a frozen one, which may be trained later
+            parameter.register_hook(functools.partial(gradient_over_data, parameter._spec))
+            parameter.requires_grad_(planned.trainable)
 
 
 def accumulates() -> bool:

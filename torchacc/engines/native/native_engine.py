@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -37,13 +37,10 @@ from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import gloo_silenced
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit, make_plan
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
-
-_log = get_logger(__name__)
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
 _OFFLOADS = ("dist.fsdp.cpu_offload", "memory.offload_activations")
@@ -224,6 +221,8 @@ class NativeModel(ShardedModel):
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the model to the device and shard its units."""
+        from torchacc.engines.native.gradients import average_ordinary_gradients, total_norm
+
         _refuse_without_gradients(self.model)
         self._move_buffers()
         if self.plan.tensor_parallel.size > 1:
@@ -242,11 +241,9 @@ class NativeModel(ShardedModel):
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
             self._shard_unit(unit)
         self._set_prefetch()
-        self._average_ordinary_gradients()
+        average_ordinary_gradients(self.model, self.plan)
         self._take_over_groups()
         if torch_patches.knows_clipping():
-            from torchacc.engines.native.gradients import total_norm
-
             note_total_norm(self, total_norm)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
@@ -292,17 +289,6 @@ class NativeModel(ShardedModel):
                 reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
         _keep_class_name(module)
-
-    def _average_ordinary_gradients(self) -> None:
-        """Reduce the gradients that come to shards from elsewhere than their units, as from an autograd.Function."""
-        from torchacc.engines.native.shard_arithmetic import gradient_over_data
-
-        for planned in self.plan.parameters:
-            parameter: Any = self.model.get_parameter(planned.name)
-            if planned.shape:
-                parameter.requires_grad_(True)  # also of a frozen one, which may be trained later
-                parameter.register_hook(partial(gradient_over_data, parameter._spec))
-                parameter.requires_grad_(planned.trainable)
 
     def _take_over_groups(self) -> None:
         from torchacc.engines.native import shard_updates
