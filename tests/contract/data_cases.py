@@ -11,6 +11,7 @@ import torch
 from casekit import (
     ENGINE,
     MLP,
+    MULTIPROCESS,
     NATIVE,
     RANK,
     SPMD,
@@ -19,6 +20,7 @@ from casekit import (
     case,
     check_equal,
     check_parameters,
+    loss_of,
     part,
     sgd,
     sharded_and_plain,
@@ -92,6 +94,20 @@ def batches_on_the_cpu_that_the_script_deals_out_train_as_one_device() -> None:
     check_parameters(model, plain)
     assert count(lines, SAME) == 0
     assert count(lines, "was called with tensors on the CPU") == (ENGINE != NATIVE and RANK == 0)
+
+
+@case([NATIVE, MULTIPROCESS])
+def noise_that_is_alike_beside_a_loader_of_ours_says_nothing() -> None:
+    model = accelerate(MLP())
+    optimizer = sgd(model)
+    with heard() as lines:
+        for x in torchacc.shard_loader(DataLoader(torch.arange(128.0).view(16, 8), 2), model):
+            for inputs in (x, torch.ones(2, 8), torch.zeros(2, 8)):
+                loss_of(model(inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_of(model(torch.ones(2, 8))).backward()  # for the next step
+    assert count(lines, SAME) == 0, lines
 
 
 @case()

@@ -5,7 +5,7 @@ optimizer's step, as that is where all of them come together, however many forwa
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class FirstSteps:
         self._left = _STEPS
         self._num_delivered = 0
         self._seen: list[_SeenForward] = []
+        self._reads_ours = False
+        """Whether a loader of ours has given a batch for this step: what is made beside it, as noise, may be alike."""
 
     def see(self, args: Any, kwargs: Mapping[str, Any], num_delivered: int) -> None:
         """Note what a forward in training is called with.
@@ -66,8 +68,9 @@ class FirstSteps:
         """
         if len(self._seen) == _FORWARDS:
             return
-        is_ours, self._num_delivered = num_delivered > self._num_delivered, num_delivered
-        inputs = None if is_ours else self._digest((args, dict(kwargs)))
+        self._reads_ours |= num_delivered > self._num_delivered
+        self._num_delivered = num_delivered
+        inputs = None if self._reads_ours else self._digest((args, dict(kwargs)))
         if are_kept_by_devices():  # then a trainer weighs the losses
             self._seen.append(_SeenForward(inputs))
         elif kwargs.get("num_items_in_batch") is not None:
@@ -81,7 +84,8 @@ class FirstSteps:
         Returns:
             Whether that was the last step to look at.
         """
-        seen, self._seen = self._seen, []
+        seen = [replace(each, inputs=None) for each in self._seen] if self._reads_ours else self._seen
+        self._seen, self._reads_ours = [], False
         found: list[list[_SeenForward]] = self._gather(seen)
         said = next((said for forward in zip(*found, strict=False) if (said := self._judge(forward))), None)
         if said is not None:
