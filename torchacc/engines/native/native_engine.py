@@ -375,6 +375,11 @@ class NativeModel(ShardedModel):
         """Refuse what an optimizer cannot do with shards, and say what it does slowly."""
         optimizer_checks.check(self, optimizer)
 
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+        """Make an optimizer of this model ready for its next step."""
+        super().before_step(optimizer, makes_gradients=makes_gradients)
+        script_reads.begin()
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
         script_reads.end()
