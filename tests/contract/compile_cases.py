@@ -27,6 +27,7 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from tests.logged import heard
 from torchacc.engines import registry
 
 WARM_UP = 3
@@ -219,15 +220,6 @@ def gradients_are_freed_before_the_step_runs() -> None:
 # The watch over compiles
 
 
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
 @dataclass(frozen=True)
 class Change:
     """Something that makes another program."""
@@ -288,31 +280,26 @@ def what_is_compiled_anew_is_named(change: Change) -> None:
     from torchacc.engines.xla import xla_engine
     from torchacc.engines.xla.compile_watch import CompileWatch
 
-    listener, logger = Listener(), logging.getLogger("torchacc")
-    logger.addHandler(listener)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(xla_engine, "_watch", CompileWatch())  # which has not warned yet
-            torch.manual_seed(1)
-            model = accelerate(Narrow())
-            optimizer = adamw(model)
-            if change.is_looked_at:
-                with torch.no_grad():
-                    model.eval()(part(X))
-                torchacc.sync()
-                model.train()
-            for _ in range(4):
-                step(model, part(X), optimizer)
-            assert torchacc.compile_report().recompiles == ()
-            for _ in range(3):
-                change.make(model, optimizer)
-            (recompile,) = torchacc.compile_report().recompiles
-    finally:
-        logger.removeHandler(listener)
+    with heard(logging.WARNING) as warned, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla_engine, "_watch", CompileWatch())  # which has not warned yet
+        torch.manual_seed(1)
+        model = accelerate(Narrow())
+        optimizer = adamw(model)
+        if change.is_looked_at:
+            with torch.no_grad():
+                model.eval()(part(X))
+            torchacc.sync()
+            model.train()
+        for _ in range(4):
+            step(model, part(X), optimizer)
+        assert torchacc.compile_report().recompiles == ()
+        for _ in range(3):
+            change.make(model, optimizer)
+        (recompile,) = torchacc.compile_report().recompiles
     assert change.says in recompile
     assert "up to step 5 of AdamW" in recompile
     if RANK == 0:
-        assert [change.says in heard for heard in listener.heard] == [True] * change.warns
+        assert [change.says in line for line in warned] == [True] * change.warns
 
 
 @case([NATIVE])

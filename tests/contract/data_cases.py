@@ -1,9 +1,6 @@
 """Batches that no loader of ours has given, and rows with different numbers of labels, on two devices."""
 
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,24 +28,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torchacc
+from tests.logged import heard
 from torchacc.engines.device_losses import kept_by_devices
 
 SAME = "with the same inputs, and no loader of torchacc has given them"
 UNEVEN = "the labels of a batch that are not -100 are"
 PAGE = Path(__file__).parents[2] / "docs" / "script.md"
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Hold a context with what the package logs in it."""
-    lines: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchacc").addHandler(listener)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("torchacc").removeHandler(listener)
 
 
 def count(lines: list[str], text: str) -> int:

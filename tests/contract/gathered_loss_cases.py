@@ -1,7 +1,5 @@
 """Losses that compare a sample with those of all devices, by `torchacc.dist.all_gather()`."""
 
-import logging
-
 import pytest
 import torch
 import transformers
@@ -27,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchacc
+from tests.logged import heard
 
 Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(8))
 """What each row of `X` belongs to."""
@@ -259,12 +258,7 @@ class Summed(nn.Module):
 
 @case([NATIVE, MULTIPROCESS])
 def sum_over_samples_is_warned_of_once() -> None:
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
-    logger = logging.getLogger("torchacc")
-    logger.addHandler(handler)
-    try:
+    with heard() as seen:
         model, _ = sharded_and_plain(Summed)
         for _ in range(2):
             model(part(X)).backward()
@@ -276,5 +270,3 @@ def sum_over_samples_is_warned_of_once() -> None:
         (plain(X) / 2).backward()
         check_gradients(sharded, plain)
         assert len([message for message in seen if "is a sum over samples" in message]) == 1
-    finally:
-        logger.removeHandler(handler)

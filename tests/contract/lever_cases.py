@@ -29,6 +29,7 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from tests.logged import heard
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 
 FP16 = {"fp16": True}
@@ -76,18 +77,14 @@ def clipping_after_unscaling(scale: float) -> None:
 
 @case([NATIVE], each={"with-a-scaler": True, "without": False})
 def float16_asks_for_a_scaler(has_scaler: bool) -> None:
-    warnings: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = warnings.append
-    logging.getLogger("torchacc").addHandler(handler)
-    model, _ = sharded_and_plain(compute=FP16)
-    if has_scaler:
-        torchacc.GradScaler(model)
-    optimizer = sgd(model)
-    for _ in range(2):
-        step(model, part(X), optimizer)
-    logging.getLogger("torchacc").removeHandler(handler)
-    assert ["GradScaler" in record.getMessage() for record in warnings] == [True] * (not has_scaler)
+    with heard(logging.WARNING) as warned:
+        model, _ = sharded_and_plain(compute=FP16)
+        if has_scaler:
+            torchacc.GradScaler(model)
+        optimizer = sgd(model)
+        for _ in range(2):
+            step(model, part(X), optimizer)
+    assert ["GradScaler" in line for line in warned] == [True] * (not has_scaler)
 
 
 @case()

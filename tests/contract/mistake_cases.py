@@ -7,8 +7,6 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +33,10 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from tests.logged import heard
 from torchacc.engines import process_group
 from torchacc.engines.base import sharded_model
 from torchacc.engines.native import script_reads
-
-
-@contextmanager
-def warnings_heard() -> Iterator[list[str]]:
-    heard: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchacc").addHandler(listener)
-    try:
-        yield heard
-    finally:
-        logging.getLogger("torchacc").removeHandler(listener)
 
 
 @case()
@@ -67,9 +54,9 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
 def gradients_from_before_the_model_is_sharded_are_dropped_with_a_warning() -> None:
     model = MLP()
     loss_of(model(X)).backward()
-    with warnings_heard() as heard:
+    with heard(logging.WARNING) as warned:
         model = accelerate(model)
-    assert "'layers.0.0.weight' already has a gradient, which is dropped" in " ".join(heard)
+    assert "'layers.0.0.weight' already has a gradient, which is dropped" in " ".join(warned)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -140,11 +127,11 @@ def optimizer_with_a_closure_that_was_made_before_and_handed_in_trains() -> None
             loss.backward()
             return loss
 
-        with warnings_heard() as heard:
+        with heard(logging.WARNING) as warned:
             for _ in range(2):
                 optimizer.step(evaluate)
         is_slow = each is model and ENGINE == SPMD
-        assert any("LBFGS decides by numbers in the midst of its step" in line for line in heard) == is_slow
+        assert any("LBFGS decides by numbers in the midst of its step" in line for line in warned) == is_slow
     check_parameters(model, plain, ADAM_ABSOLUTE)
 
 
@@ -191,10 +178,10 @@ def call_that_only_some_processes_make_is_named_and_ends() -> None:
         with pytest.raises(torchacc.EngineError, match=r"is in .*, and rank .* in .*: every process has to make this"):
             torchacc.full_state_dict(model) if RANK else model.clip_grad_norm_(1.0)
         time.sleep(0.6 * RANK)
-        with warnings_heard() as heard:
+        with heard(logging.WARNING) as warned:
             torchacc.full_state_dict(model)
         said = "rank 0 has waited 0 s in torchacc.full_state_dict(), and rank 1 has not come to it"
-        assert (said in " ".join(heard)) == (RANK == 0)
+        assert (said in " ".join(warned)) == (RANK == 0)
         patch.setattr(process_group, "_CALL_SECS", 0.2)
         if RANK == 0:
             with pytest.raises(torchacc.EngineError, match="in torchacc.full_state_dict.., and rank 1 has not come"):
@@ -229,18 +216,18 @@ def outputs_in_low_precision_come_back_in_float32() -> None:
 def gradients_that_another_models_backward_leaves_are_no_reason_to_warn() -> None:
     first, second = accelerate(MLP()), accelerate(MLP())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
-    with warnings_heard() as heard:
+    with heard(logging.WARNING) as warned:
         for _ in range(2):
             for model, optimizer in zip((first, second), optimizers, strict=True):
                 optimizer.zero_grad()
                 (loss_of(second(part(X))) + loss_of(model(part(X)))).backward()
                 optimizer.step()
-    assert not [line for line in heard if "zero_grad" in line]
-    with warnings_heard() as heard:
+    assert not [line for line in warned if "zero_grad" in line]
+    with heard(logging.WARNING) as warned:
         for _ in range(2):
             loss_of(first(part(X))).backward()
             optimizers[0].step()
-    assert [line for line in heard if "no optimizer.zero_grad() came" in line]
+    assert [line for line in warned if "no optimizer.zero_grad() came" in line]
 
 
 @case([NATIVE])

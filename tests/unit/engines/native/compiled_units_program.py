@@ -4,7 +4,6 @@ python compiled_units_program.py out/
 """
 
 import copy
-import logging
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from program_cases import cases_from, run_cases
 from torch import nn
 
 import torchacc
+from tests.logged import heard
 
 FOLDER = Path(sys.argv[1])
 """Where cases write, and their outcomes go."""
@@ -116,18 +116,14 @@ def broken_graph_is_named():
 
 def another_shape_is_named_and_warned_of():
     model, plain = start()
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("torchacc").addHandler(handler)
-    train(model, plain)
-    with torch.no_grad():
-        model(X)  # an evaluation is no surprise
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for rows in (4, 4, 4, 3):
-        model(X[:rows]).backward()
-        optimizer.step()
-    logging.getLogger("torchacc").removeHandler(handler)
+    with heard() as messages:
+        train(model, plain)
+        with torch.no_grad():
+            model(X)  # an evaluation is no surprise
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rows in (4, 4, 4, 3):
+            model(X[:rows]).backward()
+            optimizer.step()
     assert "size mismatch at index 0. expected 4, actual 3" in torchacc.compile_report().recompiles[-1]
     (warned,) = [message for message in messages if "compiled anew" in message]
     assert "up to step 4 of SGD" in warned

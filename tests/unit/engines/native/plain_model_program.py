@@ -4,7 +4,6 @@ python plain_model_program.py out/
 """
 
 import copy
-import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchacc
+from tests.logged import heard
 
 FOLDER = Path(sys.argv[1])
 """Where cases write, and their outcomes go."""
@@ -142,14 +142,11 @@ def weights_changed_before_recompute_are_refused():
 
 def autocast_of_the_script_has_no_effect_and_is_warned_of():
     model, plain = both()
-    messages, expected = [], plain(X)
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("torchacc").addHandler(handler)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(model(X), expected)
-    logging.getLogger("torchacc").removeHandler(handler)
+    expected = plain(X)
+    with heard() as messages:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(model(X), expected)
     (warned,) = [message for message in messages if "torch.autocast" in message]
     assert "config.compute.bf16" in warned
 
