@@ -85,10 +85,13 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
             module.forward = functools.wraps(module.forward)(look_up)  # type: ignore[method-assign]
         elif dim is not None:
             assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
-            by_input = isinstance(module, nn.Linear) and dim == 1
-            gives_full = by_input or _LOGITS.search(name) is not None
+            by_input, gives_logits = isinstance(module, nn.Linear) and dim == 1, _LOGITS.search(name) is not None
+            before, after = _hooks(mesh, takes_part=by_input, gives_part=not (by_input or gives_logits))
+            if gives_logits:  # in its forward, which compute.chunked_loss calls by itself
+                product = functools.partial(_multiply_part, module.forward, before, after)
+                module.forward = functools.wraps(module.forward)(product)  # type: ignore[method-assign]
+                continue
             # One function for all layers of a kind, as torch.compile takes another function for another graph.
-            before, after = _hooks(mesh, takes_part=by_input, gives_part=not gives_full)
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after)
         if hasattr(module, _HEAD_COUNT) and any(
@@ -170,6 +173,11 @@ def _with_ordinary_tensors(forward: Forward, slots: Sequence[tuple[nn.Module, st
     finally:
         for owner, name in slots:
             owner.__dict__.pop(name, None)
+
+
+def _multiply_part(forward: Forward, before: Forward, after: Forward, given: torch.Tensor) -> Any:
+    """Run the forward of a layer whose weight is split between the functions that are hooks elsewhere."""
+    return after(None, None, forward(before(None, (given,))))
 
 
 @functools.cache
