@@ -16,6 +16,7 @@ from torchacc.config import Config
 from torchacc.engines import deferred, registry
 from torchacc.engines.base import HANDLE, Engine, sharded_model
 from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.first_steps import note_batch
 from torchacc.engines.initial_values import align_replicas, log_kept_dtypes, materialise_buffers
 from torchacc.engines.process_group import install_excepthook
 from torchacc.env import read_job
@@ -268,7 +269,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 
     def end_batch() -> None:
         engine.end_batch()
-        engine.num_delivered += 1
+        note_batch()
         progress.mark(progress.Phase.DATA)
 
     def agree(own: bytes) -> bytes:

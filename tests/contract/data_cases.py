@@ -106,6 +106,30 @@ def batches_of_our_loader_that_are_alike_say_nothing() -> None:
     assert count(lines, SAME) == 0, lines
 
 
+@case([NATIVE, MULTIPROCESS])
+def second_model_on_rows_of_the_first_ones_loader_says_nothing() -> None:
+    model, second = accelerate(MLP()), accelerate(MLP())
+    optimizers = sgd(model), sgd(second)
+    with heard() as lines:
+        for x in torchacc.shard_loader(DataLoader(torch.ones(8, 8), 2), model):
+            step(model, x, optimizers[0])
+            step(second, x, optimizers[1])
+    assert count(lines, SAME) == 0, lines
+
+
+@case([NATIVE, MULTIPROCESS])
+def inputs_that_are_alike_beside_rows_of_the_scripts_own_say_nothing() -> None:
+    """As the boundary points of a physical model."""
+    model = accelerate(MLP())
+    optimizer = sgd(model)
+    with heard() as lines:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (loss_of(model(own_rows(X))) + loss_of(model(torch.zeros(2, 8)))).backward()
+            optimizer.step()
+    assert count(lines, SAME) == 0, lines
+
+
 @dataclass
 class Output:
     loss: torch.Tensor

@@ -66,8 +66,6 @@ class Engine(ABC):
         self.mesh = mesh
         self.job = job
         self.group = ProcessGroup(job)
-        self.num_delivered = 0
-        """How many batches the loaders of this engine have given to loops."""
         self.described: set[str] = set()
         """What has been logged of its loaders."""
 
@@ -366,7 +364,7 @@ class ShardedModel(ABC):
         def forward(*args: Any, **kwargs: Any) -> Any:
             progress.mark(progress.Phase.FORWARD)
             if self._first_steps is not None and model.training and torch.is_grad_enabled():
-                self._first_steps.see(args, kwargs, self.engine.num_delivered)
+                self._first_steps.see(args, kwargs)
             args, kwargs = move((args, kwargs))
             with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
                 output = self._explaining(run, inner, args, kwargs)

@@ -115,8 +115,20 @@ def is_sum_over(rows: int, loss: torch.Tensor) -> bool:
         name = node.name()
         if name == "SumBackward0":
             size = node._saved_self_sym_sizes
-            if len(size) > 0 and size[0] > 1 and int(size[0]) % rows == 0:
+            if len(size) > 0 and size[0] > 1 and _has_rows(int(size[0]), rows, node.next_functions[0][0]):
                 return True
         elif name.startswith(("Add", "Sub", *_PASSED_ON)):
             nodes += [following for following, _ in node.next_functions]
     return False
+
+
+def _has_rows(size: int, rows: int, summed: Any) -> bool:
+    """Return whether what is summed has one or several elements for each row.
+
+    Args:
+        size: The size of its first dimension.
+        rows: The batch's rows.
+        summed: What autograd knows of it. A stack may be of the losses of layers, as many as there are.
+    """
+    is_stack = summed is not None and summed.name() == "StackBackward0"
+    return size == rows if is_stack else size % rows == 0

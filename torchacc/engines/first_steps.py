@@ -4,7 +4,7 @@ Of two steps the inputs are looked at, and nothing costs anything later. The pro
 optimizer's step, as that is where all of them come together, however many forwards there were.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,22 @@ _STEPS = 2
 _FORWARDS = 8
 """How many forwards of a step are looked at."""
 _IGNORED = -100
+
+
+@dataclass
+class _Batches:
+    """The batches that the loaders of this process have given."""
+
+    num_delivered: int = 0
+
+
+_batches = _Batches()
+
+
+def note_batch() -> None:
+    """Note that a loader of ours gives the script a batch, for whichever of its models."""
+    _batches.num_delivered += 1
+
 
 ToHost = Callable[[list[torch.Tensor]], "list[torch.Tensor] | None"]
 
@@ -53,23 +69,22 @@ class FirstSteps:
         self._gather = gather
         self._to_host = to_host
         self._left = _STEPS
-        self._num_delivered = 0
+        self._num_delivered = _batches.num_delivered
         self._seen: list[_SeenForward] = []
         self._reads_ours = False
         """Whether a loader of ours has given a batch for this step: what is made beside it, as noise, may be alike."""
 
-    def see(self, args: Any, kwargs: Mapping[str, Any], num_delivered: int) -> None:
+    def see(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note what a forward in training is called with.
 
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            num_delivered: How many batches the loaders of this engine have given so far.
         """
         if len(self._seen) == _FORWARDS:
             return
-        self._reads_ours |= num_delivered > self._num_delivered
-        self._num_delivered = num_delivered
+        self._reads_ours |= _batches.num_delivered > self._num_delivered
+        self._num_delivered = _batches.num_delivered
         inputs = None if self._reads_ours else self._digest((args, dict(kwargs)))
         if are_kept_by_devices():  # then a trainer weighs the losses
             self._seen.append(_SeenForward(inputs))
@@ -87,22 +102,34 @@ class FirstSteps:
         seen = [replace(each, inputs=None) for each in self._seen] if self._reads_ours else self._seen
         self._seen, self._reads_ours = [], False
         found: list[list[_SeenForward]] = self._gather(seen)
-        said = next((said for forward in zip(*found, strict=False) if (said := self._judge(forward))), None)
+        forwards = list(zip(*found, strict=False))
+        said = self._judge_inputs(forwards) or next(filter(None, map(self._judge_labels, forwards)), None)
         if said is not None:
             _log.warning("%s", said)
         self._left = 0 if said is not None else self._left - 1
         return not self._left
 
-    def _judge(self, forward: tuple[_SeenForward, ...]) -> str | None:
-        """Return what to warn of, from what the processes have noted of a forward, by rank."""
-        inputs = {each.inputs for each in forward}
-        if len(inputs) == 1 and None not in inputs:
-            return (
-                f"all {len(forward)} processes have called the model {self._name} with the same inputs, and no loader "
-                "of torchacc has given them: each device trains on the same rows. Hand the loader over, which deals "
-                "its batches out, model, loader = torchacc.accelerate(model, loader, config); or let each process read "
-                "rows of its own, as by a DistributedSampler"
-            )
+    def _judge_inputs(self, forwards: Sequence[tuple[_SeenForward, ...]]) -> str | None:
+        """Return what to warn of where all forwards of a step were called with the same inputs on all processes.
+
+        Where only some were, as with the boundary points of a physical model, the others have rows of their own.
+
+        Args:
+            forwards: What the processes have noted of each forward, by rank.
+        """
+        inputs = [{each.inputs for each in forward} for forward in forwards]
+        if not inputs or any(len(found) > 1 or None in found for found in inputs):
+            return None
+        return (
+            f"all {len(forwards[0])} processes have called the model {self._name} with the same inputs, and no loader "
+            "of torchacc has given them: each device trains on the same rows. Hand the loader over, which deals "
+            "its batches out, model, loader = torchacc.accelerate(model, loader, config); or let each process read "
+            "rows of its own, as by a DistributedSampler, and draw random inputs of its own, after "
+            "torch.manual_seed(seed + torchacc.dist.rank())"
+        )
+
+    def _judge_labels(self, forward: tuple[_SeenForward, ...]) -> str | None:
+        """Return what to warn of where the processes divide the loss of a forward by numbers of their own."""
         counts = [each.num_labels for each in forward]
         if _differ(counts) and _differ([each.num_predicted for each in forward]):
             return (

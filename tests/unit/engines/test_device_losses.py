@@ -18,6 +18,7 @@ SUMS = {
     "two parts": lambda: F.mse_loss(X, torch.zeros(4, 5), reduction="sum") + (X.exp() - X).sum(),
     "with a penalty": lambda: X.square().sum() + 0.1 * WEIGHT.square().sum(),
     "negative": lambda: -X.log_softmax(-1).sum(),
+    "a stack of rows": lambda: torch.stack([row.square().mean() for row in X]).sum(),
     "in another dtype": lambda: X.square().sum().double(),
 }
 MEANS = {
@@ -34,6 +35,11 @@ MEANS = {
 @pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
 def test_sums(loss):
     assert is_sum_over(4, loss())
+
+
+def test_layers_of_a_batch_of_one_row_are_no_rows():
+    layers = torch.stack([WEIGHT.mean(), WEIGHT.square().mean()])
+    assert not is_sum_over(1, X[:1].square().mean() + layers.sum())
 
 
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
