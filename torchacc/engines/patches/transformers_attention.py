@@ -122,7 +122,7 @@ def _unchanged(saved: Any) -> Any:
 def _let_flex_train_on_a_cpu() -> None:
     """Run flex attention as operations of PyTorch on a CPU, for which the compiler has no backward of it.
 
-    On all other devices it stays what transformers has registered.
+    On all other devices it stays what transformers has registered, but for a bias that has one row for all of a batch.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations import flex_attention
@@ -141,6 +141,9 @@ def _uncompiled_on_a_cpu(library: Any) -> Callable[..., Any]:
         return flex_attention(query, key, value, **kwargs)
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        bias = kwargs.get("position_bias")
+        if bias is not None:  # T5's has one row, and transformers would read one for each sample
+            kwargs["position_bias"] = bias.expand(len(query), -1, -1, -1)
         if query.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
             return own(module, query, *args, **kwargs)
         with _replaced(library, "compile_friendly_flex_attention", run_eagerly):

@@ -133,6 +133,26 @@ def flex_has_the_numbers_of_a_soft_cap():
     check_parity(gemma2, "flex_attention")
 
 
+def flex_has_the_numbers_of_a_bias_that_all_samples_share():
+    """T5's relative positions, and attention across from its decoder to its encoder."""
+    shape = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    mask = torch.ones(2, LENGTH)
+    mask[1, -4:] = 0
+    batch = {"input_ids": IDS[:2], "attention_mask": mask, "labels": IDS[:2]}
+
+    def make_t5():
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, dropout_rate=0.0, **tokens))
+
+    plain, model = seeded(make_t5, "eager"), accelerated(seeded(make_t5), "flex_attention")
+    losses = [each(**batch).loss for each in (plain, model)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, expected.grad, rtol=1e-5, atol=1e-6), name
+
+
 def eager_has_the_numbers():
     for make_model in (gpt2, mistral, gemma2):
         assert check_parity(make_model, "eager").config._attn_implementation == "eager"

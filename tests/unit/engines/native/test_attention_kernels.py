@@ -18,10 +18,11 @@ from torchacc.train.checks import check_kernel
 from torchacc.train.config import TextConfig
 
 PROGRAM = Path(__file__).with_name("attention_program.py")
-IMPORTS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mistral", "gemma2")]
+IMPORTS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mistral", "gemma2", "t5")]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_ONE = [
     "flex_has_the_numbers_of_a_sliding_window",
+    "flex_has_the_numbers_of_a_bias_that_all_samples_share",
     "eager_has_the_numbers",
     "pytorchs_kernels_have_the_numbers",
     "recompute_has_the_numbers",
