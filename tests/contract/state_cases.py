@@ -154,7 +154,7 @@ def rank0_alone_keeps_and_hands_on(options: dict[str, Any]) -> None:
     after = snapshot(model, optimizer)
     check_same({k: v for k, v in after.items() if "/" in k}, {k: v for k, v in before.items() if "/" in k})
     plain_moments["param_groups"] = plain_moments.get("param_groups", []) * 2
-    with pytest.raises(torchacc.CheckpointError, match="2 groups, this one has 1"):
+    with pytest.raises(torchacc.CheckpointError, match="2 (parameter )?groups, (and )?this one has 1"):
         model.optim_state_dict_to_load(optimizer, plain_moments, rank0_only=True)
 
 
@@ -281,7 +281,7 @@ def what_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(torchacc.CheckpointError, match="assign=True"):
         model.load_state_dict(state, assign=True)
     two_groups = torch.optim.AdamW([{"params": [p]} for p in list(plain.parameters())[:2]])
-    with pytest.raises(torchacc.CheckpointError, match="2 groups, this one has 1"):
+    with pytest.raises(torchacc.CheckpointError, match="2 (parameter )?groups, (and )?this one has 1"):
         optimizer.load_state_dict(two_groups.state_dict())
     fewer = torch.optim.AdamW(list(plain.parameters())[:2])
     with pytest.raises(torchacc.CheckpointError, match="group 0 of the saved optimizer has 2 parameters"):
