@@ -7,15 +7,25 @@ then compares it (`refuse_cut()`, `said_of_stream()`). Nothing here is collectiv
 import contextlib
 import dataclasses
 import hashlib
+import multiprocessing
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from torchacc.errors import DataError
 
@@ -31,6 +41,9 @@ _INDICES = 4096
 _DEPTH = 4
 """How many datasets inside of one another are looked into."""
 
+_WORKER_SECS = 60
+"""How long a worker may take to load them."""
+
 KEEP_THE_CUT = (
     "or keep your cut: leave the loader out of accelerate() and shard_loader(), and iterate over it yourself, each "
     "process with as many batches as the others"
@@ -40,8 +53,8 @@ KEEP_THE_CUT = (
 def traits_of(loader: Any) -> list[Trait]:
     """Return what can be told, at little cost, of the data that this process has been given.
 
-    No sample of a dataset of the user's own class is loaded where the loader has workers: what a dataset opens here,
-    such as a file, workers would share.
+    Where the loader has workers, a worker loads the samples that are looked at: what a dataset opens in this process,
+    such as a file, all workers would share.
 
     Args:
         loader: A DataLoader over a map-style dataset, or a list or tuple of batches. Of anything else nothing is known.
@@ -51,7 +64,9 @@ def traits_of(loader: Any) -> list[Trait]:
             return [_rows("the list of batches", loader, True)]
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return []
-        return list(_traits(loader.dataset, "the dataset", may_load=loader.num_workers == 0, depth=_DEPTH))
+        if loader.num_workers and (found := _traits_by_worker(loader)) is not None:
+            return found
+        return _traits_of_dataset(loader.dataset, may_load=loader.num_workers == 0)
     except Exception:  # of data that cannot be read here; where it is read, it shows what is wrong with it
         return []
 
@@ -100,6 +115,51 @@ def said_of_stream(digests: Sequence[str]) -> str | None:
         "that the script has cut by rank most rows are never seen. Where only random changes of the same samples "
         f"differ, nothing is lost. Else give every process the whole stream; {KEEP_THE_CUT}"
     )
+
+
+class _Look(Dataset[list[Trait]]):
+    """A dataset whose one sample is what can be told of the user's."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> list[Trait]:
+        return _traits_of_dataset(self.dataset, may_load=True)
+
+    def start_worker(self, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+        """Run the user's `worker_init_fn`, which may ask its worker for the dataset and write to it."""
+        vars(get_worker_info())["dataset"] = self.dataset
+        if worker_init_fn is not None:
+            worker_init_fn(worker_id)
+
+
+def _traits_by_worker(loader: "DataLoader[Any]") -> list[Trait] | None:
+    """Return what a worker of its own tells of a loader's data; None where it cannot, or would take long to start."""
+    context = loader.multiprocessing_context or multiprocessing
+    if (context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]) != "fork":
+        return None
+    look = _Look(loader.dataset)
+    worker = DataLoader(
+        look,
+        batch_size=None,
+        num_workers=1,
+        collate_fn=list,
+        worker_init_fn=partial(look.start_worker, loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),  # whose draw is none of the script's
+        timeout=_WORKER_SECS,
+    )
+    try:
+        return next(iter(worker))  # type: ignore[no-any-return]
+    except Exception:  # what is wrong shows in the loader's own workers
+        return None
+
+
+def _traits_of_dataset(dataset: Any, *, may_load: bool) -> list[Trait]:
+    return list(_traits(dataset, "the dataset", may_load=may_load, depth=_DEPTH))
 
 
 def _traits(dataset: Any, name: str, *, may_load: bool, depth: int) -> Iterator[Trait]:

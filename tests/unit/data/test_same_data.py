@@ -8,7 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
 
 from torchacc.data import shard_loader
 from torchacc.data.same_data import traits_of
@@ -68,6 +77,19 @@ class Rows(Dataset):
     def __getitem__(self, index):
         row = self.rows[index]
         return row if self.augment is None else row + self.augment()
+
+
+class Numbered(Rows):
+    """Keeps nothing that tells which rows it has but a number."""
+
+    def __init__(self, rank) -> None:
+        self.rank = rank
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return ROWS[2 * index + self.rank]
 
 
 class Stream(IterableDataset):
@@ -135,6 +157,11 @@ def test_cut_data_are_refused_on_every_rank(name):
 SUSPECTED = {
     "own class": lambda rank: DataLoader(Rows(ROWS[rank::2]), 2),
     "own class, workers": lambda rank: DataLoader(Rows(ROWS[rank::2]), 2, num_workers=1),
+    "rows by number": lambda rank: DataLoader(Numbered(rank), 2),
+    "rows by number, workers": lambda rank: DataLoader(Numbered(rank), 2, num_workers=1),
+    "rows by number, set by the worker": lambda rank: DataLoader(
+        Numbered(None), 2, num_workers=1, worker_init_fn=lambda _: setattr(get_worker_info().dataset, "rank", rank)
+    ),
     "stream": lambda rank: DataLoader(Stream(ROWS[rank::2]), 2),
     "generator of batches": lambda rank: itertools.islice(iter(DataLoader(ROWS, 2)), rank, None, 2),
 }
@@ -163,6 +190,10 @@ WHOLE = {
     "torch's numbers": lambda rank: DataLoader(Rows(ROWS, lambda: torch.rand(2)), 2),
     "Python's numbers": lambda rank: DataLoader(Rows(ROWS, random.random), 2),
     "a generator of its own": lambda rank: DataLoader(Rows(ROWS, random.Random(rank).random), 2),
+    "torch's numbers, workers": lambda rank: DataLoader(Rows(ROWS, lambda: torch.rand(2)), 2, num_workers=1),
+    "a generator of its own, workers": lambda rank: DataLoader(
+        Rows(ROWS, random.Random(rank).random), 2, num_workers=1
+    ),
     "what is not to be compared": lambda rank: DataLoader([object() for _ in range(4)], 2, collate_fn=list),
     "an attribute of the process": lambda rank: DataLoader(Rows(ROWS, None if rank < 5 else 0), 2),
     "nothing to index": lambda rank: DataLoader(Failing(rank), 2, sampler=[0, 1]),
