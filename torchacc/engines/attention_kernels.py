@@ -155,6 +155,8 @@ def install(config: Config, model: nn.Module, recomputed: Iterable[str]) -> None
     models = transformers_attention.models_of(model)
     for each in models:
         transformers_attention.choose(each, _in_transformers(name))
+        if _in_transformers(name) != SDPA:
+            transformers_attention.refuse_masks(each, name)
         if name in _PACKAGES:
             transformers_attention.refuse_packed_documents(each, name)
     if name in _BACKENDS:

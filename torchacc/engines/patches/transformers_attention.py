@@ -79,13 +79,18 @@ def refuse_packed_documents(model: Any, name: str) -> None:
     model.register_forward_pre_hook(partial(_refuse_packed, name=name), with_kwargs=True)
 
 
+def refuse_masks(model: Any, name: str) -> None:
+    """Refuse a script's own masks, of each query and key, that transformers would apply wrongly by a kernel."""
+    model.register_forward_pre_hook(partial(_refuse_masks, name=name), with_kwargs=True)
+
+
 def _parts(model: Any) -> Iterator[Any]:
     kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
     return (module for module in model.modules() if isinstance(module, kind))
 
 
 def _refuse_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
-    given = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+    given = _given(model, args, kwargs)
     positions = given.get("position_ids")
     if positions is None or given.get("attention_mask") is not None or positions.dim() > 2:
         return  # with a mask no implementation of transformers looks at where documents begin
@@ -95,6 +100,26 @@ def _refuse_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
             "documents, and transformers' FlashAttention would let tokens see those before their own: take "
             "'flex_attention' or 'sdpa', which keep documents apart"
         )
+
+
+def _refuse_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
+    for key, mask in _given(model, args, kwargs).items():
+        if not key.endswith("attention_mask") or not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            continue
+        why = None
+        if name not in (EAGER, FLEX):
+            why = "it has four dimensions, and FlashAttention takes none but of padding"
+        elif mask.dtype == torch.bool:
+            why = "it is boolean, and transformers would add 0 and 1 to the scores: pass -inf for False and 0 for True"
+        elif name == FLEX and mask.shape[1] != 1:
+            why = "it differs between heads, and transformers would take that of the first for all"
+        if why is not None:
+            raise EngineError(f"compute.attention = {name!r} cannot apply the {key}: {why}, or take 'sdpa'")
+
+
+def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a forward is given, by the names of its arguments."""
+    return {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
 
 
 @cache
@@ -122,7 +147,7 @@ def _unchanged(saved: Any) -> Any:
 def _let_flex_train_on_a_cpu() -> None:
     """Run flex attention as operations of PyTorch on a CPU, for which the compiler has no backward of it.
 
-    On all other devices it stays what transformers has registered, but for a bias that has one row for all of a batch.
+    On all other devices it stays what transformers has registered, but for what has one row for all samples.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations import flex_attention
@@ -140,14 +165,17 @@ def _uncompiled_on_a_cpu(library: Any) -> Callable[..., Any]:
     def run_eagerly(query: Any, key: Any, value: Any, training: bool = False, **kwargs: Any) -> Any:
         return flex_attention(query, key, value, **kwargs)
 
-    def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attend(module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        # Of T5's positions, and of a mask, there may be one row for all samples: transformers reads one for each.
         bias = kwargs.get("position_bias")
-        if bias is not None:  # T5's has one row, and transformers would read one for each sample
+        if bias is not None:
             kwargs["position_bias"] = bias.expand(len(query), -1, -1, -1)
+        if isinstance(attention_mask, torch.Tensor):
+            attention_mask = attention_mask.expand(len(query), -1, -1, -1)
         if query.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
-            return own(module, query, *args, **kwargs)
+            return own(module, query, key, value, attention_mask, **kwargs)
         with _replaced(library, "compile_friendly_flex_attention", run_eagerly):
-            return own(module, query, *args, **kwargs)
+            return own(module, query, key, value, attention_mask, **kwargs)
 
     return attend
 

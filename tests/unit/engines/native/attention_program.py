@@ -253,6 +253,26 @@ def documents_in_a_row_are_refused_for_flash_attention():
         model(batch["input_ids"], None, batch["position_ids"])
 
 
+def masks_of_a_script_are_applied_or_refused():
+    seen = torch.ones(LENGTH, LENGTH).tril().bool()
+    seen[5:, :5] = False
+    plain = seeded(llama, "sdpa")
+    expected = plain(IDS, seen[None, None].expand(len(IDS), -1, -1, -1)).logits
+    scores = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    for attention in ("eager", "flex_attention", "sdpa_math"):
+        model = accelerated(seeded(llama), attention)
+        assert torch.allclose(model(IDS, scores).logits, expected, rtol=1e-5, atol=1e-6), attention
+        if attention != "sdpa_math":
+            with pytest.raises(EngineError, match="cannot apply the attention_mask: it is boolean"):
+                model(IDS, seen[None, None])
+        if attention == "flex_attention":
+            with pytest.raises(EngineError, match="it differs between heads"):
+                model(input_ids=IDS, attention_mask=scores.expand(-1, 4, -1, -1))
+    transformers_attention.refuse_masks(plain, "flash_attention_2")
+    with pytest.raises(EngineError, match="FlashAttention takes none but of padding"):
+        plain(IDS, scores)
+
+
 def layers_split_over_devices_have_the_numbers():
     if NUM_RANKS == 2:
         # Both processes see the data of rank 0, which counts once in the mean.

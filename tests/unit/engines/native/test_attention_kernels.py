@@ -35,6 +35,7 @@ ON_ONE = [
     "plain_modules_run_by_one_backend",
     "a_backend_that_takes_no_dropout_says_what_to_write",
     "documents_in_a_row_are_refused_for_flash_attention",
+    "masks_of_a_script_are_applied_or_refused",
 ]
 ON_TWO = [
     "flex_has_the_numbers_of_a_soft_cap",
