@@ -179,6 +179,19 @@ def labels_of_different_numbers_are_warned_of_once() -> None:
     assert count(lines, SAME) == 0
 
 
+@case([NATIVE, MULTIPROCESS], each={"by-position": 0, "with-their-number": 1})
+def labels_by_position_are_warned_of_unless_a_number_is_beside_them(num_numbers: int) -> None:
+    """Such a number may be what the model divides its loss by, as it is here."""
+    model = accelerate(Tokens())
+    optimizer = sgd(model)
+    with heard() as lines:
+        for batch in torchacc.shard_loader(DataLoader(rows_of_tokens(), 2), model):
+            optimizer.zero_grad()
+            model(batch["input_ids"], batch["labels"], *[torch.tensor(7.0)][:num_numbers]).loss.backward()
+            optimizer.step()
+    assert count(lines, UNEVEN) == 1 - num_numbers, lines
+
+
 @case()
 def numbers_of_items_that_differ_are_warned_of() -> None:
     model = accelerate(Tokens())

@@ -4,7 +4,7 @@ Of two steps the inputs are looked at, and nothing costs anything later. The pro
 optimizer's step, as that is where all of them come together, however many forwards there were.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,15 +42,25 @@ ToHost = Callable[[list[torch.Tensor]], "list[torch.Tensor] | None"]
 
 
 @dataclass(frozen=True)
+class _SeenLabels:
+    """What a process notes of integers that may be labels."""
+
+    are_labels: bool
+    """Whether they are called so, or some are ignored."""
+    num_counted: int
+    """How many are not ignored."""
+    num_predicted: int
+    """The same without the first one of each row, which causal language models do not predict."""
+
+
+@dataclass(frozen=True)
 class _SeenForward:
     """What a process notes of one forward; None where it is not known, or says nothing."""
 
     inputs: str | None = None
     """A digest of its inputs, if no loader of ours has given them."""
-    num_labels: int | None = None
-    """How many labels count, if the loss divides by it."""
-    num_predicted: int | None = None
-    """The same without the first label of each row, which causal language models do not predict."""
+    labels: "tuple[_SeenLabels, ...]" = ()
+    """Each of its arguments that may be labels, if the loss divides by their number."""
     num_items: float | None = None
     """What the loss is to be divided by instead."""
 
@@ -91,7 +101,7 @@ class FirstSteps:
         elif kwargs.get("num_items_in_batch") is not None:
             self._seen.append(_SeenForward(inputs, num_items=self._num_items(kwargs["num_items_in_batch"])))
         else:
-            self._seen.append(_SeenForward(inputs, *self._num_labels(kwargs.get("labels"))))
+            self._seen.append(_SeenForward(inputs, labels=tuple(self._labels_in(args, kwargs))))
 
     def compare(self) -> bool:
         """Compare a step's forwards, once they are over, and warn. Collective: every process.
@@ -130,13 +140,14 @@ class FirstSteps:
 
     def _judge_labels(self, forward: tuple[_SeenForward, ...]) -> str | None:
         """Return what to warn of where the processes divide the loss of a forward by numbers of their own."""
-        counts = [each.num_labels for each in forward]
-        if _differ(counts) and _differ([each.num_predicted for each in forward]):
-            return (
-                f"the labels of a batch that are not -100 are {_listed(counts)} on the ranks, and the loss of each is "
-                "a mean over its own: the mean of these means is not the loss of the batch of all devices, and its "
-                f"gradients are others. {_DIVIDE}"
-            )
+        for seen in zip(*(each.labels for each in forward), strict=False):
+            counts = [each.num_counted for each in seen]
+            if any(each.are_labels for each in seen) and _differ(counts) and _differ([e.num_predicted for e in seen]):
+                return (
+                    f"the labels of a batch that are not -100 are {_listed(counts)} on the ranks, and the loss of each "
+                    "is a mean over its own: the mean of these means is not the loss of the batch of all devices, and "
+                    f"its gradients are others. {_DIVIDE}"
+                )
         items = [each.num_items for each in forward]
         if _differ(items):
             return (
@@ -150,14 +161,23 @@ class FirstSteps:
         hosted = self._to_host([tensor.detach() for tensor in tensors]) if tensors else None
         return None if hosted is None else digest_of(hosted)
 
-    def _num_labels(self, labels: Any) -> tuple[int, int] | tuple[None, None]:
-        if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
-            return None, None
-        hosted = self._to_host([labels.detach()])
-        if hosted is None:
-            return None, None
-        counted = hosted[0].ne(_IGNORED)
-        return int(counted.sum()), int(counted[:, 1:].sum())
+    def _labels_in(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[_SeenLabels]:
+        """Yield what a model is called with that may be labels, under whatever name.
+
+        Of a number beside labels that are not called so nothing is known: the loss may be divided by it.
+        """
+        named, values = kwargs.get("labels"), [*args, *kwargs.values()]
+        is_named = isinstance(named, torch.Tensor)
+        candidates: list[torch.Tensor] = []
+        if isinstance(named, torch.Tensor):
+            candidates = [named] if named.dim() == 2 and not named.is_floating_point() else []
+        elif not any(map(_is_number, values)):
+            candidates = [each for each in tensors_in(values) if each.dtype == torch.int64 and each.dim()]
+        hosted = self._to_host([each.detach() for each in candidates]) if candidates else None
+        for tensor in hosted or ():
+            counted = tensor.ne(_IGNORED)
+            predicted = counted[:, 1:] if counted.dim() == 2 else counted
+            yield _SeenLabels(is_named or not bool(counted.all()), int(counted.sum()), int(predicted.sum()))
 
     def _num_items(self, items: Any) -> float | None:
         if not isinstance(items, torch.Tensor):
@@ -170,6 +190,12 @@ _DIVIDE = (
     "Pass the number of all devices' labels, divided by the devices: model(**batch, num_items_in_batch=…), as "
     "docs/script.md has it under 'Labels that do not count'"
 )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _differ(values: list[Any]) -> bool:
