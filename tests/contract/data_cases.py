@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 import torchacc
 from tests.logged import heard
-from torchacc.engines.device_losses import kept_by_devices
+from torchacc.engines.device_losses import weighed
 
 SAME = "with the same inputs, and no loader of torchacc has given them"
 UNEVEN = "the labels of a batch that are not -100 are"
@@ -209,7 +209,7 @@ def numbers_of_items_that_differ_are_warned_of() -> None:
 @case()
 def losses_that_a_trainer_weighs_say_nothing_of_their_labels() -> None:
     model = accelerate(Tokens())
-    model.forward = kept_by_devices()(model.forward)
+    model.forward = weighed()(model.forward)
     optimizer = sgd(model)
     with heard() as lines:
         for batch in torchacc.shard_loader(DataLoader(rows_of_tokens(), 2), model):

@@ -304,3 +304,23 @@ def packed_sequence_given_to_a_model_runs_or_is_refused() -> None:
         return
     with pytest.raises(torchacc.EngineError, match="a recurrent layer over a packed sequence does not run on XLA"):
         model(packed)
+
+
+class Hiding(nn.Module):
+    """Returns its output in an object that PyTorch's pytree does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(X.shape[1], 3)
+
+    def forward(self, x: torch.Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.head(x))
+
+
+@case([NATIVE])
+def output_in_which_fsdp2_finds_no_tensor_is_refused() -> None:
+    model = accelerate(Hiding())
+    with torch.no_grad():
+        assert model(part(X)).logits.isfinite().all()
+    with pytest.raises(torchacc.EngineError, match="returns a Categorical, in which FSDP2 does not find the tensors"):
+        model(part(X))

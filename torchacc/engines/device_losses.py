@@ -14,6 +14,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 _kept: ContextVar[bool] = ContextVar("kept_by_devices", default=False)
+_weighed: ContextVar[bool] = ContextVar("weighed", default=False)
 
 
 @contextmanager
@@ -29,6 +30,21 @@ def kept_by_devices() -> Iterator[None]:
 def are_kept_by_devices() -> bool:
     """Return whether scalars that models return are each device's own now."""
     return _kept.get()
+
+
+@contextmanager
+def weighed() -> Iterator[None]:
+    """Hold a context, or decorate a function, which weighs the losses that models return by their labels."""
+    token = _weighed.set(True)
+    try:
+        yield
+    finally:
+        _weighed.reset(token)
+
+
+def are_weighed() -> bool:
+    """Return whether losses that models return are weighed by their labels now."""
+    return _weighed.get()
 
 
 def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:

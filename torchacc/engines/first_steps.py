@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchacc.data import digest_of, tensors_in
-from torchacc.engines.device_losses import are_kept_by_devices
+from torchacc.engines.device_losses import are_weighed
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -96,7 +96,7 @@ class FirstSteps:
         self._reads_ours |= _batches.num_delivered > self._num_delivered
         self._num_delivered = _batches.num_delivered
         inputs = None if self._reads_ours else self._digest((args, dict(kwargs)))
-        if are_kept_by_devices():  # then a trainer weighs the losses
+        if are_weighed():
             self._seen.append(_SeenForward(inputs))
         elif kwargs.get("num_items_in_batch") is not None:
             self._seen.append(_SeenForward(inputs, num_items=self._num_items(kwargs["num_items_in_batch"])))

@@ -20,7 +20,7 @@ from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
 from torchacc.engines.base import Engine, sharded_model
-from torchacc.engines.device_losses import kept_by_devices
+from torchacc.engines.device_losses import kept_by_devices, weighed
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.accelerator import AcceleratorAdapter
@@ -181,6 +181,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self._loss_of_rows(model, inputs, num_filling)
         return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
 
+    @weighed()
     def compute_loss(
         self,
         model: nn.Module,
