@@ -1,6 +1,7 @@
 """What a model keeps by which libraries know it, and what scripts call by mistake, on two devices of each engine."""
 
 import copy
+import functools
 import io
 import logging
 import pickle
@@ -210,6 +211,16 @@ def outputs_in_low_precision_come_back_in_float32() -> None:
     assert (inside, output.dtype) == ([torch.bfloat16], torch.float32)
     nn.functional.mse_loss(output, torch.ones_like(output)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@case(each={"layer": nn.LayerNorm, "group": functools.partial(nn.GroupNorm, 2)})
+def norms_in_low_precision_take_inputs_in_float32(norm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(X.shape[1]), nn.Linear(X.shape[1], 4), nn.Tanh())
+    plain = copy.deepcopy(model)
+    output = accelerate(model, compute={"bf16": True})(part(X))
+    output.sum().backward()
+    torch.testing.assert_close(output.detach().cpu(), part(plain(X)).detach().cpu(), rtol=2e-2, atol=2e-2)
 
 
 @case(XLA)

@@ -131,7 +131,7 @@ class _Look(Dataset[list[Trait]]):
 
     def start_worker(self, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
         """Run the user's `worker_init_fn`, which may ask its worker for the dataset and write to it."""
-        vars(get_worker_info())["dataset"] = self.dataset
+        object.__setattr__(get_worker_info(), "dataset", self.dataset)  # which forbids it to scripts
         if worker_init_fn is not None:
             worker_init_fn(worker_id)
 
@@ -153,7 +153,8 @@ def _traits_by_worker(loader: "DataLoader[Any]") -> list[Trait] | None:
         timeout=_WORKER_SECS,
     )
     try:
-        return next(iter(worker))  # type: ignore[no-any-return]
+        (traits,) = worker
+        return traits  # type: ignore[no-any-return]
     except Exception:  # what is wrong shows in the loader's own workers
         return None
 

@@ -29,7 +29,7 @@ from torchacc.engines.native import (
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
-from torchacc.engines.native.norm_statistics import keep_precision_of_statistics
+from torchacc.engines.native.norm_statistics import keep_precision_of_statistics, lower_inputs_of_norms
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
@@ -247,6 +247,8 @@ class NativeModel(ShardedModel):
             note_total_norm(self, total_norm)
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
+            if self.engine.device.type == "cpu":
+                lower_inputs_of_norms(self.model, self._lowered)
         shards: dict[torch.Tensor, nn.Parameter] = {
             original: self.model.get_parameter(name) for name, original in originals.items()
         }

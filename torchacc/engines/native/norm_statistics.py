@@ -1,7 +1,8 @@
-"""Keep the precision of norms with running statistics under a lower compute dtype."""
+"""Norms under a lower compute dtype: keep the precision of running statistics, and take inputs that are not lowered."""
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchacc.engines.patches.private_names import NormBase
@@ -17,6 +18,20 @@ def keep_precision_of_statistics(model: nn.Module) -> None:
         if isinstance(module, NormBase) and module.affine and module.running_mean is not None:
             module.register_forward_pre_hook(_cast_up)
             module.register_forward_hook(_uncover, always_call=True)
+
+
+def lower_inputs_of_norms(model: nn.Module, lowered: torch.dtype) -> None:
+    """Let norms take inputs in float32, which PyTorch's kernels for a CPU refuse beside lowered weights.
+
+    Elsewhere autocast computes such norms in float32.
+    """
+
+    def lower(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each.to(lowered) if torch.is_tensor(each) and each.is_floating_point() else each for each in args)
+
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+            module.register_forward_pre_hook(lower)
 
 
 def _cast_up(module: nn.Module, args: Any) -> None:
