@@ -8,7 +8,7 @@ import sys
 from torchacc.train.config import TextConfig
 from torchacc.train.text import load_text
 
-logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # torch_xla has set handlers up
 print("started", flush=True)
 data = load_text(TextConfig(**json.loads(sys.argv[1])), seed=0)
 tokens = b"".join(block["input_ids"].numpy().tobytes() for block in data.train)
