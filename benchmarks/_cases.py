@@ -46,7 +46,6 @@ CASES = (
     Case("eager", "eager"),
     Case("xla-spmd-1", "xla-spmd", reference="torch_xla"),
     Case("torch_xla", "torch_xla", reference="eager"),
-    Case("xla-multiprocess-4", "xla-multiprocess", processes=4, reference="fsdp2-2"),
     Case("xla-multiprocess-2", "xla-multiprocess", processes=2, reference="fsdp2-2"),
     Case("fsdp2-2", "fsdp2", processes=2, reference="eager"),
     Case("native-2", "native", processes=2, reference="fsdp2-2"),
@@ -108,7 +107,6 @@ RIVALRIES = (
     Rivalry("xla-spmd-4", "fsdpv2-4", "torch_xla's FSDPv2 class"),
     Rivalry("xla-multiprocess-2", "fsdp2-2", "raw FSDP2", "weights and gradients go through the host's memory"),
     Rivalry("xla-multiprocess-2", "xla-fsdp-2", "torch_xla's FSDP"),
-    Rivalry("xla-multiprocess-4", "fsdp2-2", "raw FSDP2 with two processes", "four processes share two cores"),
     Rivalry("native-2", "fsdp2-2", "raw FSDP2", ALL_ROUND),
     Rivalry("native-compile-2", "fsdp2-compile-2", "raw FSDP2, each block compiled", ALL_ROUND),
     Rivalry("native-compile-2", "fsdp2-2", "raw FSDP2"),
@@ -130,7 +128,6 @@ EXPECTATIONS = (
     Limit("native-compile-2", "fsdp2-2", 0.92),
     Limit("native-no-shard-2", "ddp-2", 1.02),
     Limit("xla-multiprocess-2", "fsdp2-2", 1.25),
-    Limit("xla-multiprocess-4", "fsdp2-2", None),
 )
 FIRST_STEPS = (
     Limit("native-compile-1", "compile", 1.00),

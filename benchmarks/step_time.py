@@ -6,7 +6,7 @@
 The rivals: plain PyTorch, `torch.compile`, DDP and raw FSDP2, hand-written torch_xla and its FSDP classes, Hugging Face
 Accelerate and Lightning Fabric (`pip install -r benchmarks/requirements.txt`). All cases train the same GPT-2 on the
 same batches, each in processes of its own that stay alive. They take turns, a block of steps each, while the others
-sleep; together they take about 16 GB. A ratio is the median over rounds of the ratio within one round, so that what
+sleep; together they take most of 24 GB. A ratio is the median over rounds of the ratio within one round, so that what
 slows the machine down for a while does not end up in it. Compiling happens before the first round.
 
 Exits with 1 if a case fails or has another loss than the others at any step; a slow case is reported, not an error.
