@@ -1,6 +1,6 @@
 """The functions that a training script calls."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -272,20 +272,19 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
         note_batch()
         progress.mark(progress.Phase.DATA)
 
-    def agree(own: bytes) -> bytes:
-        engine.group.expect_all("a loop over a sharded loader")
-        return engine.group.broadcast_object(own)  # type: ignore[no-any-return]
+    def together(collective: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+        def call(own: Any) -> Any:
+            engine.group.expect_all("a loop over a sharded loader")
+            return collective(own)
 
-    def gather(own: Any) -> list[Any]:
-        engine.group.expect_all("a loop over a sharded loader")
-        return engine.group.all_gather_objects(own)
+        return call if engine.job.launched else None
 
     sharded = data.shard_loader(
         dataloader,
         num_data_shards=engine.mesh.num_data_shards,
         shards=engine.data_shards,
-        agree=agree if engine.job.launched else None,
-        gather=gather if engine.job.launched else None,
+        agree=together(engine.group.broadcast_object),
+        gather=together(engine.group.all_gather_objects),
     )
     return data.AsyncLoader(
         sharded,

@@ -166,15 +166,20 @@ def rows_of_tokens() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@case()
-def labels_of_different_numbers_are_warned_of_once() -> None:
-    model = accelerate(Tokens())
+def heard_of_epoch(model: nn.Module) -> list[str]:
+    """Train for an epoch of rows with labels of different numbers, and return what is logged."""
     optimizer = sgd(model)
     with heard() as lines:
         for batch in torchacc.shard_loader(DataLoader(rows_of_tokens(), 2), model):
             optimizer.zero_grad()
             model(**batch).loss.backward()
             optimizer.step()
+    return lines
+
+
+@case()
+def labels_of_different_numbers_are_warned_of_once() -> None:
+    lines = heard_of_epoch(accelerate(Tokens()))
     assert count(lines, UNEVEN) == (ENGINE != SPMD), lines
     assert count(lines, SAME) == 0
 
@@ -210,12 +215,7 @@ def numbers_of_items_that_differ_are_warned_of() -> None:
 def losses_that_a_trainer_weighs_say_nothing_of_their_labels() -> None:
     model = accelerate(Tokens())
     model.forward = weighed()(model.forward)
-    optimizer = sgd(model)
-    with heard() as lines:
-        for batch in torchacc.shard_loader(DataLoader(rows_of_tokens(), 2), model):
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
+    lines = heard_of_epoch(model)
     assert count(lines, UNEVEN) == 0, lines
 
 

@@ -20,26 +20,24 @@ _weighed: ContextVar[bool] = ContextVar("weighed", default=False)
 @contextmanager
 def kept_by_devices() -> Iterator[None]:
     """Hold a context, or decorate a function, in which scalars that models return are each device's own."""
-    token = _kept.set(True)
-    try:
+    with _set(_kept):
         yield
-    finally:
-        _kept.reset(token)
-
-
-def are_kept_by_devices() -> bool:
-    """Return whether scalars that models return are each device's own now."""
-    return _kept.get()
 
 
 @contextmanager
 def weighed() -> Iterator[None]:
     """Hold a context, or decorate a function, which weighs the losses that models return by their labels."""
-    token = _weighed.set(True)
+    with _set(_weighed):
+        yield
+
+
+@contextmanager
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _weighed.reset(token)
+        flag.reset(token)
 
 
 def are_weighed() -> bool:

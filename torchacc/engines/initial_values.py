@@ -12,6 +12,7 @@ from torch import nn
 
 from torchacc.engines import deferred
 from torchacc.engines.deferred import is_recorded, take_values
+from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -119,9 +120,8 @@ def materialise_parameters(
         if values.is_meta:
             values = torch.empty(planned.shape, dtype=dtype, device=device)
         new = nn.Parameter(values.to(device, dtype).contiguous(), requires_grad=planned.trainable)
-        for name in planned.names:
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._parameters[leaf] = new
+        for owner, leaf in find_slots(model, planned.names):
+            owner._parameters[leaf] = new
 
 
 def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) -> None:

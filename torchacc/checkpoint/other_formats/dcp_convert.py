@@ -18,7 +18,7 @@ from torchacc.checkpoint.other_formats.pretrained_folder import HEAD, pretrained
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.own_format.commit import FolderWriter
-from torchacc.checkpoint.own_format.safetensors_files import FileRegion, SafetensorsLayout, plan_safetensors
+from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import making_sense
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite, index_files
@@ -135,8 +135,8 @@ def import_dcp(
     if tensors:
         layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
     keys = {name: key for stem in stems.values() for name, key in stem.items()}
-    runs = _tensors_to_write(folder, layouts, keys, tensors)
-    _write(Path(checkpoint).absolute(), layouts, files, _with_progress(runs, layouts, progress))
+    writes = _tensors_to_write(folder, layouts, keys, tensors)
+    _write(Path(checkpoint).absolute(), layouts, files, _with_progress(writes, layouts, progress))
 
 
 def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
@@ -203,33 +203,33 @@ def _tensors_to_write(
     layouts: Mapping[str, SafetensorsLayout],
     keys: Mapping[str, str],
     tensors: Mapping[str, torch.Tensor],
-) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
+) -> Iterator[TensorWrite]:
     for layout in layouts.values():
         for name, region in layout.regions.items():
-            yield region, 0, (folder.read(keys[name]) if name in keys else tensors[name]).reshape(-1)
+            full = folder.read(keys[name]) if name in keys else tensors[name]
+            yield TensorWrite(region, 0, full.reshape(-1))
 
 
 def _with_progress(
-    runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
+    writes: Iterator[TensorWrite],
     layouts: Mapping[str, SafetensorsLayout],
     progress: TotalProgress | None,
-) -> Iterator[tuple[FileRegion, int, torch.Tensor]]:
+) -> Iterator[TensorWrite]:
     total = sum(region.nbytes for layout in layouts.values() for region in layout.regions.values())
-    for region, start, run in runs:
-        yield region, start, run
+    for write in writes:
+        yield write
         if progress is not None:
-            progress(run.nbytes, total)
+            progress(write.data.nbytes, total)
 
 
 def _write(
     checkpoint: Path,
     layouts: Mapping[str, SafetensorsLayout],
     files: Mapping[str, bytes],
-    runs: Iterator[tuple[FileRegion, int, torch.Tensor]],
+    writes: Iterator[TensorWrite],
 ) -> None:
     writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
     others = {**index_files(layouts), **files}
     writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
     writer.join()
-    writes = (TensorWrite(*run) for run in runs)
     PendingSave(writer, writes, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()

@@ -225,15 +225,13 @@ class NativeModel(ShardedModel):
 
         _refuse_without_gradients(self.model)
         self._move_buffers()
-        if self.plan.tensor_parallel.size > 1:
-            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         if self.plan.float8 is not None:
             float8_training.convert(self.model, self.plan.float8)
         self._compile_units()
         if self.plan.tensor_parallel.size > 1:
             compiled = compiled_units.regions(self.plan) if self._compiled else ()
-            split_layers.show_ordinary_tensors(self.model, self.plan, compiled)
+            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, compiled)
         self._install_forward(self._run)
         number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so

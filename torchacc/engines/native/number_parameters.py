@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import EngineError
@@ -35,9 +36,8 @@ def replicate(model: nn.Module, plan: ShardingPlan, mesh: Any, device: torch.dev
         new = nn.Parameter(number)
         new.register_hook(partial(gradient_over_data, number._spec))
         new.requires_grad_(planned.trainable)
-        for name in planned.names:
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._parameters[leaf] = new
+        for owner, leaf in find_slots(model, planned.names):
+            owner._parameters[leaf] = new
 
 
 def check_used_alike(model: nn.Module, plan: ShardingPlan, group: ProcessGroup) -> None:

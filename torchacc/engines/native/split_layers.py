@@ -7,12 +7,13 @@ a norm meets one kind; their modules see the ordinary tensor inside.
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchacc.engines.held_parameters import Slot, find_slots
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
@@ -69,60 +70,59 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any) -> None:
-    """Let layers compute with distributed tensors as their weights.
+def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, compiled: Iterable[str] = ()) -> None:
+    """Let layers compute with distributed tensors as their weights, and all others with the ordinary tensors inside.
 
     Args:
         model: The model.
         plan: Says which parameters will be split.
         mesh: The DeviceMesh of the axis `tp`.
+        compiled: Modules that torch.compile compiles already: they are given ordinary tensors before they run, as it
+            takes tensors that come and go inside for other graphs.
     """
     specs = _specs_by_module(model, plan)
     for name, module in model.named_modules():
-        dim = _split_dim(specs.get(module, {}))
-        if isinstance(module, nn.Embedding) and dim == 0:
-            look_up = functools.partial(_look_up_part, module.forward, module, mesh)
-            module.forward = functools.wraps(module.forward)(look_up)  # type: ignore[method-assign]
-        elif dim is not None:
-            assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
-            by_input, gives_logits = isinstance(module, nn.Linear) and dim == 1, _LOGITS.search(name) is not None
-            before, after = _hooks(mesh, takes_part=by_input, gives_part=not (by_input or gives_logits))
-            if gives_logits:  # in its forward, which compute.chunked_loss calls by itself
-                product = functools.partial(_multiply_part, module.forward, before, after)
-                module.forward = functools.wraps(module.forward)(product)  # type: ignore[method-assign]
-                continue
-            # One function for all layers of a kind, as torch.compile takes another function for another graph.
-            module.register_forward_pre_hook(before)
-            module.register_forward_hook(after)
+        if _split_dim(specs.get(module, {})) is not None:
+            _split(module, name, _split_dim(specs[module]), mesh)
         if hasattr(module, _HEAD_COUNT) and any(
             _split_dim(specs.get(child, {})) is not None for child in module.children()
         ):
             setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.tensor_parallel.size)
+    inside_of = {part: model.get_submodule(name) for name in compiled for part in model.get_submodule(name).modules()}
+    ordinary: dict[nn.Module, list[Slot]] = {}
+    for module, of_module in specs.items():
+        if _split_dim(of_module) is None:
+            ordinary.setdefault(inside_of.get(module, module), []).extend((module, leaf) for leaf in of_module)
+    for module, slots in ordinary.items():
+        _wrap(module, _with_ordinary_tensors, slots)
 
 
-def show_ordinary_tensors(model: nn.Module, plan: ShardingPlan, regions: Iterable[str]) -> None:
-    """Let modules that are not split find ordinary tensors in the place of their parameters.
+def _split(module: nn.Module, name: str, dim: int | None, mesh: Any) -> None:
+    """Let a layer whose weight is split over a dimension compute with its part."""
+    if isinstance(module, nn.Embedding) and dim == 0:
+        _wrap(module, _look_up_part, module, mesh)
+        return
+    assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
+    by_input, gives_logits = isinstance(module, nn.Linear) and dim == 1, _LOGITS.search(name) is not None
+    before, after = _hooks(mesh, takes_part=by_input, gives_part=not (by_input or gives_logits))
+    if gives_logits:  # in its forward, which compute.chunked_loss calls by itself
+        _wrap(module, _multiply_part, before, after)
+    else:
+        # One function for all layers of a kind, as torch.compile takes another function for another graph.
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
-    Args:
-        model: The model.
-        plan: Says which parameters will be split.
-        regions: Modules that torch.compile compiles: it takes the tensors as they are before and after.
-    """
-    by_forward: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    inside_of = {part: model.get_submodule(name) for name in regions for part in model.get_submodule(name).modules()}
-    for module, specs in _specs_by_module(model, plan).items():
-        if _split_dim(specs) is None:
-            by_forward.setdefault(inside_of.get(module, module), []).extend((module, leaf) for leaf in specs)
-    for module, slots in by_forward.items():
-        module.forward = functools.wraps(module.forward)(
-            functools.partial(_with_ordinary_tensors, module.forward, slots)
-        )
+
+def _wrap(module: Any, run: Callable[..., Any], *args: Any) -> None:
+    """Let a function run in the place of a module's forward: it is called with that, `args`, and what that is given."""
+    forward = module.forward
+    module.forward = functools.wraps(forward)(functools.partial(run, forward, *args))
 
 
 def _specs_by_module(model: nn.Module, plan: ShardingPlan) -> dict[nn.Module, dict[str, ParameterSpec]]:
     specs: dict[nn.Module, dict[str, ParameterSpec]] = {}
     for planned in plan.parameters:
-        for owner, leaf in _slots(model, planned):
+        for owner, leaf in find_slots(model, planned.names):
             specs.setdefault(owner, {})[leaf] = plan.tensor_parallel.spec_of(planned.name)
     return specs
 
@@ -150,17 +150,11 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: T
         full = old.detach().contiguous()
         part = distribute_tensor(full, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
         new = nn.Parameter(part, requires_grad=old.requires_grad)
-        for owner, leaf in _slots(model, planned):
+        for owner, leaf in find_slots(model, planned.names):
             owner._parameters[leaf] = new
 
 
-def _slots(model: nn.Module, planned: PlannedParameter) -> Iterator[tuple[nn.Module, str]]:
-    for name in planned.names:
-        path, _, leaf = name.rpartition(".")
-        yield model.get_submodule(path), leaf
-
-
-def _with_ordinary_tensors(forward: Forward, slots: Sequence[tuple[nn.Module, str]], *args: Any, **kwargs: Any) -> Any:
+def _with_ordinary_tensors(forward: Forward, slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
     """Run a forward with ordinary tensors in the place of parameters that are replicated on each process."""
     from torch.distributed.tensor import Replicate
 

@@ -14,10 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from torchacc.engines.held_parameters import Slot
 from torchacc.errors import EngineError
-
-Slot = tuple[nn.Module, str]
-"""A module, and the name under which it keeps a parameter."""
 
 
 @dataclass(eq=False)
@@ -85,12 +83,6 @@ def replace_parameter(slots: Sequence[Slot], new: nn.Parameter) -> None:
     for module, name in slots:
         module._parameters[name] = new
         _refresh_rnn(module)
-
-
-def find_slots(model: nn.Module, names: Sequence[str]) -> list[Slot]:
-    """Return the places of a parameter with these names."""
-    paths = [name.rpartition(".") for name in names]
-    return [(model.get_submodule(path), leaf) for path, _, leaf in paths]
 
 
 class WeightSource(Protocol):

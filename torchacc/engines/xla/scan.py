@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
+from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import find_slots, lost_edit, storage_and_edits
+from torchacc.engines.xla.gather import lost_edit, storage_and_edits
 from torchacc.errors import EngineError
 
 Patches = Callable[[], AbstractContextManager[None]]

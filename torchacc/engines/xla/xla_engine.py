@@ -21,6 +21,7 @@ from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
+from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
@@ -32,7 +33,6 @@ from torchacc.engines.xla.gather import (
     Gatherer,
     UnitHooks,
     Weight,
-    find_slots,
     install_unit,
     lost_edit,
     replace_parameter,
