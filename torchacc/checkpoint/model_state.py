@@ -237,48 +237,72 @@ def load_state_dict(
     """
     if assign:
         raise CheckpointError("load_state_dict(assign=True) would replace the model's shards: leave out assign=True")
-    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
-    left = dict(state_dict)
-    loads: list[tuple[nn.Parameter, LocalShard, dict[str, Any]]] = []
-    missing: list[str] = []
-    for parameter, local_shard in sharded.local_shards.items():
-        found = {local_shard.key: left.pop(local_shard.key)} if local_shard.key in left else {}
-        for name in local_shard.names:
-            given = {other: left.pop(other) for other in names_of[name] if other in left}
-            if given and name not in found:
-                found[name] = next(iter(given.values()))
-            _refuse_untied(name, {**given, **({name: found[name]} if name in found else {})})
-        wanted = [] if local_shard.key in found else [name for name in local_shard.names if name not in found]
-        missing += wanted
-        if not wanted:
-            loads.append((parameter, local_shard, found))
-    own = dict(buffer_slots(sharded.model))
-    missing += [name for name in own if name not in left]
-    given_buffers = {name: left.pop(name) for name in own if name in left}
-    extras = extra_states(sharded.model)
-    missing += [name for name in extras if name not in left]
-    given_extras = {name: left.pop(name) for name in extras if name in left}
-    unexpected = list(left)
-    if strict and (missing or unexpected):
-        raise CheckpointError(_misfit(sharded, missing, unexpected))
-    for name, value in given_buffers.items():
-        if tuple(value.shape) != tuple(own[name].shape):
-            raise CheckpointError(
-                f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
-            )
-    all_local = are_local([(local_shard, found) for _, local_shard, found in loads])
-    locals_ = [(parameter, cut(sharded, local_shard, found, all_local)) for parameter, local_shard, found in loads]
+    given = _sort_by_place(sharded, state_dict)
+    if strict and (given.missing or given.unexpected):
+        raise CheckpointError(_misfit(sharded, given.missing, given.unexpected))
+    for slot, name, value in given.buffers:
+        if tuple(value.shape) != tuple(slot.shape):
+            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(slot.shape)}")
+    all_local = are_local([(local_shard, found) for _, local_shard, found in given.parameters])
+    new = [
+        (parameter, cut(sharded, local_shard, found, all_local)) for parameter, local_shard, found in given.parameters
+    ]
+    # All has been checked: from here on the model is changed.
     with torch.no_grad():
-        for parameter, local in locals_:
-            sharded.assign(parameter, local.to(parameter.dtype))
-        for name, value in given_buffers.items():
-            own[name].copy_(value)
-    for name, value in given_extras.items():
-        extras[name].set_extra_state(value)
+        for parameter, shard in new:
+            sharded.assign(parameter, shard.to(parameter.dtype))
+        for slot, _, value in given.buffers:
+            slot.copy_(value)
+    for module, state in given.extra_states:
+        module.set_extra_state(state)
     sharded.engine.sync()
-    if not missing:
+    if not given.missing:
         sharded.status.mark_weights_loaded()
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    return nn.modules.module._IncompatibleKeys(given.missing, given.unexpected)
+
+
+@dataclass
+class _GivenState:
+    """What a state dict has for each place in a model."""
+
+    parameters: list[tuple[nn.Parameter, LocalShard, dict[str, Any]]]
+    """A parameter, what this process holds of it, and the tensors for it by name."""
+    buffers: list[tuple[torch.Tensor, str, torch.Tensor]]
+    """A buffer, its name and its new values."""
+    extra_states: list[tuple[nn.Module, Any]]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def _sort_by_place(sharded: ShardedModel, state_dict: Mapping[str, Any]) -> _GivenState:
+    left = dict(state_dict)
+    given = _GivenState([], [], [], [], [])
+    names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
+    for parameter, local_shard in sharded.local_shards.items():
+        found = _take_tensors(left, local_shard, names_of)
+        missing = [] if local_shard.key in found else [name for name in local_shard.names if name not in found]
+        given.missing += missing
+        if not missing:
+            given.parameters.append((parameter, local_shard, found))
+    slots, modules = dict(buffer_slots(sharded.model)), extra_states(sharded.model)
+    given.missing += [name for name in (*slots, *modules) if name not in left]
+    given.buffers = [(slot, name, left.pop(name)) for name, slot in slots.items() if name in left]
+    given.extra_states = [(module, left.pop(name)) for name, module in modules.items() if name in left]
+    given.unexpected = list(left)
+    return given
+
+
+def _take_tensors(
+    left: dict[str, Any], local_shard: LocalShard, names_of: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Take from a state dict what it has of one shard: under its key here, or as full tensors by any of their names."""
+    found = {local_shard.key: left.pop(local_shard.key)} if local_shard.key in left else {}
+    for name in local_shard.names:
+        tied = {other: left.pop(other) for other in names_of[name] if other in left}
+        if tied and name not in found:
+            found[name] = next(iter(tied.values()))
+        _refuse_untied(name, {**tied, **({name: found[name]} if name in found else {})})
+    return found
 
 
 def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def choose(config: Config, job: Job) -> Choice:
             )
         if option is not None and (xla_runtime.runs_on_cpu() or torch.accelerator.is_available()):
             return Choice("native", instead_of_xla=option)
+    assert config.backend in ("auto", "xla"), f"nothing says which engine backend {config.backend!r} is"
     xla_runtime.check_versions()
     hardware.check_platform()
     return Choice("xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd")

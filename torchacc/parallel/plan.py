@@ -111,7 +111,8 @@ class ShardingPlan:
     def is_plain(self) -> bool:
         """Whether each device computes with all parameters as they are: none is gathered, cast or moved."""
         is_cast = {self.compute_dtype, self.master_dtype, self.reduce_dtype} != {"float32"}
-        return self.mesh.size(Role.SHARD, Role.TENSOR) == 1 and not is_cast and not self.shards_on_host
+        is_replicated = self.mesh.num_devices == self.mesh.size(Role.REPLICATE)
+        return is_replicated and not is_cast and not self.shards_on_host
 
     def is_resharded_after_forward(self, unit: Unit) -> bool:
         """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""

@@ -248,7 +248,7 @@ def _what_instead(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder"
     if any(folder.glob("*.safetensors")):
-        return "the folder holds safetensors files, which torchacc.load() reads as they are"
+        return "the folder holds safetensors files, which torchacc.checkpoint.load() reads as they are"
     if any(folder.glob("__*.metadata")):
         return "each rank wrote metadata of its own (use_collectives=False), which is not supported"
     return "it is written last, so that the save was not completed, or this is another folder"
