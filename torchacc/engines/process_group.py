@@ -90,17 +90,12 @@ class ProcessGroup:
         _drain_at_exit()
 
     def own_subgroup(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make the groups of one mesh axis, and return this process's; None where it is alone in it.
+        """Return this process's group of those of a mesh axis; None where it is alone in it.
 
-        Collective: every process.
+        Collective: every process. A group takes sockets and threads that wake up a hundred times a second, so that all
+        models share it, and a call waits for its collectives.
         """
-        own = None
-        for ranks in groups:
-            with gloo_silenced():
-                made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if self.job.rank in ranks:
-                own = made
-        return own
+        return _own_subgroup(dist.group.WORLD, self.job.rank, tuple(map(tuple, groups)))
 
     def all_gather_objects(self, payload: Any) -> list[Any]:
         """Return every process's payload, by rank. Collective: every process."""
@@ -344,6 +339,20 @@ _READ_ALIKE = (
 
 
 @functools.cache
+def _own_subgroup(
+    world: dist.ProcessGroup | None, rank: int, groups: tuple[tuple[int, ...], ...]
+) -> dist.ProcessGroup | None:
+    """Make the groups of processes of the default group, once, and return the one with this rank."""
+    own = None
+    for ranks in groups:
+        with gloo_silenced():
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = made
+    return own
+
+
+@functools.cache
 def _meetings() -> dist.ProcessGroup:
     """Return a group of all processes for meetings, whose members do not wait long. Collective: every process."""
     made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=_MEET_SECS))
@@ -389,6 +398,7 @@ def _cout_state() -> Callable[[int], object]:
 
 
 def _stop() -> None:
+    _own_subgroup.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
