@@ -121,11 +121,13 @@ def plan_save(
         tensors["optimizer"] = _described(states)
     files = _lay_out(tensors, sharded.placement.processes_per_replica * sharded.placement.num_replicas, max_shard_size)
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
+    parts = {
+        entry.parameter: [part.part(*sharded.replica_of(entry.local_shard)) for part in entry.local_shard.slices]
+        for entry in parameters
+    }
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
-        replica = sharded.replica_of(entry.local_shard)
-        parts = [part.part(*replica) for part in entry.local_shard.slices]
-        own = [(regions[part.name + entry.suffix], part) for part in parts]
+        own = [(regions[part.name + entry.suffix], part) for part in parts[entry.parameter]]
         shards.append(ShardWrites(entry.value, entry.local_shard.shard_numel * entry.value.element_size(), own))
     unsharded = []
     if sharded.engine.job.rank == 0:

@@ -74,7 +74,8 @@ class Mesh:
 
     def axes(self, *roles: Role) -> tuple[str, ...]:
         """Return the names of the axes that have any of these roles, the slowest first."""
-        return tuple(name for name in self.axis_names if name in axes_with(*roles))
+        wanted = axes_with(*roles)
+        return tuple(name for name in self.axis_names if name in wanted)
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along one axis; 1 for one that the mesh does not have."""

@@ -11,6 +11,7 @@ import torch
 from torchacc.errors import CheckpointError
 
 _TAG = "$"
+_AS_THEY_ARE = {int, float, bool, str, type(None)}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -46,7 +47,9 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
+        items = list(value)
+        if not set(map(type, items)) <= _AS_THEY_ARE:  # a generator's state has hundreds of numbers
+            items = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(items)]
         kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)).__name__
         return items if kind == "list" else {_TAG: kind, "value": items}
     raise CheckpointError(
