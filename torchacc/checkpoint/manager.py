@@ -25,7 +25,7 @@ from torchacc.checkpoint.loader import load, verify
 from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.own_format.removal import foreign_names, remove, settle
-from torchacc.checkpoint.saver import save_silently, snapshot
+from torchacc.checkpoint.saver import free_copies, save_silently, snapshot
 from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError, ConfigError, listed
 from torchacc.launch import progress
@@ -109,7 +109,7 @@ class CheckpointManager:
             every_steps: `save_if_due()` saves at the multiples of this many steps; None for SIGTERM only.
             keep: How many of the newest checkpoints to keep; None for all of them.
             async_save: Whether to write in the background, from a copy in host memory, which this process must have
-                room for. The copy is made before `save()` returns.
+                room for. The copy is made before `save()` returns; its memory is kept for the next one.
 
         Raises:
             CheckpointError: The folder cannot be written, or another job uses it.
@@ -245,12 +245,16 @@ class CheckpointManager:
             saving.result()
 
     def close(self) -> None:
-        """Wait as `wait()` does, leave SIGTERM to whom it belonged before, and the folder to others. Every process."""
+        """Wait as `wait()` does, leave SIGTERM to whom it belonged before, and the folder to others. Every process.
+
+        The memory of the copies that `async_save` has made is freed.
+        """
         self._signal.unhook()
         self._is_closed = True
         try:
             self.wait()
         finally:
+            free_copies(self._contents["model"])
             self._lock.release()
 
     def steps(self) -> list[int]:

@@ -178,8 +178,10 @@ def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, 
         if buffer is not None and isinstance(state_dict.get(prefix + name), torch.Tensor):
             _buffers[state_dict[prefix + name]] = True
     for name, parameter in module._parameters.items():
-        if parameter in sharded.local_shards and isinstance(state_dict.get(prefix + name), torch.Tensor):
-            shards[state_dict[prefix + name]] = (sharded, parameter)
+        given = state_dict.get(prefix + name)
+        # The parameter itself, as with keep_vars=True, says whose it is; noted, it would keep itself and its model.
+        if parameter in sharded.local_shards and isinstance(given, torch.Tensor) and given is not parameter:
+            shards[given] = (sharded, parameter)
 
 
 def shard_of(tensor: torch.Tensor) -> tuple[ShardedModel, nn.Parameter] | None:

@@ -178,6 +178,11 @@ _spare: WeakKeyDictionary[ShardedModel, list[torch.Tensor]] = WeakKeyDictionary(
 """Memory of the last copied save, which the next one of the model uses."""
 
 
+def free_copies(model: nn.Module) -> None:
+    """Free the memory that the last copied save of a model has left for the next one."""
+    _spare.pop(sharded_model(model), None)
+
+
 @dataclass
 class PendingSave:
     """A process's part of a checkpoint that is yet to be written."""

@@ -1,11 +1,15 @@
 """Saves in the background of real models: what is written is what was there when the save began."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
 import torchacc
 from tests import forkrun
 from torchacc.checkpoint import CheckpointManager, loader, saver
+from torchacc.engines.base import sharded_model
 
 
 class Run:
@@ -48,6 +52,67 @@ def test_what_is_saved_is_copied_before_the_save_returns(tmp_path):
         loader.load(tmp_path / "now", **run.parts)
         run.step()
     run.manager.close()
+
+
+def test_saves_that_are_pending_at_once_have_memory_of_their_own(tmp_path):
+    run, pending = Run(tmp_path), {}
+    run.manager.save(1)
+    run.manager.wait()  # leaves memory
+    for name in ("a", "b", "c"):
+        saver.save(tmp_path / f"{name}-now", **run.parts)
+        pending[name] = saver.snapshot(tmp_path / name, **run.parts)
+        run.step()
+    for name in ("b", "a", "c"):
+        pending[name].write()
+    run.manager.close()
+    found = [tensors(tmp_path / name) for name in pending]
+    assert found == [tensors(tmp_path / f"{name}-now") for name in pending]
+    assert found[0] != found[1] != found[2]
+
+
+def test_what_is_saved_may_change_between_saves(tmp_path):
+    run = Run(tmp_path)
+    momentum = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    doubles = torch.optim.AdamW(run.model.parameters(), lr=0.05, amsgrad=True)
+    contents = {
+        "adamw": run.parts,
+        "model": {"model": run.model},
+        "momentum": {**run.parts, "optimizer": momentum},
+        "amsgrad": {**run.parts, "optimizer": doubles},
+        "doubles": {**run.parts, "optimizer": doubles},
+        "adamw-again": run.parts,
+    }
+    for optimizer in (momentum, doubles):
+        run.optimizer = optimizer
+        run.step()
+    for name, parts in contents.items():
+        if name == "doubles":
+            for state in doubles.state.values():
+                state["exp_avg"] = state["exp_avg"].double()
+        saver.save(tmp_path / f"{name}-now", **parts)
+        pending = saver.snapshot(tmp_path / name, **parts)
+        with torch.no_grad():
+            for parameter, state in doubles.state.items():
+                parameter.add_(1)
+                state["exp_avg"].add_(1)
+        pending.write()
+        loader.verify(tmp_path / name)
+        assert tensors(tmp_path / name) == tensors(tmp_path / f"{name}-now"), name
+    run.manager.close()
+
+
+def test_memory_of_copies_is_freed_with_the_manager_and_the_model(tmp_path):
+    run = Run(tmp_path)
+    run.manager.save(1)
+    run.manager.wait()
+    (copies,) = [weakref.ref(copy) for copy in saver._spare[sharded_model(run.model)]][:1]
+    run.manager.close()
+    assert copies() is None
+    saver.snapshot(tmp_path / "a", **run.parts).write()
+    kept = len(saver._spare)
+    del run
+    gc.collect()
+    assert len(saver._spare) < kept
 
 
 def test_memory_of_a_save_in_inference_mode_is_used_again(tmp_path):
