@@ -107,9 +107,15 @@ class _ShardRead:
     tensors: Mapping[str, StoredTensor]
     dtype: torch.dtype
 
-    def read(self) -> torch.Tensor:
-        """Return the shard, flat, on the host."""
-        local = torch.empty(sum(part.numel for part in self.local_shard.slices), dtype=self.dtype)
+    def read(self, memory: torch.Tensor | None) -> torch.Tensor:
+        """Return the shard, flat, on the host.
+
+        Args:
+            memory: Where to read it to, of what it replaces; not used if it is of another size or dtype.
+        """
+        numel = sum(part.numel for part in self.local_shard.slices)
+        fits = memory is not None and memory.dtype == self.dtype and len(memory) == numel
+        local = memory if memory is not None and fits else torch.empty(numel, dtype=self.dtype)
         for part in self.local_shard.slices:
             self.tensors[part.name].fill(local[part.offset : part.offset + part.numel], part.start)
         return local
@@ -147,7 +153,7 @@ class _LoadPlan:
         if self.sharded.engine.job.rank == 0:
             self.folder.verify_headers()
         for planned in self.parameters:
-            self.sharded.assign(planned.parameter, planned.read())
+            self.sharded.assign(planned.parameter, planned.read(_host_memory(planned.parameter)))
         for buffer, stored in self.buffers:
             buffer.copy_(stored.read())
         if self.parts.optimizer is not None:
@@ -157,15 +163,16 @@ class _LoadPlan:
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {}
+        taken = {memory.untyped_storage().data_ptr() for memory in map(_host_memory, parameters) if memory is not None}
         for own_id, entry in self.states.items():
             # No parameter has two states in memory. Should this fail, the optimizer refuses to step.
-            optimizer.state.pop(parameters[own_id], None)
-            states[own_id] = {key: self._value(value) for key, value in entry.items()}
+            memory = _memory_to_reuse(optimizer.state.pop(parameters[own_id], {}), taken)
+            states[own_id] = {key: self._value(value, memory.get(key)) for key, value in entry.items()}
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
-    def _value(self, planned: Any) -> Any:
+    def _value(self, planned: Any, memory: torch.Tensor | None) -> Any:
         if isinstance(planned, _ShardRead):
-            return self.sharded.place(planned.parameter, planned.read())
+            return self.sharded.place(planned.parameter, planned.read(memory))
         return planned.read() if isinstance(planned, StoredTensor) else planned
 
     def _load_run(self) -> None:
@@ -178,6 +185,36 @@ class _LoadPlan:
             if part is not None:
                 with making_sense(f"{self.folder.path / 'state.json'}: the state of the {name}"):
                     part.load_state_dict(self.run[name])
+
+
+def _host_memory(tensor: Any) -> torch.Tensor | None:
+    """Return what this process holds of a tensor, flat, as the memory itself; None where that is not on the host.
+
+    Memory that the system has yet to hand out takes several times as long to fill, and to be copied from once more.
+    """
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(local) not in (torch.Tensor, nn.Parameter) or local.device.type != "cpu" or local.layout != torch.strided:
+        return None
+    if not local.is_contiguous() or local.is_conj() or local.is_neg() or local.is_inference():
+        return None
+    flat: torch.Tensor = local.detach().view(-1)
+    return flat
+
+
+def _memory_to_reuse(state: Mapping[str, Any], taken: set[int]) -> dict[str, torch.Tensor]:
+    """Return the host memory of a parameter's states by name, without what is also another's.
+
+    Args:
+        state: The states that are replaced.
+        taken: Where the storages lie that were met before; those of these states are added.
+    """
+    found = {}
+    for key, value in state.items():
+        memory = _host_memory(value)
+        if memory is not None and (begin := memory.untyped_storage().data_ptr()) not in taken:
+            taken.add(begin)
+            found[key] = memory
+    return found
 
 
 def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) -> _LoadPlan:
