@@ -33,10 +33,7 @@ def _is_split(size: int) -> bool:
     return size > 1
 
 
-NOT_YET = (
-    _NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),
-    _NotYet("dist.sp.size", _is_split, "use config.dist.fsdp.size"),
-)
+NOT_YET = (_NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),)
 
 
 def resolve(config: Config, job: Job, *, num_devices: int) -> Config:

@@ -419,12 +419,12 @@ class PPConfig(Section):
 
 
 class SPConfig(Section):
-    """Samples split along their length."""
+    """Samples split along their length (context parallelism, native engine only)."""
 
     path = "dist.sp"
 
     size: Count = 1
-    """Number of devices that share a sample."""
+    """Number of devices that share a sample, each with a part of its tokens; parameters are sharded over them, too."""
 
 
 class FSDPConfig(Section):

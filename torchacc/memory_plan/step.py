@@ -140,6 +140,11 @@ def study(
         )
     if config.dist.tp.size > 1:
         raise ConfigError(f"config.dist.tp.size = {config.dist.tp.size} is not in the memory plan: leave it at 1")
+    if config.dist.sp.size > 1:
+        raise ConfigError(
+            f"config.dist.sp.size = {config.dist.sp.size} is not in the memory plan: leave it at 1, with a batch of "
+            "1/sp.size of the tokens"
+        )
     config = deepcopy(config)
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
     config = resolve(config, Job(), num_devices=1)

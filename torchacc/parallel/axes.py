@@ -29,7 +29,7 @@ AXES: Mapping[str, frozenset[Role]] = {
     "fsdp": frozenset({Role.BATCH, Role.SHARD}),
     "tp": frozenset({Role.TENSOR}),
     "pp": frozenset({Role.PIPELINE}),
-    "sp": frozenset({Role.SEQUENCE}),
+    "sp": frozenset({Role.SEQUENCE, Role.SHARD}),
 }
 """The axes by the names of their sections in `config.dist`; of those with the role BATCH the first is the slowest in
 the order of the data."""

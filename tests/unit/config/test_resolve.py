@@ -151,7 +151,6 @@ def test_results_that_are_kept_are_not_offloaded():
 
 NOT_YET = {
     "dist.pp.size": 2,
-    "dist.sp.size": 2,
 }
 
 

@@ -26,6 +26,7 @@ from torchacc.engines.native import (
     optimizer_checks,
     script_reads,
     split_layers,
+    split_sequence,
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
@@ -104,6 +105,8 @@ class NativeEngine(Engine):
             )
         if self.mesh.size(Role.TENSOR) > 1:
             split_layers.check(model, make_plan(model, self.config, self.mesh))
+        if self.mesh.size(Role.SEQUENCE) > 1:
+            split_sequence.check(self.config, self.mesh, model)
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -154,6 +157,11 @@ class NativeEngine(Engine):
     def tp_mesh(self) -> Any:
         """The DeviceMesh of the processes that share layers."""
         return self._process_mesh[Role.TENSOR.value]
+
+    @cached_property
+    def sequence_group(self) -> Any:
+        """The processes that share samples with this one; None where each has its own. Made by a collective."""
+        return self.group.own_subgroup(self.mesh.groups(Role.SEQUENCE))
 
     @cached_property
     def _process_mesh(self) -> Any:
@@ -232,7 +240,11 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             compiled = compiled_units.regions(self.plan) if self._compiled else ()
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, compiled)
+        if self.engine.sequence_group is not None:
+            split_sequence.install(self.model, self.engine.mesh, self.engine.sequence_group, self.engine.job.rank)
         self._install_forward(self._run)
+        if self.engine.sequence_group is not None:
+            split_sequence.choose_attention(self.model, self.engine.sequence_group)
         number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.

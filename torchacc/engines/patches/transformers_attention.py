@@ -74,6 +74,12 @@ def choose(model: Any, name: str) -> None:
         _let_flex_train_on_a_cpu()
 
 
+def chosen(model: Any) -> str | None:
+    """Return the implementation by which a model of transformers computes attention, by its name."""
+    name: str | None = model.config._attn_implementation
+    return name
+
+
 def refuse_packed_documents(model: Any, name: str) -> None:
     """Refuse position ids that begin anew within a row, which transformers' FlashAttention looks across."""
     model.register_forward_pre_hook(partial(_refuse_packed, name=name), with_kwargs=True)

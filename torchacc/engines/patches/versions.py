@@ -46,8 +46,9 @@ PATCHES: Mapping[str, PatchVersions] = {
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
     # of safetensors: safetensors_writing.py
     "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),
-    # of transformers: expert_balance.py, transformers_attention.py
+    # of transformers: expert_balance.py, sequence_attention.py, transformers_attention.py
     "expert_balance": PatchVersions("transformers", ">=4.53,<6", "load_balancing_loss_func(), by its parameters"),
+    "sequence_attention": PatchVersions("transformers", ">=5,<6", "functions of modules of models, which make masks"),
     "transformers_attention": PatchVersions("transformers", ">=5,<6", "what AttentionInterface has of flex attention"),
 }
 """By the patch's function, or its file."""

@@ -1,6 +1,6 @@
-"""How layers lie split over four devices, what a step sends between them, and checkpoints of such models.
+"""Layers split over four devices, what a step sends between them, and samples split over them; checkpoints of both.
 
-That they train as the unsharded model does is seen in `test_engines.py`.
+That models with split layers train as the unsharded model does is seen in `test_engines.py`.
 """
 
 import pytest

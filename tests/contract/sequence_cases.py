@@ -1,0 +1,325 @@
+"""Samples split along their length over four devices, beside the unsharded model on the whole batch."""
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, RANK, RELATIVE, check_parameters
+from casekit import case as case_of
+from torch import nn
+
+import torchacc
+from torchacc.engines.base import sharded_model
+
+case = partial(case_of, (NATIVE,), num_devices=4)
+VOCAB = 96
+Batch = dict[str, Any]
+
+
+def make(
+    family: str = "llama", heads: int = 4, kv_heads: int = 4, head: str = "ForCausalLM", **options: Any
+) -> nn.Module:
+    """Return a tiny model of a family, the same on each rank."""
+    torch.manual_seed(1)
+    if family == "gpt2":
+        size = {"n_embd": 32, "n_layer": 2, "n_head": heads, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        config = transformers.GPT2Config(vocab_size=VOCAB, **size, **dropouts, **options)
+        return transformers.AutoModelForCausalLM.from_config(config)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    if family == "mixtral":
+        size["num_local_experts"] = 4
+    if family == "qwen3":
+        size["head_dim"] = 8
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=kv_heads, **size, **options
+    )
+    kind = {"ForCausalLM": transformers.AutoModelForCausalLM, "": transformers.AutoModel}[head]
+    return kind.from_config(config)
+
+
+def accelerate(model: nn.Module, *, sp: int, dp: int = 1, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
+    fsdp = {"size": 4 // sp // dp, "sharding_strategy": strategy}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "sp": {"size": sp}}
+    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": dist, **options}))
+
+
+# Batches of four rows
+
+
+def tokens(length: int, seed: int = 3) -> torch.Tensor:
+    return torch.randint(2, VOCAB, (4, length), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(length: int = 16) -> Batch:
+    ids = tokens(length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def labelled_unevenly(length: int = 16) -> Batch:
+    """Return one whose labels are all in the first half, but for one of the last quarter."""
+    batch = plain(length)
+    batch["labels"][:, length // 2 :] = -100
+    batch["labels"][0, -1] = 5
+    return batch
+
+
+def padded(length: int = 16, *, left: bool) -> Batch:
+    batch = plain(length)
+    mask = torch.ones_like(batch["input_ids"])
+    for row, missing in enumerate((0, 3, 7, 11)):
+        there = slice(0, missing) if left else slice(length - missing, length)
+        mask[row, there] = 0
+    batch["labels"][mask == 0] = -100
+    return {**batch, "attention_mask": mask}
+
+
+def packed(length: int = 16, *, use_cache: bool = False) -> Batch:
+    """Return one with several documents in each row, which transformers keeps apart where nothing is cached."""
+    positions = torch.cat([torch.arange(n) for n in (3, 6, length - 9)]).expand(4, -1).contiguous()
+    batch = plain(length)
+    batch["labels"][positions == 0] = -100
+    return {**batch, "position_ids": positions} | ({} if use_cache else {"use_cache": False})
+
+
+def masked_by_hand(length: int = 16) -> Batch:
+    """Return one with a mask for each query and key, which hides every fifth token."""
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    mask[:, 4::5] &= torch.eye(length, dtype=torch.bool)[:, 4::5]
+    return {**plain(length), "attention_mask": mask.expand(4, 1, -1, -1).contiguous()}
+
+
+BATCHES: Mapping[str, Callable[[], Batch]] = {
+    "plain": plain,
+    "uneven-labels": labelled_unevenly,
+    "left-padded": partial(padded, left=True),
+    "right-padded": partial(padded, left=False),
+    "packed": packed,
+    "packed-and-cached": partial(packed, use_cache=True),
+    "masked-by-hand": masked_by_hand,
+    "of-a-length-that-does-not-divide": partial(padded, 13, left=False),
+    "with-a-part-of-nothing": partial(packed, 9),
+}
+
+
+def part_of(model: nn.Module, batch: Batch) -> Batch:
+    """Return the rows of this process, and how many labels a device has in the mean."""
+    engine = sharded_model(model).engine
+    count, shard = engine.mesh.num_data_shards, engine.data_shards.start
+    rows = {name: value.chunk(count)[shard] if name != "use_cache" else value for name, value in batch.items()}
+    return rows | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum() / count}
+
+
+def step(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Make a step of several micro-batches; return the mean loss and the norm of the gradients."""
+    optimizer.zero_grad()
+    total = 0.0
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        if last or not hasattr(model, "_torchacc"):
+            loss = model(**batch).loss / len(batches)
+            loss.backward()
+        else:
+            with torchacc.accumulate(model):
+                loss = model(**batch).loss / len(batches)
+                loss.backward()
+        total += loss.item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total, float(norm)
+
+
+def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) -> None:
+    accelerate(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
+    for _ in range(steps):
+        found = step(model, [part_of(model, batch) for batch in batches], optimizer)
+        whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
+        expected = step(plain_model, whole, plain_optimizer)
+        assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
+    check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
+
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2"},
+    "llama": {"family": "llama", "tie_word_embeddings": True},
+    "mistral": {"family": "mistral", "kv_heads": 2, "sliding_window": 5},
+    "mixtral": {"family": "mixtral", "kv_heads": 2},
+    "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1},
+    "qwen3": {"family": "qwen3", "heads": 8, "kv_heads": 2},
+}
+
+
+@case(each=FAMILIES)
+def trains_as_the_unsharded_model(options: dict[str, Any]) -> None:
+    compare(make(**options), [padded(left=False)], sp=4)
+
+
+@case(each=BATCHES)
+def trains_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
+    for family, sp in (("gpt2", 2), ("llama", 4)):
+        compare(make(family), [make_batch()], sp=sp, steps=1)
+
+
+WINDOW = [labelled_unevenly(), padded(left=True)]
+
+
+@case(
+    each={
+        "and-fsdp": {"sp": 2},
+        "and-replicas": {"sp": 2, "dp": 2},
+        "recompute": {"sp": 2, "memory": {"gc": True}},
+        "the-loss-in-chunks": {"sp": 4, "compute": {"chunked_loss": 3}},
+        "kept-weights": {"sp": 2, "strategy": "SHARD_GRAD_OP"},
+    }
+)
+def trains_the_same_in_windows_with(how: dict[str, Any]) -> None:
+    compare(make(kv_heads=2), WINDOW, **how)
+
+
+@case()
+def gradient_checkpointing_of_transformers_trains_the_same() -> None:
+    model = make()
+    model.gradient_checkpointing_enable()
+    compare(model, [plain()], sp=4, steps=1)
+
+
+@case()
+def adapters_train_the_same() -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    compare(peft.get_peft_model(make(), options), [labelled_unevenly()], sp=4)
+
+
+@case()
+def bfloat16_trains_as_over_shards_of_parameters() -> None:
+    batch, losses = padded(left=False), []
+    for sp in (1, 4):
+        model = accelerate(make(), sp=sp, compute={"bf16": True})
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
+    assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+
+
+@case()
+def a_loss_of_the_script_has_the_same_gradients() -> None:
+    class Scored(nn.Module):
+        """A model of transformers, and a head of the script's that looks at the last token."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make(head="")
+            self.score = nn.Linear(32, 1)
+
+        def forward(self, embeds: torch.Tensor) -> torch.Tensor:
+            found = self.body(inputs_embeds=embeds, output_hidden_states=True)
+            return self.score(found.last_hidden_state[:, -1]) + found.hidden_states[1].square().mean((1, 2))[:, None]
+
+    torch.manual_seed(5)
+    model = Scored()
+    whole = copy.deepcopy(model)
+    accelerate(model, sp=2)
+    embeds = torch.randn(4, 13, 32, generator=torch.Generator().manual_seed(2))
+    engine = sharded_model(model).engine
+    given = [embeds.chunk(2)[engine.data_shards.start].clone(), embeds.clone()]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    for each, inputs, optimizer in zip((model, whole), given, optimizers, strict=True):
+        inputs.requires_grad_()
+        each(inputs).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(given[0].grad / 2, given[1].grad.chunk(2)[engine.data_shards.start])
+    check_parameters(model, whole)
+
+
+@case()
+def outputs_are_of_all_tokens_or_say_why_not() -> None:
+    model = make("gpt2")
+    whole = copy.deepcopy(model).eval()
+    accelerate(model, sp=4)
+    batch = plain(14)
+    ids = batch["input_ids"]
+    expected = whole(ids, labels=ids)
+    torch.testing.assert_close(model(ids).logits, expected.logits)
+    model.eval()
+    with torch.no_grad():
+        loss, logits = model(ids, labels=ids, return_dict=False)
+        generated = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+    torch.testing.assert_close((loss, logits), (expected.loss, expected.logits))
+    assert torch.equal(generated, whole.generate(ids[:, :5], max_new_tokens=4, do_sample=False))
+    logits = model.train()(**batch).logits
+    for use in (lambda: logits[:, -1], lambda: logits.shape, lambda: torch.argmax(logits), lambda: list(logits)):
+        with pytest.raises((torchacc.EngineError, torchacc.ConfigError), match="without labels"):
+            use()
+
+
+@case()
+def what_would_see_a_part_only_is_refused() -> None:
+    for options, expected in (
+        ({"sp": 2, "compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
+        ({"sp": 2, "compute": {"attention": "flex_attention"}}, "compute.attention"),
+        ({"sp": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(make(), **options)
+    mine = type("Mine", (transformers.LlamaForCausalLM,), {"forward": lambda self, ids: self.model(ids)})
+    odd = make()
+    odd.model.layers[0].mlp = nn.Conv1d(32, 32, 1)
+    encoder = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=VOCAB)
+    classifier = transformers.LlamaForSequenceClassification(make().config)
+    rotated = make(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    for model, expected in (
+        (nn.Linear(4, 4), "no model of transformers"),
+        (transformers.BertForMaskedLM(encoder), "'bert'"),
+        (classifier, "its head"),
+        (mine(make().config), "the script's own"),
+        (odd, "Conv1d"),
+        (make(heads=2, kv_heads=2), "do not divide"),
+        (rotated, "rotary"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(model, sp=4)
+    model, ids = accelerate(make(), sp=4), tokens(16)
+    layer = model.model.layers[0].self_attn
+    with pytest.raises(torchacc.DataError, match="different inputs"):
+        model(ids.roll(RANK, 0))
+    cache = transformers.DynamicCache()
+    for call, expected in (
+        (lambda: model(ids, past_key_values=cache), "past_key_values in a forward that records"),
+        (lambda: model(ids, output_attentions=True), "output_attentions"),
+        (lambda: model(ids, attention_mask=torch.ones(4, 20)), "attention_mask of shape"),
+        (lambda: model(ids, more=torch.ones(4, 16)), "the input 'more'"),
+        (lambda: model.model(ids), "called by itself"),
+        (
+            lambda: layer(torch.ones(4, 16, 32), (torch.ones(1, 16, 8),) * 2, None),
+            "by itself",
+        ),
+    ):
+        with pytest.raises(torchacc.EngineError, match=expected):
+            call()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(torchacc.EngineError, match="after accelerate"):
+        model(ids)
+
+
+@case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}})
+def a_checkpoint_loads_at_another_mesh(after: dict[str, Any]) -> None:
+    folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}"
+    saved = accelerate(make(), sp=2)
+    optimizer = torch.optim.AdamW(saved.parameters(), **ADAM)
+    step(saved, [part_of(saved, plain())], optimizer)
+    torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
+    expected = torchacc.full_state_dict(saved)
+    loaded = accelerate(torchacc.deferred_init(make), **after)
+    new_optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
+    torchacc.checkpoint.load(folder, model=loaded, optimizer=new_optimizer)
+    found = torchacc.full_state_dict(loaded)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    following = [step(each, [part_of(each, plain())], o) for each, o in ((saved, optimizer), (loaded, new_optimizer))]
+    assert following[1] == pytest.approx(following[0], rel=RELATIVE)

@@ -1,0 +1,105 @@
+"""What the devices that share a sample send one another, with gradients.
+
+What a model is given, and what a script computes with its outputs, each of these devices has alike: its loss too. The
+engine averages gradients over them. So a gradient that is of one part only counts as often as there are parts.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchacc.parallel.sequence_cut import SequenceCut
+
+
+def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, *, split: int, joined: int) -> torch.Tensor:
+    """Split a dimension of a tensor over devices, and put together another one that was split. Collective.
+
+    Args:
+        tensor: This device's.
+        group: The devices.
+        split: The dimension to split; it must divide.
+        joined: The dimension to put together.
+    """
+    exchanged: torch.Tensor = _Exchange.apply(tensor, group, split, joined)
+    return exchanged
+
+
+def cut(whole: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this device's part of a tensor that all have, of shape (rows, length, …). Collective in backward."""
+    part: torch.Tensor = _Cut.apply(whole, of, group)
+    return part
+
+
+def join(part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a tensor of shape (rows, length, …) from its parts. Collective."""
+    whole: torch.Tensor = _Join.apply(part, of, group)
+    return whole
+
+
+def total(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over the devices of a tensor without dimensions. Collective."""
+    summed: torch.Tensor = _Total.apply(value, group)
+    return summed
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, split: int, joined: int) -> torch.Tensor:
+        ctx.how = group, split, joined
+        parts = torch.stack(tensor.chunk(group.size(), split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, split, joined = ctx.how
+        return exchange(gradient, group, split=joined, joined=split), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.how = of, group
+        return of.part(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        of, group = ctx.how
+        return join(gradient, of, group) / of.num_parts, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.how = of, group
+        return of.without_padding(_gathered(part, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        of, group = ctx.how
+        # The losses of the devices may differ, as by dropout behind the model: theirs is the sum.
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        dist.all_reduce(wide, group=group)
+        return cut(wide.to(gradient.dtype), of, group), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        summed = value.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return total(gradient, ctx.group), None
+
+
+def _gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all devices, one after another along the second dimension."""
+    parts = part.new_empty(group.size() * part.numel())
+    dist.all_gather_into_tensor(parts, part.contiguous().view(-1), group=group)
+    return torch.cat(parts.view(group.size(), *part.shape).unbind(), 1)

@@ -1,0 +1,406 @@
+"""Split each sample along its length over devices (context parallelism): models of transformers run on their parts.
+
+What a script passes to such a model, and gets from it, is of all tokens on each of these devices; in between a device
+has its part. Position ids are made, and labels shifted, before the cut; attention is `sequence_attention`'s.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.data import digest_of, tensors_in
+from torchacc.engines.native.sequence_collectives import cut, exchange, join, total
+from torchacc.engines.patches import sequence_attention, transformers_attention
+from torchacc.engines.patches.sequence_attention import WHOLE, CutForward
+from torchacc.engines.patches.versions import PATCHES, is_for_installed
+from torchacc.errors import ConfigError, DataError, EngineError, UnknownNameError
+from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import STRATEGIES, Mesh
+from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, next_labels
+
+_log = get_logger(__name__)
+
+_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+"""Those that are known to compute the unsharded numbers, by transformers' `model_type`."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the classes end that predict each next token."""
+_KERNELS = ("auto", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
+_ROTATIONS_OF_A_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings that depend on how many tokens there are."""
+_LIBRARY = "transformers."
+_TOKENWISE = (
+    _LIBRARY,
+    "peft.",
+    "torch.nn.modules.activation",
+    "torch.nn.modules.container",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.normalization",
+    "torch.nn.modules.sparse",
+)
+"""Where the modules are that look at each token by itself, but for the families' attention."""
+_CUT_INPUTS = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+_JOINED_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
+_WITHOUT = "or set config.dist.sp.size = 1"
+_COMPARED_FORWARDS = 2
+"""Of so many forwards, in training and in evaluation each, the inputs are compared between devices."""
+
+
+def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """Refuse what would not compute the unsharded numbers.
+
+    Args:
+        config: A resolved config.
+        mesh: Its mesh.
+        model: The model; it is only read.
+
+    Raises:
+        ConfigError: It would not.
+    """
+    size = mesh.size(Role.SEQUENCE)
+    asked, compute = f"config.dist.sp.size = {size}", config.compute
+    refused = {
+        f"config.dist.tp.size = {config.dist.tp.size}": config.dist.tp.size > 1,
+        f"config.dist.fsdp.sharding_strategy = {config.dist.fsdp.sharding_strategy!r}": not STRATEGIES[
+            config.dist.fsdp.sharding_strategy
+        ].shards,
+        "config.compute.compile = True": compute.compile,
+        "config.compute.fp8 = True": compute.fp8,
+        f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,
+        f"config.memory.gc_policy = {config.memory.gc_policy!r}": config.memory.gc_policy != "full",
+    }
+    for option, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    if type(model) is nn.Module:  # the trainer asks before it has a model
+        return
+    models = transformers_attention.models_of(model)
+    if not models:
+        raise ConfigError(
+            f"{asked}: {type(model).__name__} holds no model of transformers. Samples are split along their length in "
+            "those only, as attention has to reach the tokens of other devices: use config.dist.fsdp.size"
+        )
+    for each in models:
+        why = _why_it_cannot(each, size)
+        if why is not None:
+            raise ConfigError(f"{asked} with {type(each).__name__}: {why}. Use config.dist.fsdp.size")
+
+
+def _why_it_cannot(model: Any, size: int) -> str | None:
+    """Return why a model of transformers cannot run on a part of each sample; None where it can."""
+    if not is_for_installed("sequence_attention"):
+        return f"torchacc knows how with transformers{PATCHES['sequence_attention'].versions} only"
+    config, forward = model.config, inspect.unwrap(type(model).forward)
+    if config.model_type not in _FAMILIES:
+        return f"the families whose samples are split are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
+    if not forward.__module__.startswith(_LIBRARY):
+        return f"its forward is the script's own ({forward.__module__}), which may look at tokens of other devices"
+    if not (type(model).__name__.endswith(_CAUSAL) or model.base_model is model):
+        return "its head looks at single tokens, or at pairs of them, which may be on another device"
+    other = next((type(part) for part in model.modules() if not _looks_at_one_token(part)), None)
+    if other is not None:
+        return (
+            f"it has a {other.__name__} of {other.__module__}, which may look at tokens of other devices. Known are "
+            "the modules of transformers, peft and PyTorch's layers of single tokens"
+        )
+    if config.num_attention_heads % size:
+        return f"each device computes as many of the attention heads, and {config.num_attention_heads} do not divide"
+    if not getattr(config, "is_causal", True) or getattr(config, "add_cross_attention", False):
+        return "its attention is not causal, or is over another model's tokens, too"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotation in _ROTATIONS_OF_A_LENGTH:
+        return f"its rotary embeddings ({rotation!r}) depend on the number of tokens, of which a device has a part"
+    if getattr(config, "output_router_logits", False):
+        return "the loss that balances its experts (output_router_logits) is over all tokens: set it to False"
+    return None
+
+
+def _looks_at_one_token(module: nn.Module) -> bool:
+    """Return whether a module computes each token by itself, or is one of the library's."""
+    return type(module).__module__.startswith(_TOKENWISE) and not isinstance(module, nn.MultiheadAttention)
+
+
+def install(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, rank: int) -> None:
+    """Let the models of transformers in a model run on this device's part of each sample, in place.
+
+    Args:
+        model: A model that `check()` has passed.
+        mesh: The mesh.
+        group: The processes that share samples.
+        rank: This process's.
+    """
+    name = attention_over(group)
+    for each in transformers_attention.models_of(model):
+        sequence_attention.see_whole_masks(each)
+        _SplitModel(each, mesh.index(rank, Role.SEQUENCE), group, name).install()
+    _log.info("attention: sdpa, its heads spread over the %d devices that share a sample", group.size())
+
+
+def attention_over(group: dist.ProcessGroup) -> str:
+    """Return the name that transformers has for attention to the tokens of all processes of a group."""
+    return sequence_attention.register(dist.get_process_group_ranks(group), functools.partial(_exchange, group))
+
+
+def choose_attention(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the attention of the models of transformers in a model reach the tokens of all processes of a group."""
+    for each in transformers_attention.models_of(model):
+        transformers_attention.choose(each, attention_over(group))
+
+
+def _exchange(group: dist.ProcessGroup, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+    return exchange(tensor, group, split=split, joined=joined)
+
+
+@dataclass
+class _Targets:
+    """The labels of the forward that runs."""
+
+    own: torch.Tensor
+    """For each token of this part what is to be predicted."""
+    num_counted: torch.Tensor
+    """How many of all parts count."""
+    are_counted: bool = False
+    """Whether a loss has been computed of them."""
+
+
+class _SplitModel:
+    """A model of transformers that runs on a part of each sample.
+
+    Args:
+        model: The model.
+        index: Which of the devices that share samples this is.
+        group: Their processes.
+        attention: The implementation of attention that reaches all of them.
+    """
+
+    def __init__(self, model: Any, index: int, group: dist.ProcessGroup, attention: str) -> None:
+        self._model = model
+        self._size = group.size()
+        self._index = index
+        self._group = group
+        self._attention = attention
+        self._forward: Callable[..., Any] = model.forward
+        self._signature = inspect.signature(model.forward)
+        self._loss: Callable[..., torch.Tensor] = model.loss_function
+        self._targets: _Targets | None = None
+        self._left_to_compare = {True: _COMPARED_FORWARDS, False: _COMPARED_FORWARDS}
+
+    def install(self) -> None:
+        """Replace the model's forward and its loss."""
+        self._model.loss_function = self._loss_of_all
+        self._model.forward = functools.wraps(self._forward)(lambda *args, **kwargs: self._run(*args, **kwargs))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._by_name(args, kwargs)
+        chosen = transformers_attention.chosen(self._model)
+        if chosen != self._attention:
+            raise EngineError(
+                f"{type(self._model).__name__} was given the attention {chosen!r} after accelerate(), "
+                f"which reaches the tokens of this device only: leave it as it is, {_WITHOUT}"
+            )
+        if not self._is_to_be_cut(given):
+            with sequence_attention.running(WHOLE):
+                return self._forward(**given)
+        self._compare(given)
+        is_tuple = given.pop("return_dict", None) is False
+        cut_inputs, forward = self._cut(given)
+        targets = self._targets
+        try:
+            with sequence_attention.running(forward):
+                output = self._forward(**cut_inputs, return_dict=True)
+        finally:
+            self._targets = None
+        if targets is not None and not targets.are_counted and output.get("loss") is not None:
+            raise self._refuse("labels, of which it computes a loss otherwise than by its loss_function")
+        whole = self._whole_output(output, forward.cut, is_kept=targets is not None and torch.is_grad_enabled())
+        return whole.to_tuple() if is_tuple else whole
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind(*args, **kwargs).arguments
+        variable = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        more = bound.pop(variable, {}) if variable is not None else {}
+        return {name: value for name, value in {**bound, **more}.items() if value is not None}
+
+    def _is_to_be_cut(self, given: Mapping[str, Any]) -> bool:
+        """Return whether a call runs on parts. What is for generation is computed by each device as a whole.
+
+        Raises:
+            EngineError: It is for generation, and in training.
+        """
+        kept = given.get("logits_to_keep", 0)
+        asked = [name for name in ("past_key_values", "use_cache") if given.get(name) not in (None, False)]
+        asked += ["logits_to_keep"] if isinstance(kept, torch.Tensor) or kept else []
+        if not asked:
+            return True
+        if torch.is_grad_enabled():
+            raise EngineError(
+                f"{asked[0]} in a forward that records gradients, whose samples are split over {self._size} devices "
+                f"(config.dist.sp.size): leave it out, call the model under torch.no_grad(), {_WITHOUT}"
+            )
+        return False
+
+    def _compare(self, given: Mapping[str, Any]) -> None:
+        """Check in the first forwards that the devices that share samples are given the same. Collective.
+
+        Raises:
+            DataError: They are not.
+        """
+        is_training = self._model.training
+        if not self._left_to_compare[is_training]:
+            return
+        self._left_to_compare[is_training] -= 1
+        own = digest_of([each.detach().cpu() for each in tensors_in(dict(given)) if not each.requires_grad])
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, own, group=self._group)
+        if len(set(found)) > 1:
+            raise DataError(
+                f"the {self._size} devices that share each sample (config.dist.sp.size) have called "
+                f"{type(self._model).__name__} with different inputs: each would compute a part of another sample. "
+                "Hand the loader over to accelerate(), which gives them the same batch, and draw random numbers for "
+                "it, as of masked tokens, before the loader or by a generator with the same seed on all ranks"
+            )
+
+    def _cut(self, given: dict[str, Any]) -> tuple[dict[str, Any], CutForward]:
+        """Return the inputs of this part, and the forward that they are for.
+
+        Raises:
+            EngineError: There is an input of which it is not known how it is cut.
+        """
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+            raise self._refuse("a call without input_ids or inputs_embeds of shape (rows, tokens)")
+        rows, length = tokens.shape[:2]
+        of = SequenceCut(length, self._size, self._index)
+        positions = given.get("position_ids")
+        found = dict(given)
+        found["position_ids"] = self._positions(positions, length, tokens.device)
+        self._note_targets(found, of)
+        for name, value in list(found.items()):
+            if name in _CUT_INPUTS:
+                self._check_length(name, value, length)
+                found[name] = cut(value, of, self._group) if value.requires_grad else of.part(value)
+            elif name == "attention_mask":
+                self._check_mask(value, rows, length)
+            elif name == "num_items_in_batch" and self._targets is not None:
+                self._targets.num_counted = torch.as_tensor(found.pop(name), device=tokens.device)
+            elif name == "output_attentions" and value:
+                raise self._refuse("output_attentions = True, of which no device has all")
+            elif name != "labels" and any(tensor.dim() for tensor in tensors_in(value)):
+                raise self._refuse(f"the input {name!r}")
+        return {**found, "use_cache": False}, CutForward(of, None if self._caches(given) else positions)
+
+    def _caches(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the unsharded model would cache keys and values, and so see no packed documents."""
+        recomputes = self._model.training and getattr(self._model.base_model, "gradient_checkpointing", False)
+        return bool(given.get("use_cache", self._model.config.use_cache)) and not recomputes
+
+    def _positions(self, given: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor:
+        if given is None:
+            return torch.arange(length, device=device).unsqueeze(0)
+        if given.dim() == 1:
+            return given.unsqueeze(0)
+        if given.dim() > 2:
+            raise self._refuse(f"position_ids of shape {tuple(given.shape)}")
+        return given
+
+    def _note_targets(self, found: dict[str, Any], of: SequenceCut) -> None:
+        """Take the labels, and leave those of this part for the model, which asks whether there are any."""
+        self._targets = None
+        labels, shifted = found.get("labels"), found.pop("shift_labels", None)
+        if labels is None:  # then a model computes no loss
+            return
+        targets = next_labels(labels) if shifted is None else shifted
+        for name, each in (("labels", labels), ("shift_labels", targets)):
+            if each.dim() != 2 or each.shape[1] != of.length:
+                raise self._refuse(f"{name} of shape {tuple(each.shape)} for {of.length} tokens")
+        self._targets = _Targets(of.part(targets, IGNORED), (targets != IGNORED).sum())
+        found["labels"] = self._targets.own
+
+    def _check_length(self, name: str, value: torch.Tensor, length: int) -> None:
+        if value.dim() < 2 or value.shape[1] != length:
+            raise self._refuse(f"{name} of shape {tuple(value.shape)} for {length} tokens")
+
+    def _check_mask(self, mask: Any, rows: int, length: int) -> None:
+        shapes = [(rows, length), (rows, 1, length, length), (1, 1, length, length)]
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) not in shapes:
+            what = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask)}"
+            raise self._refuse(f"an attention_mask {what} for {rows} rows of {length} tokens")
+
+    def _refuse(self, what: str) -> EngineError:
+        return EngineError(
+            f"{type(self._model).__name__} with {what}, where samples are split over {self._size} devices "
+            f"(config.dist.sp.size): leave it out, {_WITHOUT}"
+        )
+
+    def _loss_of_all(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stand for the model's loss function: the sum of this part's, over the labels that count in all parts."""
+        targets = self._targets
+        if targets is None:
+            return self._loss(logits, labels, *args, **kwargs)
+        targets.are_counted = True
+        kwargs |= {"num_items_in_batch": targets.num_counted, "shift_labels": targets.own}
+        return total(self._loss(logits, targets.own, *args, **kwargs), self._group)
+
+    def _whole_output(self, output: Any, of: SequenceCut, *, is_kept: bool) -> Any:
+        """Put the parts of what the model returns together.
+
+        Args:
+            output: What it returns of this part.
+            of: The cut.
+            is_kept: Whether each device keeps its part for itself, and the script gets what says so.
+        """
+        for name, value in list(output.items()):
+            if name in _JOINED_OUTPUTS:
+                output[name] = _NotJoined(name) if is_kept else self._joined(value, of)
+            elif name != "loss":
+                raise self._refuse(f"the output {name!r}")
+        return output
+
+    def _joined(self, value: Any, of: SequenceCut) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(self._joined(each, of) for each in value)
+        return join(value, of, self._group) if isinstance(value, torch.Tensor) else value  # the loss in chunks has none
+
+
+class _NotJoined:
+    """Stands for an output of which each device has computed a part, and that nobody has put together."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnknownNameError(self._explain())
+
+    def __getitem__(self, index: Any) -> Any:
+        raise EngineError(self._explain())
+
+    def __iter__(self) -> Iterator[Any]:
+        raise EngineError(self._explain())
+
+    def __len__(self) -> int:
+        raise EngineError(self._explain())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every function of PyTorch."""
+        raise EngineError(next(each for each in args if isinstance(each, cls))._explain())
+
+    def __repr__(self) -> str:
+        return f"<{self._explain()}>"
+
+    def _explain(self) -> str:
+        return (
+            f"the {self.name} of a forward with labels are not put together, where samples are split over devices "
+            "(config.dist.sp.size): they would take the memory that splitting saves. Call the model without labels "
+            "and compute the loss from them, or under torch.no_grad()"
+        )

@@ -1,0 +1,196 @@
+"""Let models of transformers whose samples are split over devices attend to all of their tokens.
+
+Each device computes some of the heads for all tokens (DeepSpeed-Ulysses, Jacobs et al., 2023): queries, keys and values
+come with a part of the tokens and all heads, and are exchanged. Masks are those of all tokens, made by transformers.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import gcd
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.errors import EngineError
+from torchacc.parallel.sequence_cut import SequenceCut
+
+_PREFIX = "torchacc_sequence_over_"
+"""How the names of implementations begin, in transformers' tables: there is one for each group of devices."""
+
+Exchange = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Splits one dimension of a tensor over devices, and puts another one together."""
+
+
+@dataclass(frozen=True)
+class CutForward:
+    """A forward that runs on a part of each sample."""
+
+    cut: SequenceCut
+    position_ids: torch.Tensor | None
+    """The position ids of all tokens; None for a plain range."""
+
+
+WHOLE = "whole"
+"""In place of a `CutForward`: each device computes all tokens."""
+
+_running: ContextVar[CutForward | str | None] = ContextVar("sequence", default=None)
+
+
+@contextmanager
+def running(forward: CutForward | str) -> Iterator[None]:
+    """Hold a context in which a model's forward runs on its part, or on `WHOLE` samples."""
+    token = _running.set(forward)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def register(ranks: Sequence[int], exchange: Exchange) -> str:
+    """Give transformers the implementation, and return its name.
+
+    Args:
+        ranks: The devices that share a sample.
+        exchange: Sends tensors between them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = _PREFIX + "_".join(map(str, ranks))
+    AttentionInterface.register(name, functools.partial(_attend, len(ranks), exchange))
+    AttentionMaskInterface.register(name, _make_mask)
+    return name
+
+
+def see_whole_masks(model: nn.Module) -> None:
+    """Let transformers make masks of all tokens in the modules of a model's classes, for our implementation."""
+    for module in {sys.modules[base.__module__] for part in model.modules() for base in type(part).__mro__}:
+        if module.__name__.startswith("transformers."):
+            _replace_makers(module)
+
+
+def _replace_makers(module: ModuleType) -> None:
+    makers = sys.modules["transformers.masking_utils"]
+    if module is makers:
+        return
+    for name, own in list(vars(module).items()):
+        if name.startswith("create_") and callable(own) and getattr(makers, name, None) is own:
+            setattr(module, name, _of_all_tokens(own))
+
+
+def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a mask of all tokens where it is asked for that of a part."""
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        forward = _running.get()
+        if not str(bound.arguments["config"]._attn_implementation).startswith(_PREFIX) or forward == WHOLE:
+            return own(*args, **kwargs)
+        if not isinstance(forward, CutForward):
+            raise EngineError(
+                "a part of a model whose samples are split over devices (config.dist.sp.size) was called by itself, or "
+                "is computed again with the masks that it makes: call the whole model; with memory.gc name the "
+                "classes of the layers in config.memory.gc_cls"
+            )
+        given = bound.arguments
+        unknown = [name for name, value in given.items() if name not in _MASK_ARGUMENTS and value is not None]
+        if unknown:
+            raise EngineError(
+                f"config.dist.sp.size: the model makes its mask with {unknown[0]!r}, which is of a part of the tokens: "
+                "set config.dist.sp.size = 1"
+            )
+        part = given["inputs_embeds"]
+        if part.shape[1] != forward.cut.part_length:
+            raise EngineError(
+                f"config.dist.sp.size: a mask is asked for {part.shape[1]} tokens, where this device has "
+                f"{forward.cut.part_length}: set config.dist.sp.size = 1"
+            )
+        # Only its shape, dtype and device are asked for.
+        given["inputs_embeds"] = part.detach()[:, :1, :1].expand(len(part), forward.cut.length, 1)
+        if "position_ids" in given:
+            given["position_ids"] = forward.position_ids
+        return own(*bound.args, **bound.kwargs)
+
+    return make
+
+
+_MASK_ARGUMENTS = ("config", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+
+
+def _make_mask(**kwargs: Any) -> torch.Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
+    forward = _running.get()
+    if isinstance(forward, CutForward):
+        if kwargs["q_length"] != forward.cut.length or kwargs["kv_length"] != forward.cut.length:
+            raise EngineError(
+                f"config.dist.sp.size: a mask has {kwargs['q_length']} x {kwargs['kv_length']} tokens, and the samples "
+                f"have {forward.cut.length}: pass an attention_mask as long as the input"
+            )
+        if forward.cut.is_padded:  # padding is behind all that a causal mask shows, and needs a mask elsewhere
+            kwargs["allow_is_bidirectional_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(**kwargs)
+    return mask
+
+
+def _attend(
+    num_parts: int,
+    exchange: Exchange,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend to all tokens with some of the heads. Queries, keys and values are of shape (rows, heads, tokens, size).
+
+    Returns:
+        What transformers' implementations return: the output, of shape (rows, tokens, heads, size), and no weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    forward = _running.get()
+    if forward == WHOLE:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    if forward is None and torch._C._current_graph_task_id() == -1:
+        raise EngineError(
+            "a layer of a model whose samples are split over devices (config.dist.sp.size) was called by itself: "
+            "call the whole model"
+        )
+    if key.shape[2] != query.shape[2] or kwargs.get("position_bias") is not None:
+        raise EngineError(
+            f"config.dist.sp.size: the attention of {type(module).__name__} is over other tokens than its own, or has "
+            "a bias of positions: set config.dist.sp.size = 1"
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    # As many copies of each key and value as let every device have those of its queries.
+    copies = num_parts // gcd(kv_heads, num_parts)
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    query, key, value = (exchange(each, 1, 2) for each in (query, key, value))
+    num_tokens = query.shape[2]
+    if attention_mask is not None:
+        if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
+            raise EngineError(
+                f"config.dist.sp.size: an attention mask of shape {tuple(attention_mask.shape)}, where the heads are "
+                "spread over devices: pass one for all heads, of shape (rows, 1, tokens, tokens)"
+            )
+        length = attention_mask.shape[-1]  # the mask has no padding of the cut
+        query, key, value = (each[:, :, :length] for each in (query, key, value))
+    own = SimpleNamespace(
+        is_causal=getattr(module, "is_causal", True), num_key_value_groups=heads // (kv_heads * copies)
+    )
+    output, _ = sdpa_attention_forward(own, query, key, value, attention_mask, **kwargs)
+    missing = num_tokens - output.shape[1]
+    if missing:
+        output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
+    return exchange(output, 1, 2), None
