@@ -136,6 +136,8 @@ def step(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimize
 
 
 def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) -> None:
+    """Train a model and its unsharded copy; compare losses, norms and parameters."""
+    plain_model = copy.deepcopy(model)
     accelerate(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
@@ -309,7 +311,7 @@ def what_would_see_a_part_only_is_refused() -> None:
 
 
 @case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}})
-def a_checkpoint_loads_at_another_mesh(after: dict[str, Any]) -> None:
+def a_checkpoint_of_split_samples_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}"
     saved = accelerate(make(), sp=2)
     optimizer = torch.optim.AdamW(saved.parameters(), **ADAM)

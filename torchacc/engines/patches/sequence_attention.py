@@ -71,17 +71,15 @@ def register(ranks: Sequence[int], exchange: Exchange) -> str:
 def see_whole_masks(model: nn.Module) -> None:
     """Let transformers make masks of all tokens in the modules of a model's classes, for our implementation."""
     for module in {sys.modules[base.__module__] for part in model.modules() for base in type(part).__mro__}:
-        if module.__name__.startswith("transformers."):
+        if module.__name__.startswith("transformers.models."):
             _replace_makers(module)
 
 
 def _replace_makers(module: ModuleType) -> None:
-    makers = sys.modules["transformers.masking_utils"]
-    if module is makers:
-        return
-    for name, own in list(vars(module).items()):
-        if name.startswith("create_") and callable(own) and getattr(makers, name, None) is own:
-            setattr(module, name, _of_all_tokens(own))
+    makers = vars(sys.modules["transformers.masking_utils"])
+    names = [name for name, own in vars(module).items() if name.startswith("create_") and makers.get(name) is own]
+    for name in names:
+        setattr(module, name, _of_all_tokens(makers[name]))
 
 
 def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
