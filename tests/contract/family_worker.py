@@ -17,12 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from families import Family, all_families, build, train
+from families import Family, all_families, build, loss_of, train
 from torch import nn
 
 import torchacc
 from torchacc.engines import registry
+from torchacc.engines.native import proved_plans
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, TrainingError
+from torchacc.parallel.tensor_parallel import find_config
 
 ENGINE, OUT, NAMES = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 NUMBERS = ("loss", "norm", "second loss", "second norm")
@@ -31,6 +33,7 @@ Errors = dict[str, tuple[float, float]]
 RANK = int(os.environ.get("RANK", "0"))
 OURS = (CheckpointError, ConfigError, DataError, EngineError, TrainingError)
 RELATIVE = 2e-5
+GRADIENT = 1e-3
 NOISE = 1e-7
 """Of the weights, relative to each: that of rounding to float32."""
 STEEP = 1e-2
@@ -38,6 +41,8 @@ STEEP = 1e-2
 
 
 def config() -> torchacc.Config:
+    if ENGINE == "native-tp":
+        return torchacc.Config.from_dict({"backend": "native", "dist": {"tp": {"size": 2}}})
     fsdp = {"size": 2, "use_spmd": ENGINE == "xla-spmd"}
     return torchacc.Config.from_dict({"backend": ENGINE.partition("-")[0], "dist": {"fsdp": fsdp}})
 
@@ -89,6 +94,28 @@ def compare(found: Errors, allowed: Mapping[str, float]) -> str:
     return ""
 
 
+def wrong_gradient(model: nn.Module, plain: nn.Module, batch: dict[str, torch.Tensor]) -> str:
+    """Return the first parameter whose gradient is further off than rounding, relative to its own largest element.
+
+    A gradient that only some of the processes have may be too small to be seen in the parameters after a step.
+    """
+    for each in (model, plain):
+        loss_of(each, batch).backward()
+    largest = max(p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None)
+    off = ""
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if (mine.grad is None) != (theirs.grad is None):
+            off = off or f"{name}: one has a gradient, and the other none"
+        elif mine.grad is not None:
+            a, b = mine.grad.full_tensor(), theirs.grad
+            error = (a - b).abs().max().item()
+            if not error <= max(GRADIENT * b.abs().max().item(), 1e-7 * largest):
+                off = off or f"the gradient of {name}: {b.abs().max().item():.3g} is off by {error:.2g}"
+    for each in (model, plain):
+        each.zero_grad()
+    return off
+
+
 def steepness(family: Family, mode: str, trained: nn.Module, expected: list[float]) -> dict[str, float]:
     """Return how far plain PyTorch's own run moves when each weight does by as much as float32 rounds it.
 
@@ -118,10 +145,17 @@ def run(family: Family) -> dict[str, str]:
         return {"outcome": "not built", "reason": f"plain PyTorch comes to {expected}"}
     if ENGINE == "plain":
         return {"outcome": "built", "mode": mode, "parameters": str(sum(p.numel() for p in model.parameters()))}
+    plain = copy.deepcopy(model)
+    if ENGINE == "native-tp":
+        proved_plans.PLANS[find_config(model).model_type] = proved_plans.fingerprint(model)  # which this is to show
     try:
         torchacc.accelerate(model, None, config())
         engine = registry.active_engine()
-        mine = {k: engine.put(v if ENGINE == "xla-spmd" else v.chunk(2)[RANK]) for k, v in batch.items()}
+        whole = ENGINE in ("xla-spmd", "native-tp")
+        mine = {k: engine.put(v if whole else v.chunk(2)[RANK]) for k, v in batch.items()}
+        wrong = wrong_gradient(model, plain, mine) if ENGINE == "native-tp" else ""
+        if wrong:
+            return {"outcome": "differs", "reason": wrong, "mode": mode}
         found = train(model, mine, model.clip_grad_norm_, lambda value: float(value.detach().cpu()))
     except OURS as error:
         return {"outcome": "refused", "reason": " ".join(str(error).split()), "mode": mode}
@@ -146,7 +180,7 @@ def main() -> None:
     faulthandler.enable((OUT / f"trace-{RANK}").open("a"))  # of what ends the process
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    if ENGINE != "plain":
+    if ENGINE not in ("plain", "native-tp"):  # a layer by itself has no plan
         torch.manual_seed(0)
         torchacc.accelerate(nn.Linear(2, 2), None, config())  # starts the runtime
     families = all_families()

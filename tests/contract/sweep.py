@@ -17,10 +17,10 @@ from launching import environment
 from tests import forkrun
 
 WORKER = Path(__file__).with_name("family_worker.py")
-NUM_RANKS = {"plain": 1, "native": 2, "xla-multiprocess": 2, "xla-spmd": 1}
-SECONDS = {"plain": 120, "native": 240, "xla-multiprocess": 480, "xla-spmd": 480}
+NUM_RANKS = {"plain": 1, "native": 2, "native-tp": 2, "xla-multiprocess": 2, "xla-spmd": 1}
+SECONDS = {"plain": 120, "native": 240, "native-tp": 240, "xla-multiprocess": 480, "xla-spmd": 480}
 """For a family, and for the start: many times what they take on two cores that do nothing else."""
-AT_ONCE = {"plain": 400, "native": 400, "xla-multiprocess": 60, "xla-spmd": 60}
+AT_ONCE = {"plain": 400, "native": 400, "native-tp": 400, "xla-multiprocess": 60, "xla-spmd": 60}
 """Families of a process; compiled programs stay in its memory."""
 
 Found = dict[str, dict[str, Any]]

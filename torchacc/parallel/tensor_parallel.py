@@ -36,11 +36,17 @@ class Rule:
     """What else has to divide, such as the number of heads: the name of a number in the model's config."""
     may_stay_unsplit: bool = False
     """Whether each device has a parameter that does not divide in full, instead of the plan being refused."""
+    style: str = ""
+    """How a process computes with its part, in transformers' words where it has one: see `TensorParallelPlan.styles`.
+    Derived from `spec` where it is empty."""
 
 
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
-_VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True)
+_PARTIAL = "replicated_with_grad_allreduce"
+_GATHERED = "colwise_gather_output"
+_EXPERTS = "moe_tp_experts"
+_VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED)
 
 _LLAMA = (
     _VOCABULARY,
@@ -53,18 +59,20 @@ _LLAMA = (
     Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
+_QWEN3 = (*_LLAMA, Rule(r"\.[qk]_norm\.weight$", (), style=_PARTIAL))  # of each head: a process norms its own
 
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
-    Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
-    Rule(r"\.(c|q)_attn\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED),
+    Rule(r"\.c_attn\.weight$", _BY_INPUT, _HEADS, style="packed_colwise"),
+    Rule(r"\.q_attn\.weight$", _BY_INPUT, _HEADS, style="colwise"),
     Rule(r"\.(c|q)_attn\.bias$", (_TP,), _HEADS),
-    Rule(r"att(n|ention)\.c_proj\.weight$", _BY_OUTPUT, _HEADS),
-    Rule(r"\.c_fc\.weight$", _BY_INPUT),
+    Rule(r"att(n|ention)\.c_proj\.weight$", _BY_OUTPUT, _HEADS, style="rowwise"),
+    Rule(r"\.c_fc\.weight$", _BY_INPUT, style="colwise"),
     Rule(r"\.c_fc\.bias$", (_TP,)),
-    Rule(r"\.mlp\.c_proj\.weight$", _BY_OUTPUT),
+    Rule(r"\.mlp\.c_proj\.weight$", _BY_OUTPUT, style="rowwise"),
 )
 _BERT = (
-    Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
+    Rule(r"(word_embeddings|predictions\.decoder)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED),
     Rule(r"\.(query|key|value)\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"\.(query|key|value)\.bias$", (_TP,), _HEADS),
     Rule(r"attention\.output\.dense\.weight$", _BY_INPUT, _HEADS),
@@ -73,8 +81,8 @@ _BERT = (
     Rule(r"\.\d+\.output\.dense\.weight$", _BY_INPUT),
 )
 _T5 = (
-    Rule(r"(shared|embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True),
-    Rule(r"\.relative_attention_bias\.weight$", _BY_INPUT, _HEADS),
+    Rule(r"(shared|embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED),
+    Rule(r"\.relative_attention_bias\.weight$", _BY_INPUT, _HEADS, style="colwise"),
     Rule(r"Attention\.[qkv]\.weight$", _BY_OUTPUT, _HEADS),
     Rule(r"Attention\.o\.weight$", _BY_INPUT, _HEADS),
     Rule(r"\.wi(_\d)?\.weight$", _BY_OUTPUT),
@@ -82,8 +90,8 @@ _T5 = (
 )
 _MIXTRAL = (
     *_LLAMA,
-    Rule(r"\.experts\.gate_up_proj$", _BY_OUTPUT),
-    Rule(r"\.experts\.down_proj$", _BY_INPUT),
+    Rule(r"\.experts\.gate_up_proj$", _BY_OUTPUT, style=_EXPERTS),
+    Rule(r"\.experts\.down_proj$", _BY_INPUT, style=_EXPERTS),
 )
 
 FAMILIES: Mapping[str, Sequence[Rule]] = {
@@ -93,7 +101,7 @@ FAMILIES: Mapping[str, Sequence[Rule]] = {
     "mistral": _LLAMA,
     "mixtral": _MIXTRAL,
     "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    "qwen3": _QWEN3,
     "t5": _T5,
 }
 """The plans of model families, by transformers' `model_type`."""
@@ -109,6 +117,10 @@ _DECLARED = {
     "rowwise_rep": _BY_INPUT,
     "rowwise_split_input": _BY_INPUT,
     "packed_rowwise": _BY_INPUT,
+    "embedding_rowwise": _BY_OUTPUT,
+    "embedding_colwise": _BY_INPUT,
+    _PARTIAL: (),
+    "mla_kv_a_proj": (),
 }
 
 
@@ -124,6 +136,10 @@ class TensorParallelPlan:
     """First name of each parameter that the plan says something of -> the axis of each dimension."""
     unsplit: Mapping[str, str] = field(default_factory=dict)
     """First name of each parameter that would be split, and is not -> why."""
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """First name of each parameter whose layer computes otherwise on a part of the heads or of the width -> how, in
+    transformers' words. A partitioner of programs finds that out by itself;
+    an engine that runs a process for each device goes by it. A plan of the user's own says nothing of it."""
     sequence_parallel: bool = False
     """Whether the activations between units are split along their length, too."""
 
@@ -149,6 +165,9 @@ class TensorParallelPlan:
         return "\n".join(lines)
 
 
+OWN_PLAN = "config.dist.tp.plan"
+"""The source of a plan that the user has written."""
+
 Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
 
@@ -168,32 +187,40 @@ def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shape
     size = mesh.size(Role.TENSOR)
     if config.plan is not None:
         specs = _by_own_plan(config.plan, mesh, shapes)
-        return TensorParallelPlan(size, "config.dist.tp.plan", specs, {}, config.sequence_parallel)
+        return TensorParallelPlan(size, OWN_PLAN, specs, sequence_parallel=config.sequence_parallel)
     if size == 1:
         return TensorParallelPlan()
-    described = _described(model)
+    described = find_config(model)
     family = getattr(described, "model_type", "")
     rules = FAMILIES.get(family) or _declared_rules(model, described)
-    specs, unsplit = _by_rules(rules, size, described, shapes)
+    specs, unsplit, styles = _by_rules(rules, size, described, shapes)
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
-    return TensorParallelPlan(size, family or type(model).__name__, specs, unsplit, config.sequence_parallel)
+    source = family or type(model).__name__
+    return TensorParallelPlan(size, source, specs, unsplit, styles, config.sequence_parallel)
 
 
 def _by_rules(
     rules: Sequence[Rule], size: int, described: Any, shapes: Shapes
-) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
-    """Return the specs of what the rules split, and why the rest of what they fit is not split."""
+) -> tuple[dict[str, ParameterSpec], dict[str, str], dict[str, str]]:
+    """Return the specs of what the rules split, why the rest of what they fit is not split, and the styles."""
     specs: dict[str, ParameterSpec] = {}
     unsplit: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for names, shape in shapes.items():
         rule = next((rule for rule in rules if any(re.search(rule.pattern, name) for name in names)), None)
-        if rule is None or len(rule.spec) > len(shape):
+        own = rule.spec if rule is not None else ()
+        own = own[:1] if len(shape) == 1 and own[:1] == (_TP,) else own  # the rule of a weight, and a vector
+        if rule is None or len(own) > len(shape):
             continue
-        spec = (*[None] * (len(shape) - len(rule.spec)), *rule.spec)
+        if not own:
+            styles[names[0]] = rule.style
+            continue
+        spec = (*[None] * (len(shape) - len(own)), *own)
         obstacle = _obstacle(rule, spec, shape, size, described)
         if obstacle is None:
             specs[names[0]] = spec
+            styles[names[0]] = rule.style or ("rowwise" if rule.spec == _BY_INPUT else "colwise")
         elif rule.may_stay_unsplit:
             unsplit[names[0]] = obstacle
         else:
@@ -202,7 +229,7 @@ def _by_rules(
                 "that divides, and put the other devices on config.dist.fsdp.size; or write a plan of your own into "
                 "config.dist.tp.plan"
             )
-    return specs, unsplit
+    return specs, unsplit, styles
 
 
 def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int, described: Any) -> str | None:
@@ -246,7 +273,7 @@ def _checked_spec(pattern: str, spec: ParameterSpec, name: str, shape: tuple[int
     return spec
 
 
-def _described(model: nn.Module) -> Any:
+def find_config(model: nn.Module) -> Any:
     """Return the config of the transformers model that this is, or that lies in it; None where there is none."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return next((config for config in configs if getattr(config, "model_type", None)), None)
@@ -263,12 +290,24 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
         if spec is None:
             continue
         place = r"(^|\.)" + re.escape(path).replace(r"\*", r"\d+")
-        count = _KV_HEADS if re.search(r"\b[kv]_proj$", path) else _HEADS if "attn" in path else ""
-        may_stay_unsplit = count == _KV_HEADS or "lm_head" in path
-        rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_unsplit))
+        by_heads = "att" in path and style in (
+            "colwise",
+            "rowwise",
+        )  # others put heads together
+        count = "" if not by_heads else _KV_HEADS if re.search(r"\b[kv]_proj$", path) else _HEADS
+        may_stay_unsplit = count == _KV_HEADS or not by_heads and style not in _SHARED_WIDTH
+        of_experts = declared.get(path.rpartition(".")[0]) == _EXPERTS
+        word = _EXPERTS if of_experts else _RENAMED.get(style, style)
+        rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_unsplit, word))
         if spec == _BY_OUTPUT:
-            rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_unsplit))
+            rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_unsplit, word))
     return rules
+
+
+_SHARED_WIDTH = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+"""Of layers of which the next one goes on with what this one gives: both are split, or none."""
+_RENAMED = {"colwise_rep": _GATHERED, "rowwise_rep": "rowwise_split_input"}
+"""Older words for the same."""
 
 
 def _no_plan(model: nn.Module, size: int, shapes: Shapes) -> str:

@@ -1,32 +1,29 @@
-"""Split a model's layers between processes by the plan, with PyTorch's distributed tensors.
+"""Split a model's layers between processes by the plan: each computes with its parts, which are ordinary tensors.
 
-A layer that is split has a distributed tensor as its weight, and computes with it; what goes in and comes out are
-ordinary tensors. All other parameters are distributed tensors too, replicated on each process, so that an optimizer or
-a norm meets one kind; their modules see the ordinary tensor inside.
+All parameters are PyTorch's distributed tensors at rest, those of no split layer replicated on each process, so that an
+optimizer or a norm meets one kind. Their modules see the ordinary tensor inside. What processes have to send each other
+goes on before and after split layers, and is PyTorch's own redistribution of distributed tensors, backward as forward.
 """
 
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import Slot, find_slots
+from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.native.proved_plans import PLANS, fingerprint
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.tensor_parallel import TensorParallelPlan
+from torchacc.parallel.tensor_parallel import FAMILIES, OWN_PLAN, TensorParallelPlan
 
 Forward = Callable[..., Any]
 
-_FAMILIES = ("bert", "llama", "mistral", "qwen2", "t5")
-"""Those whose modules, given a part of the heads, compute with that part."""
-_HEAD_COUNT = "n_heads"
-"""The attribute by which T5's attention counts its heads."""
-_LOGITS = re.compile(r"(^|\.)(lm_head|predictions\.decoder)$")
-"""Projections whose output is put together, as the loss needs all of it."""
+_HEAD_WIDTHS = ("n_heads", "split_size")
+"""The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 
 
@@ -41,12 +38,7 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
         ConfigError: The plan is not that of a family that is known to compute right, or asks for more.
     """
     tp, instead = plan.tensor_parallel, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
-    if tp.source not in _FAMILIES:
-        raise ConfigError(
-            f"config.dist.tp.size = {tp.size} by the plan of {tp.source}: the native engine splits the layers of "
-            f"{', '.join(_FAMILIES)} only, whose modules compute with the part of the heads that they are given; "
-            f"{instead}"
-        )
+    _check_family(model, tp, instead)
     number = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if number is not None:
         raise ConfigError(
@@ -70,8 +62,25 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
+def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
+    if tp.source in FAMILIES or tp.source == OWN_PLAN:
+        return
+    given = f"config.dist.tp.size = {tp.size} by the plan that {tp.source} declares"
+    if tp.source not in PLANS:
+        raise ConfigError(
+            f"{given}: the native engine splits families for which it was shown that a process computes right with its "
+            f"part of the heads, {', '.join(sorted({*FAMILIES, *PLANS}))}. Write a plan of your own into "
+            f"config.dist.tp.plan, which is right for every model and sends more, or {instead}"
+        )
+    if PLANS[tp.source] != fingerprint(model):
+        raise ConfigError(
+            f"{given}: it is another one in this version of transformers than that which was shown to compute right. "
+            f"Write a plan of your own into config.dist.tp.plan, or {instead}"
+        )
+
+
 def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, compiled: Iterable[str] = ()) -> None:
-    """Let layers compute with distributed tensors as their weights, and all others with the ordinary tensors inside.
+    """Let layers compute with their parts, send what the others need, and see ordinary tensors.
 
     Args:
         model: The model.
@@ -80,36 +89,68 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, compiled: It
         compiled: Modules that torch.compile compiles already: they are given ordinary tensors before they run, as it
             takes tensors that come and go inside for other graphs.
     """
-    specs = _specs_by_module(model, plan)
-    for name, module in model.named_modules():
-        if _split_dim(specs.get(module, {})) is not None:
-            _split(module, name, _split_dim(specs[module]), mesh)
-        if hasattr(module, _HEAD_COUNT) and any(
-            _split_dim(specs.get(child, {})) is not None for child in module.children()
-        ):
-            setattr(module, _HEAD_COUNT, getattr(module, _HEAD_COUNT) // plan.tensor_parallel.size)
+    planned = {slot: each for each in plan.parameters for slot in find_slots(model, each.names)}
+    tp = plan.tensor_parallel
+    styles = {
+        module: _style(module, tp.spec_of(each.name), tp.styles.get(each.name, ""))
+        for (module, leaf), each in planned.items()
+        if leaf == "weight"
+    }
+    names = {module: name for name, module in model.named_modules()}
+    for module, style in styles.items():
+        _let_compute_with_part(module, style, model.get_submodule(names[module].rpartition(".")[0]), mesh)
+    for module in model.modules():
+        for name in _HEAD_WIDTHS:
+            if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in module.children()):
+                setattr(module, name, getattr(module, name) // tp.size)
     inside_of = {part: model.get_submodule(name) for name in compiled for part in model.get_submodule(name).modules()}
-    ordinary: dict[nn.Module, list[Slot]] = {}
-    for module, of_module in specs.items():
-        if _split_dim(of_module) is None:
-            ordinary.setdefault(inside_of.get(module, module), []).extend((module, leaf) for leaf in of_module)
+    ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
+    for (module, leaf), each in planned.items():
+        how = _use_of(leaf, styles.get(module, ""), tp.spec_of(each.name), tp.styles.get(each.name, ""))
+        ordinary.setdefault(inside_of.get(module, module), []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
-        _wrap(module, _with_ordinary_tensors, slots)
+        _wrap(module, _with_ordinary_tensors, slots, mesh)
 
 
-def _split(module: nn.Module, name: str, dim: int | None, mesh: Any) -> None:
-    """Let a layer whose weight is split over a dimension compute with its part."""
-    if isinstance(module, nn.Embedding) and dim == 0:
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is GPT-2's layer, whose weight is (input, output)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _style(module: nn.Module, spec: ParameterSpec, declared: str) -> str:
+    """Return how a module computes with its part of a weight; empty where it has all of it.
+
+    Without a word from the plan each layer puts its output together, which is right whatever comes next.
+    """
+    dim = dim_over(spec, Role.TENSOR)
+    if dim is None:
+        return declared
+    if isinstance(module, nn.Embedding):
+        return "embedding_rowwise" if dim == 0 else "" if declared == "colwise" else "embedding_colwise"
+    if not isinstance(module, nn.Linear) and not _is_conv1d(module):
+        return ""
+    by_output = dim == (1 if _is_conv1d(module) else 0)
+    is_for_layer = declared and not declared.startswith("embedding")  # of a head that is tied to an embedding
+    return declared if is_for_layer else "colwise_gather_output" if by_output else "rowwise_split_input"
+
+
+def _let_compute_with_part(module: Any, style: str, parent: Any, mesh: Any) -> None:
+    """Put before and after a module what its style sends."""
+    if style == "embedding_rowwise":
         _wrap(module, _look_up_part, module, mesh)
         return
-    assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is a {type(module).__name__}"
-    by_input, gives_logits = isinstance(module, nn.Linear) and dim == 1, _LOGITS.search(name) is not None
-    before, after = _hooks(mesh, takes_part=by_input, gives_part=not (by_input or gives_logits))
-    if gives_logits:  # in its forward, which compute.chunked_loss calls by itself
+    if _is_conv1d(module) and "colwise" in style:
+        module.nf //= mesh.size()
+    width = parent.qk_rope_head_dim if style == "mla_kv_a_proj" else 0
+    parts = module.nf * mesh.size() // module.nx if _is_conv1d(module) else 2
+    before, after = _hooks(mesh, style, parts if style == "packed_colwise" else width)
+    if style == "colwise_gather_output":  # in its forward, which compute.chunked_loss calls by itself
         _wrap(module, _multiply_part, before, after)
-    else:
-        # One function for all layers of a kind, as torch.compile takes another function for another graph.
+        return
+    # One function for all layers of a kind, as torch.compile takes another function for another graph.
+    if before is not None:
         module.register_forward_pre_hook(before)
+    if after is not None:
         module.register_forward_hook(after)
 
 
@@ -119,17 +160,160 @@ def _wrap(module: Any, run: Callable[..., Any], *args: Any) -> None:
     module.forward = functools.wraps(forward)(functools.partial(run, forward, *args))
 
 
-def _specs_by_module(model: nn.Module, plan: ShardingPlan) -> dict[nn.Module, dict[str, ParameterSpec]]:
-    specs: dict[nn.Module, dict[str, ParameterSpec]] = {}
-    for planned in plan.parameters:
-        for owner, leaf in find_slots(model, planned.names):
-            specs.setdefault(owner, {})[leaf] = plan.tensor_parallel.spec_of(planned.name)
-    return specs
+_COPY = ("full", "full", "summand")
+"""Each process goes on with a copy: backward sums what they send back."""
+_CUT = ("full", "part", "")
+_JOIN = ("part", "full", "")
+_SUM = ("summand", "full", "")
+
+_MOVES: Mapping[str, tuple[tuple[str, str, str] | None, tuple[str, str, str] | None]] = {
+    "colwise": (_COPY, None),
+    "packed_colwise": (_COPY, ("part", "full", "summand")),
+    "colwise_gather_output": (_COPY, _JOIN),
+    "rowwise": (None, _SUM),
+    "rowwise_split_input": (_CUT, _SUM),
+    "embedding_colwise": (None, _JOIN),
+}
+"""How a layer computes with its part -> what is done to its input, and to its output, as `_relaid()` takes it."""
+_GIVING_PARTS = ("colwise", "packed_colwise")
 
 
-def _split_dim(specs: Mapping[str, ParameterSpec]) -> int | None:
-    """Return the dimension over which a module's weight is split."""
-    return dim_over(specs.get("weight", ()), Role.TENSOR)
+def _relaid(tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: str = "") -> torch.Tensor:
+    """Return a tensor as the processes go on with it.
+
+    Args:
+        tensor: What this process has.
+        mesh: The DeviceMesh of the axis `tp`.
+        has: Whether that is the `full` tensor, a `part` of its last dimension, or a `summand` of it.
+        wants: The same of what comes out.
+        sends_back: The same of the gradient of what comes out, where it is something else.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    placements = {"full": [Replicate()], "part": [Shard(-1)], "summand": [Partial()], "": None}
+    there = DTensor.from_local(tensor, mesh, placements[has], run_check=False)
+    local: torch.Tensor = there.redistribute(placements=placements[wants]).to_local(
+        grad_placements=placements[sends_back]
+    )
+    return local
+
+
+@functools.cache
+def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
+    """Return the hooks before and after a layer; None where nothing is to do.
+
+    Args:
+        mesh: Of the processes that share it.
+        style: How it computes with its part.
+        number: Of the layers that are fused into one, or of the columns of an output that go past the next layer.
+    """
+    given, returned = _MOVES.get(style, (None, None))
+
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (_relaid(args[0], mesh, *given), *args[1:])  # type: ignore[misc]
+
+    def after(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return _relaid(output, mesh, *returned)  # type: ignore[misc]
+
+    def after_fused(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of each of the fused layers: what it has computed is a part of them in a row."""
+        fused = after(module, args, output).unflatten(-1, (number, mesh.size(), -1))
+        return fused[..., mesh.get_local_rank(), :].flatten(-2)
+
+    def after_latent(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Let the columns of keys that all heads share have the gradients of all heads; the rest get them later."""
+        shared = _relaid(output[..., -number:], mesh, *_COPY)
+        return torch.cat([output[..., :-number], shared], -1)
+
+    special = {"packed_colwise": after_fused, "mla_kv_a_proj": after_latent}.get(style)
+    return before if given is not None else None, special or (after if returned is not None else None)
+
+
+class _OrdinaryTensor(NamedTuple):
+    """What a module sees of one of its parameters."""
+
+    module: nn.Module
+    name: str
+    use: str
+    """How it computes with that: see `_ordinary()`."""
+
+
+def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
+    """Return what a module sees of a parameter, by how it computes and by what the plan says of that."""
+    is_split = dim_over(spec, Role.TENSOR) is not None
+    if declared == "replicated_with_grad_allreduce":
+        return "copy"
+    if leaf == "bias" and style.startswith("rowwise"):
+        return "share"
+    if leaf == "bias" and "colwise" in style and not is_split:
+        return "cut"
+    is_of_layer = leaf in ("weight", "bias") and bool(style)
+    return "own" if not is_split or is_of_layer or declared == "colwise" else "all"
+
+
+def _with_ordinary_tensors(
+    forward: Forward, slots: Sequence[_OrdinaryTensor], mesh: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a forward with ordinary tensors in the place of parameters."""
+    for module, name, use in slots:
+        module.__dict__[name] = _ordinary(module._parameters[name], use, mesh)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for module, name, _ in slots:
+            module.__dict__.pop(name, None)
+
+
+def _ordinary(parameter: Any, use: str, mesh: Any) -> torch.Tensor:
+    """Return a parameter as a module computes with it.
+
+    Args:
+        parameter: The distributed tensor, unsharded over all axes but `tp`.
+        use: `own`: what this process has. `copy`: all, of which each process uses something else. `cut`: a part of what
+            all have. `share`: a summand. `all`: put together.
+        mesh: The DeviceMesh of the axis `tp`.
+    """
+    from torch.distributed.tensor import Replicate
+
+    if use in ("all", "share"):
+        parameter = parameter.redistribute(placements=[Replicate()])
+    # Of a full tensor each process has all of the gradient: what split layers send back was added up over them.
+    own: torch.Tensor = parameter.to_local(grad_placements=parameter.placements)
+    if use == "share":
+        share: torch.Tensor = _Share.apply(own, mesh.size())
+        return share
+    moves = {"copy": _COPY, "cut": _CUT}
+    return _relaid(own, mesh, *moves[use]) if use in moves else own
+
+
+class _Share(torch.autograd.Function):
+    """A bias that each of several processes adds to its summand of an output: together they add it once."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, num_processes: int) -> torch.Tensor:
+        return bias / num_processes
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _multiply_part(forward: Forward, before: Forward, after: Forward, given: torch.Tensor) -> Any:
+    """Run the forward of a layer whose weight is split between the functions that are hooks elsewhere."""
+    return after(None, None, forward(*before(None, (given,))))
+
+
+def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Run an embedding whose rows are split: each process looks its rows up, and the results are summed."""
+    first, padding = mesh.get_local_rank() * len(module.weight), module.padding_idx
+    own = (ids >= first) & (ids < first + len(module.weight))
+    has_padding = padding is not None and first <= padding < first + len(module.weight)
+    module.padding_idx = padding - first if padding is not None and has_padding else None
+    try:
+        found = forward(torch.where(own, ids - first, 0))
+    finally:
+        module.padding_idx = padding
+    return _relaid(found.masked_fill(~own[..., None], 0), mesh, *_SUM)
 
 
 def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: TensorParallelPlan, mesh: Any) -> None:
@@ -152,73 +336,6 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: T
         new = nn.Parameter(part, requires_grad=old.requires_grad)
         for owner, leaf in find_slots(model, planned.names):
             owner._parameters[leaf] = new
-
-
-def _with_ordinary_tensors(forward: Forward, slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward with ordinary tensors in the place of parameters that are replicated on each process."""
-    from torch.distributed.tensor import Replicate
-
-    for owner, name in slots:
-        replicated: Any = owner._parameters[name]
-        # Each process has all of the gradient: what split layers send back was added up over the processes.
-        owner.__dict__[name] = replicated.to_local(grad_placements=[Replicate()])
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        for owner, name in slots:
-            owner.__dict__.pop(name, None)
-
-
-def _multiply_part(forward: Forward, before: Forward, after: Forward, given: torch.Tensor) -> Any:
-    """Run the forward of a layer whose weight is split between the functions that are hooks elsewhere."""
-    return after(None, None, forward(before(None, (given,))))
-
-
-@functools.cache
-def _hooks(mesh: Any, *, takes_part: bool, gives_part: bool) -> tuple[Any, Any]:
-    """Return the hooks before and after a layer whose weight is split, which multiplies distributed tensors.
-
-    Args:
-        mesh: Of the processes that share it.
-        takes_part: Whether its input is split over its last dimension.
-        gives_part: Whether its output is to be.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    takes, gives = [Shard(-1) if takes_part else Replicate()], [Shard(-1) if gives_part else Replicate()]
-
-    def before(module: nn.Module, args: tuple[torch.Tensor]) -> DTensor:
-        return DTensor.from_local(args[0], mesh, takes, run_check=False)
-
-    def after(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
-        local: torch.Tensor = output.redistribute(placements=gives).to_local()
-        return local
-
-    return before, after
-
-
-def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Run an embedding whose rows are split: each process looks its rows up, and the results are summed.
-
-    PyTorch's distributed embedding fails where there is a `padding_idx`.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    weight: Any = module._parameters["weight"]
-    part = weight.to_local(grad_placements=[Shard(0)])
-    first, padding = mesh.get_local_rank() * len(part), module.padding_idx
-    own = (ids >= first) & (ids < first + len(part))
-    has_padding = padding is not None and first <= padding < first + len(part)
-    module.__dict__["weight"] = part
-    module.padding_idx = padding - first if padding is not None and has_padding else None
-    try:
-        found = forward(torch.where(own, ids - first, 0))
-    finally:
-        module.__dict__.pop("weight")
-        module.padding_idx = padding
-    summand = DTensor.from_local(found.masked_fill(~own[..., None], 0), mesh, [Partial()], run_check=False)
-    local: torch.Tensor = summand.redistribute(placements=[Replicate()]).to_local()
-    return local
 
 
 def agree_on_random_numbers(device: torch.device, mesh: Any) -> None:
