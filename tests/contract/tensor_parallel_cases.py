@@ -27,7 +27,7 @@ VOCAB, LENGTH = 132, 16
 IDS = torch.randint(0, VOCAB, (8, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
-def make_llama(num_layers: int = 2, intermediate_size: int = 48) -> nn.Module:
+def make_llama(num_layers: int = 2, intermediate_size: int = 48, num_key_value_heads: int = 4) -> nn.Module:
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
@@ -35,7 +35,7 @@ def make_llama(num_layers: int = 2, intermediate_size: int = 48) -> nn.Module:
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=num_key_value_heads,
         max_position_embeddings=LENGTH,
         tie_word_embeddings=True,
     )
@@ -110,24 +110,71 @@ def a_vocabulary_that_divides_is_split_and_trains_the_same(how: tuple[int, int, 
     check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
 
 
-@case((SPMD,))
-def an_own_plan_trains_the_same() -> None:
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in "ab"])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
-    torch.manual_seed(2)
-    model = Mlp()
+@case((NATIVE,), each={"two-for-four": (1, 4, 2), "one-for-two": (2, 2, 1)})
+def devices_that_share_a_key_value_head_train_the_same(how: tuple[int, int, int]) -> None:
+    fsdp, tp, num_heads = how
+    model = make_llama(num_key_value_heads=num_heads)
     plain = copy.deepcopy(model)
-    own = {r"\.0\.weight$": ["tp", "fsdp"], r"\.0\.bias$": ["tp"], r"\.2\.weight$": [None, "tp"]}
+    accelerate(model, fsdp=fsdp, tp=tp)
+    train(model, put(IDS))
+    train(plain, IDS)
+    check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in "ab"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Odd(nn.Module):
+    """One layer of each kind, whose parts are not those that the next one computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(12, 8, padding_idx=7), nn.Embedding(12, 8)
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.third, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
+        self.scale = nn.Parameter(torch.ones(8))
+        for bias in (self.first.bias, self.second.bias, self.third.bias):
+            nn.init.normal_(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.rows(x) + self.columns(x))
+        x = self.second(torch.softmax(self.first(x), -1).flip(-1))
+        return self.conv(self.third(x).transpose(1, 2)) * self.scale[:, None]
+
+
+X4 = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
+PAIRS = {r"\.0\.weight$": ["tp", None], r"\.0\.bias$": ["tp"], r"\.2\.weight$": [None, "tp"]}
+ODD = {
+    "rows": ["tp", None],
+    "columns": [None, "tp"],
+    "norm.weight": ["tp"],
+    "first.weight": ["tp", None],
+    "first.bias": ["tp"],
+    "second.weight": [None, "tp"],
+    "second.bias": ["tp"],
+    "third.weight": ["tp", None],
+    "conv.weight": [None, "tp", None],
+    "scale": ["tp"],
+}
+
+
+@case(BOTH, each={"pairs": (Mlp, PAIRS, X4)})
+@case((NATIVE,), each={"fits-badly": (Odd, ODD, IDS[:4] % 12)})
+@case((SPMD,), each={"over-fsdp": (Mlp, {**PAIRS, r"\.0\.weight$": ["tp", "fsdp"]}, X4)})
+def an_own_plan_trains_the_same(how: tuple[type[nn.Module], dict[str, Any], torch.Tensor]) -> None:
+    make, own, x = how
+    torch.manual_seed(2)
+    model = make()
+    plain = copy.deepcopy(model)
     accelerate(model, fsdp=2, tp=2, plan=own)
-    x = torch.randn(4, 8)
     for each, data in ((model, put(x)), (plain, x)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for _ in range(2):
@@ -136,7 +183,7 @@ def an_own_plan_trains_the_same() -> None:
             optimizer.step()
     check_parameters(model, plain)
     specs = sharded_model(model).plan.tensor_parallel.specs
-    assert specs["layers.0.0.weight"] == ("tp", "fsdp")
+    assert set(specs.values()) == {tuple(spec) for spec in own.values()}
 
 
 @case(BOTH, each={"to-fsdp": ((2, 2), (4, 1)), "from-fsdp": ((4, 1), (2, 2)), "to-tp-alone": ((2, 2), (1, 4))})

@@ -75,6 +75,8 @@ levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "pre
 layers_split_natively = covers(
     engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp", "tp-compile-graphs", "tp-compile-recompute"]
 )
+layers_split_in_fused_parts = covers(engines=["native-4"], models=["gpt2"], variants=["tp-compile-recompute"])
+experts_with_layers_split = covers(engines=["native-4"], models=["mixtral"], variants=["tp"])
 layers_split_natively_otherwise = covers(
     engines=["native-4"],
     models=["bert"],
@@ -110,6 +112,8 @@ def same_numbers(test):
         layers_split,
         layers_split_otherwise,
         layers_split_natively,
+        layers_split_in_fused_parts,
+        experts_with_layers_split,
         layers_split_natively_otherwise,
         unequal,
         levers,

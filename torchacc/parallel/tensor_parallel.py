@@ -138,8 +138,10 @@ class TensorParallelPlan:
     """First name of each parameter that would be split, and is not -> why."""
     styles: Mapping[str, str] = field(default_factory=dict)
     """First name of each parameter whose layer computes otherwise on a part of the heads or of the width -> how, in
-    transformers' words. A partitioner of programs finds that out by itself;
-    an engine that runs a process for each device goes by it. A plan of the user's own says nothing of it."""
+    transformers' words. A partitioner of programs finds that out by itself; an engine that runs a process for each
+    device goes by it. A plan of the user's own says nothing of it."""
+    num_key_value_heads: int = 0
+    """Of a layer, where the model's config says that."""
     sequence_parallel: bool = False
     """Whether the activations between units are split along their length, too."""
 
@@ -165,6 +167,8 @@ class TensorParallelPlan:
         return "\n".join(lines)
 
 
+SHARED_HEADS = "shared_heads"
+"""The style of projections to fewer key-value heads than devices: several compute with the same head."""
 OWN_PLAN = "config.dist.tp.plan"
 """The source of a plan that the user has written."""
 
@@ -197,7 +201,8 @@ def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shape
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
     source = family or type(model).__name__
-    return TensorParallelPlan(size, source, specs, unsplit, styles, config.sequence_parallel)
+    num_key_value_heads = getattr(described, _KV_HEADS, None) or 0
+    return TensorParallelPlan(size, source, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
 
 
 def _by_rules(
@@ -223,6 +228,8 @@ def _by_rules(
             styles[names[0]] = rule.style or ("rowwise" if rule.spec == _BY_INPUT else "colwise")
         elif rule.may_stay_unsplit:
             unsplit[names[0]] = obstacle
+            if rule.count == _KV_HEADS and size % getattr(described, _KV_HEADS) == 0:
+                styles[names[0]] = SHARED_HEADS
         else:
             raise ConfigError(
                 f"config.dist.tp.size = {size} cannot split {names[0]!r} of shape {shape}: {obstacle}. Choose a size "

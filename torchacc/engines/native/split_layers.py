@@ -16,15 +16,18 @@ from torch import nn
 from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.native.proved_plans import PLANS, fingerprint
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, restricted
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.tensor_parallel import FAMILIES, OWN_PLAN, TensorParallelPlan
+from torchacc.parallel.tensor_parallel import FAMILIES, OWN_PLAN, SHARED_HEADS, TensorParallelPlan
 
 Forward = Callable[..., Any]
 
 _HEAD_WIDTHS = ("n_heads", "split_size")
 """The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
+
+
+_OR_MULTIPLE = ", or a multiple of it"
 
 
 def check(model: nn.Module, plan: ShardingPlan) -> None:
@@ -55,15 +58,19 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     if tp.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
     for name, reason in tp.unsplit.items():
-        if _KEYS_OR_VALUES.search(name):
+        shares_heads = tp.styles.get(name) == SHARED_HEADS and tp.source in FAMILIES
+        if _KEYS_OR_VALUES.search(name) and not shares_heads:
             raise ConfigError(
                 f"config.dist.tp.size = {tp.size}, and {reason}: the native engine splits keys and values as "
-                f"queries. Choose a size that divides, or {instead}"
+                f"queries. Choose a size that divides it{_OR_MULTIPLE if tp.source in FAMILIES else ''}, or {instead}"
             )
 
 
 def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
-    if tp.source in FAMILIES or tp.source == OWN_PLAN:
+    if tp.source in FAMILIES:
+        return
+    if tp.source == OWN_PLAN:
+        _check_own_plan(tp, instead)
         return
     given = f"config.dist.tp.size = {tp.size} by the plan that {tp.source} declares"
     if tp.source not in PLANS:
@@ -79,15 +86,24 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
         )
 
 
-def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, compiled: Iterable[str] = ()) -> None:
+def _check_own_plan(tp: TensorParallelPlan, instead: str) -> None:
+    for name, spec in tp.specs.items():
+        if spec != restricted(spec, Role.TENSOR):
+            raise ConfigError(
+                f"config.dist.tp.plan gives {list(spec)} for {name!r}: natively each device's part is sharded over "
+                f"fsdp by its rows. Write None there, or {instead}"
+            )
+
+
+def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, regions: Iterable[str] = ()) -> None:
     """Let layers compute with their parts, send what the others need, and see ordinary tensors.
 
     Args:
         model: The model.
         plan: Says which parameters will be split.
         mesh: The DeviceMesh of the axis `tp`.
-        compiled: Modules that torch.compile compiles already: they are given ordinary tensors before they run, as it
-            takes tensors that come and go inside for other graphs.
+        regions: Modules whose parts run inside of them only: these are given ordinary tensors before the whole runs, as
+            a part may read another's weight, and torch.compile takes tensors that come and go for other graphs.
     """
     planned = {slot: each for each in plan.parameters for slot in find_slots(model, each.names)}
     tp = plan.tensor_parallel
@@ -103,13 +119,16 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, compiled: It
         for name in _HEAD_WIDTHS:
             if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in module.children()):
                 setattr(module, name, getattr(module, name) // tp.size)
-    inside_of = {part: model.get_submodule(name) for name in compiled for part in model.get_submodule(name).modules()}
+        if any(styles.get(child) == SHARED_HEADS for child in module.children()):
+            attention: Any = module
+            attention.num_key_value_groups = attention.num_key_value_groups * tp.num_key_value_heads // tp.size
+    inside_of = {part: model.get_submodule(name) for name in regions for part in model.get_submodule(name).modules()}
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
         how = _use_of(leaf, styles.get(module, ""), tp.spec_of(each.name), tp.styles.get(each.name, ""))
         ordinary.setdefault(inside_of.get(module, module), []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
-        _wrap(module, _with_ordinary_tensors, slots, mesh)
+        _wrap(module, _with_ordinary_tensors, slots, mesh, tp.num_key_value_heads)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -168,6 +187,7 @@ _SUM = ("summand", "full", "")
 
 _MOVES: Mapping[str, tuple[tuple[str, str, str] | None, tuple[str, str, str] | None]] = {
     "colwise": (_COPY, None),
+    SHARED_HEADS: (_COPY, None),
     "packed_colwise": (_COPY, ("part", "full", "summand")),
     "colwise_gather_output": (_COPY, _JOIN),
     "rowwise": (None, _SUM),
@@ -243,6 +263,8 @@ def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
     is_split = dim_over(spec, Role.TENSOR) is not None
     if declared == "replicated_with_grad_allreduce":
         return "copy"
+    if declared == SHARED_HEADS:
+        return declared
     if leaf == "bias" and style.startswith("rowwise"):
         return "share"
     if leaf == "bias" and "colwise" in style and not is_split:
@@ -252,11 +274,11 @@ def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
 
 
 def _with_ordinary_tensors(
-    forward: Forward, slots: Sequence[_OrdinaryTensor], mesh: Any, *args: Any, **kwargs: Any
+    forward: Forward, slots: Sequence[_OrdinaryTensor], mesh: Any, num_heads: int, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a forward with ordinary tensors in the place of parameters."""
     for module, name, use in slots:
-        module.__dict__[name] = _ordinary(module._parameters[name], use, mesh)
+        module.__dict__[name] = _ordinary(module._parameters[name], use, mesh, num_heads)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -264,14 +286,15 @@ def _with_ordinary_tensors(
             module.__dict__.pop(name, None)
 
 
-def _ordinary(parameter: Any, use: str, mesh: Any) -> torch.Tensor:
+def _ordinary(parameter: Any, use: str, mesh: Any, num_heads: int) -> torch.Tensor:
     """Return a parameter as a module computes with it.
 
     Args:
         parameter: The distributed tensor, unsharded over all axes but `tp`.
         use: `own`: what this process has. `copy`: all, of which each process uses something else. `cut`: a part of what
-            all have. `share`: a summand. `all`: put together.
+            all have. `share`: a summand. `all`: put together. `shared_heads`: the rows of one head.
         mesh: The DeviceMesh of the axis `tp`.
+        num_heads: The number of heads that are shared.
     """
     from torch.distributed.tensor import Replicate
 
@@ -282,6 +305,9 @@ def _ordinary(parameter: Any, use: str, mesh: Any) -> torch.Tensor:
     if use == "share":
         share: torch.Tensor = _Share.apply(own, mesh.size())
         return share
+    if use == SHARED_HEADS:
+        of_heads = _relaid(own, mesh, *_COPY).unflatten(0, (num_heads, -1))
+        return of_heads[mesh.get_local_rank() * num_heads // mesh.size()]
     moves = {"copy": _COPY, "cut": _CUT}
     return _relaid(own, mesh, *moves[use]) if use in moves else own
 
