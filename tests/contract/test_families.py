@@ -7,13 +7,18 @@ Some of each structure here; `--write-tables` tries all on every engine, which t
 It goes on where it was interrupted: what each came to stays in build/families, until that is removed.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import all_families
-from family_table import table
+from family_table import ENGINES, table
+from split_families import PAGE, fingerprint_of
 from sweep import sweep
+
+from torchacc.engines.native.proved_plans import PLANS
+from torchacc.parallel.tensor_parallel import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -35,11 +40,12 @@ SOME = {
         "vision-segformer",
         "vision-vit",
     ],
+    "native-tp": ["causal-deepseek_v3", "causal-gemma3_text", "causal-olmo2", "causal-phi3", "causal-qwen3_next"],
     "xla-spmd": ["causal-llama", "masked-funnel", "masked-squeezebert", "vision-resnet"],
     "xla-multiprocess": ["causal-llama", "vision-resnet"],
 }
-"""Engine -> families of different structures: experts, recurrent layers, lists in lists, ties, stages, BatchNorm,
-groups of channels. T5 is trained under XLA, on as many devices, in `test_engines.py`."""
+"""Engine -> families of different structures, `native-tp` with their layers split: experts, recurrent layers, lists in
+lists, ties, stages, BatchNorm, groups of channels. T5 is trained under XLA, too, in `test_engines.py`."""
 
 
 def cases() -> list[Any]:
@@ -64,9 +70,21 @@ def test_a_family_trains_as_in_plain_pytorch(engine, name, found, tmp_path_facto
 def test_the_page_has_every_family(request):
     if request.config.getoption("--write-tables"):
         names = list(all_families())
-        TABLE.write_text(table({engine: sweep(engine, KEPT / engine, names) for engine in SOME}), encoding="utf-8")
+        TABLE.write_text(table({engine: sweep(engine, KEPT / engine, names) for engine in ENGINES}), encoding="utf-8")
     page = TABLE.read_text(encoding="utf-8")
     if f"transformers\n{transformers.__version__} " not in page:
         pytest.skip("the page is of another version of transformers")
     absent = [each.model_class for each in all_families().values() if f"`{each.model_class}`" not in page]
     assert absent == []
+
+
+def test_the_page_has_the_plans_that_are_carried_out_natively():
+    from transformers import CONFIG_MAPPING
+
+    page = PAGE.read_text(encoding="utf-8")
+    if f"With transformers {transformers.__version__}: " not in page:
+        pytest.skip("the page is of another version of transformers")
+    refused = set(re.findall(r"\| `([a-z0-9_]+)` \| (?:differs|fails|refused)", page))
+    assert not refused.intersection(PLANS)
+    assert {name: fingerprint_of(CONFIG_MAPPING[name]) for name in PLANS} == PLANS
+    assert all(f"`{name}`" in page for name in (*PLANS, *FAMILIES))

@@ -276,14 +276,19 @@ def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
 def _with_ordinary_tensors(
     forward: Forward, slots: Sequence[_OrdinaryTensor], mesh: Any, num_heads: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a forward with ordinary tensors in the place of parameters."""
-    for module, name, use in slots:
-        module.__dict__[name] = _ordinary(module._parameters[name], use, mesh, num_heads)
+    """Run a forward with ordinary tensors in the place of parameters, or of what stands in for these by now."""
+    before = [vars(module).get(name) for module, name, _ in slots]
+    for (module, name, use), stand_in in zip(slots, before, strict=True):
+        distributed = module._parameters[name] if stand_in is None else stand_in
+        vars(module)[name] = _ordinary(distributed, use, mesh, num_heads)
     try:
         return forward(*args, **kwargs)
     finally:
-        for module, name, _ in slots:
-            module.__dict__.pop(name, None)
+        for (module, name, _), stand_in in zip(slots, before, strict=True):
+            if stand_in is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = stand_in
 
 
 def _ordinary(parameter: Any, use: str, mesh: Any, num_heads: int) -> torch.Tensor:

@@ -18,8 +18,19 @@ def make_llama(num_key_value_heads=4):
     return transformers.LlamaForCausalLM(config)
 
 
-def make_gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4))
+def make_apertus():
+    """Build a model whose own plan leaves out what is split with its MLP: parameters of an activation."""
+    return transformers.ApertusForCausalLM(transformers.ApertusConfig(**SIZES, num_key_value_heads=4))
+
+
+def make_phi3(num_key_value_heads=4):
+    config = transformers.Phi3Config(**SIZES, num_key_value_heads=num_key_value_heads, pad_token_id=0)
+    return transformers.Phi3ForCausalLM(config)
+
+
+def make_gemma(num_key_value_heads=4):
+    config = transformers.GemmaConfig(**SIZES, num_key_value_heads=num_key_value_heads, head_dim=8)
+    return transformers.GemmaForCausalLM(config)
 
 
 def checked(model, size=2, **options):
@@ -27,17 +38,34 @@ def checked(model, size=2, **options):
     check(model, make_plan(model, config, Mesh((("dp", 1), ("fsdp", 1), ("tp", size)))))
 
 
-def test_a_known_family_is_split():
-    checked(make_llama())
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (make_llama, {}),
+        (make_phi3, {}),
+        (make_gemma, {}),
+        (lambda: make_llama(2), {"size": 4}),
+        (make_apertus, {"plan": {"q_proj": ["tp", None]}}),
+    ],
+)
+def test_what_is_shown_to_compute_right_is_split(make, options):
+    checked(make(), **options)
+
+
+def test_a_family_whose_plan_has_changed_is_refused():
+    model = make_gemma()
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "layers.*.input_layernorm": "colwise"}
+    with pytest.raises(ConfigError, match=r"gemma declares: it is another one .*config\.dist\.tp\.plan, or use config"):
+        checked(model)
 
 
 @pytest.mark.parametrize(
     ("make", "options", "match"),
     [
-        (make_gpt2, {}, "by the plan of gpt2: the native engine splits the layers of bert, llama,"),
-        (make_llama, {"plan": {"q_proj": ["tp", None]}}, r"by the plan of config\.dist\.tp\.plan: the native engine"),
+        (make_apertus, {}, "by the plan that apertus declares: the native engine splits families for which"),
+        (make_llama, {"plan": {"q_proj": ["tp", "fsdp"]}}, r"config\.dist\.tp\.plan gives \['tp', 'fsdp'\] for 'model"),
         (make_llama, {"sequence_parallel": True}, r"config\.dist\.tp\.sequence_parallel = True is not available"),
-        (lambda: make_llama(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4"),
+        (lambda: make_gemma(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4.*a size that divides it, or"),
     ],
 )
 def test_what_may_compute_other_numbers_is_refused(make, options, match):
