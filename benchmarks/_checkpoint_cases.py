@@ -49,7 +49,7 @@ LIVE_EXPECTATIONS = (
     Limit("load", "dcp load", 0.5, "torchacc checks every byte against its checksum, dcp none"),
     Limit("reload", "plain reread", 1.6, "every byte is checked, beside a read that needs no new memory"),
     Limit("cold load", "cold plain read", 1.6, "a rank reads many runs of bytes where its plain file is one"),
-    Limit("async save", "save", 0.2, "planning what goes where, and agreeing on it, is most of it"),
+    Limit("async save", "save", 0.2, "all is copied before it returns, at the speed of the memory: that is most of it"),
 )
 AGAINST_DCP = {
     "save": "both write the same bytes; torchacc also computes their checksums and commits by a rename",

@@ -13,8 +13,8 @@ the same bytes (each rank its own file, synced) and with torch.distributed.check
 slowest rank. `load` finds its files in the page cache, `cold load` on the disk. Both go on with a run as a new process
 does: the model is there, and its optimizer has no state yet, so that two thirds of the bytes go into memory that the
 system has to hand out first, for the plain read as well. `reload` goes into a model and an optimizer that have been
-trained. `async save` is what the step waits for: until the save has returned, and in the step that follows until its
-optimizer may begin.
+trained. `async save` is what training waits for: until the save has returned, which copies all of it, and in the step
+that follows until its optimizer may begin. It is one within a run: it copies into the memory of the save before.
 
 Exits with 1 if a case fails or the results differ; what is slow or large is reported, not an error.
 """
@@ -130,8 +130,9 @@ def make_report(runs: Runs, live: Live, agree: bool) -> Report:
                 note="`load` finds its files in the page cache, `cold load` on the disk. Both go on with a run as a "
                 "new process does, whose optimizer has no state: two thirds of the bytes go into memory that the "
                 "system has to hand out first, for the plain read as well. `reload` goes into a model and an optimizer "
-                "that have been trained. `async save` is what training waits for: until the save returns, and before "
-                "the next step of the optimizer until all is copied.",
+                "that have been trained. `async save` is what training waits for: until the save returns, which copies "
+                "all of it. It is one within a run: it copies into the memory of the save before, and the first save "
+                "takes longer.",
             ),
         ],
         checks=[
