@@ -20,6 +20,7 @@ from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
+from torchacc.engines.xla.split_tokens import TokensStaySplit
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
@@ -129,14 +130,28 @@ class SpmdEngine(XlaEngine):
         return sharded
 
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Move tensors to the devices, split over the first dimension where it divides."""
-        return self.transfer(tensors, [self.batch_spec(tensor) for tensor in tensors])
+        """Move tensors to the devices, split over the first dimension, and tokens along their length, where it divides."""
+        return self.transfer(tensors, [self._input_spec(tensor) for tensor in tensors])
+
+    def _input_spec(self, tensor: torch.Tensor) -> Spec | None:
+        """Return how an input is split: what has a row of tokens for each sample along its length, too."""
+        return self.token_spec(tensor, self.mesh.axes(Role.SEQUENCE)) if tensor.dim() == 2 else self.batch_spec(tensor)
 
     def batch_spec(self, tensor: torch.Tensor) -> Spec | None:
         """Return how a tensor with one row for each sample is split; None where its rows do not divide."""
         if not tensor.dim() or tensor.shape[0] % self.mesh.num_data_shards:
             return None
         return (self.mesh.data_axes, *[None] * (tensor.dim() - 1))
+
+    def token_spec(self, tensor: torch.Tensor, axes: Sequence[str]) -> Spec | None:
+        """Return how a tensor of shape (batch, length, …) is split, along its length over `axes` where that divides."""
+        spec, size = self.batch_spec(tensor), prod(self.mesh.axis_size(axis) for axis in axes)
+        if spec is None or size == 1:
+            return spec
+        if tensor.shape[1] % size:
+            _warn_of_length(tensor.shape[1], size)
+            return spec
+        return (spec[0], joined(axes), *spec[2:])
 
     def transfer(self, tensors: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> list[torch.Tensor]:
         """Move tensors to the devices in one transfer, each split as its spec says; None is a copy on each device."""
@@ -200,8 +215,8 @@ class SpmdModel(XlaModel):
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
                 self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
-                self._constrain_output(module, along_sequence=bool(unit.name))
-        if self.plan.tensor_parallel.sequence_parallel:
+                self._constrain_output(module, between_units=bool(unit.name))
+        if self.plan.tensor_parallel.sequence_parallel or engine.mesh.size(Role.SEQUENCE) > 1:
             self._constrain_embeddings()
         self._install_recompute()
         self._scans = [self._make_scan(name) for name in self.plan.scanned]
@@ -217,6 +232,8 @@ class SpmdModel(XlaModel):
         with ExitStack() as stack:
             if self.plan.tensor_parallel.size > 1:
                 stack.enter_context(HeadsStayApart())
+            if self.engine.mesh.size(Role.SEQUENCE) > 1:
+                stack.enter_context(TokensStaySplit(self._place_tokens))
             for scan in self._scans:
                 stack.enter_context(scan.running())
             stack.enter_context(super().patched())
@@ -241,7 +258,7 @@ class SpmdModel(XlaModel):
             layers,  # type: ignore[arg-type]
             unshard=unshard,
             annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
-            annotate_output=lambda output: annotate(output, self.engine.batch_spec(output)),
+            annotate_output=lambda output: annotate(output, self._activation_spec(output, between_units=True)),
             patches=self.patched,
         )
 
@@ -253,7 +270,7 @@ class SpmdModel(XlaModel):
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return self.engine.transfer([tensor], [spec])[0]
 
-    def _constrain_output(self, module: nn.Module, *, along_sequence: bool) -> None:
+    def _constrain_output(self, module: nn.Module, *, between_units: bool) -> None:
         engine, user_rule = self.engine, self.engine.config.dist.fsdp.shard_output_callable
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -261,28 +278,36 @@ class SpmdModel(XlaModel):
                 user_rule(output, engine.xla_mesh)
                 return
             tensor = _first_tensor(output)
-            spec = self._activation_spec(tensor, along_sequence) if tensor is not None else None
+            spec = self._activation_spec(tensor, between_units) if tensor is not None else None
             if tensor is not None and spec is not None:
                 engine.annotate(tensor, spec)
 
         module.register_forward_hook(hook)
+
+    def _place_tokens(self, tensor: torch.Tensor, are_split: bool) -> torch.Tensor:
+        """Return queries, keys or values of shape (batch, heads, tokens, size) with a part of the tokens, or all."""
+        engine, mesh = self.engine, self.engine.mesh
+        spec, heads, tokens = engine.batch_spec(tensor), mesh.axes(Role.TENSOR), mesh.axes(Role.SEQUENCE)
+        if spec is None or tensor.shape[1] % mesh.size(Role.TENSOR) or tensor.shape[2] % mesh.size(Role.SEQUENCE):
+            return tensor
+        placed = tensor.clone()
+        engine.annotate(placed, (spec[0], joined(heads), joined(tokens) if are_split else None, None))
+        return placed
 
     def _constrain_embeddings(self) -> None:
         """Split what the model's own embeddings return along the sequence, as that is what the first unit gets."""
         units = [unit.name for unit in self.plan.units if unit.name]
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
-                self._constrain_output(module, along_sequence=True)
+                self._constrain_output(module, between_units=True)
 
-    def _activation_spec(self, tensor: torch.Tensor, along_sequence: bool) -> Spec | None:
+    def _activation_spec(self, tensor: torch.Tensor, between_units: bool) -> Spec | None:
         """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
-        spec, size = self.engine.batch_spec(tensor), self.engine.mesh.size(Role.TENSOR)
-        if spec is None or not along_sequence or not self.plan.tensor_parallel.sequence_parallel or tensor.dim() != 3:
-            return spec
-        if tensor.shape[1] % size:
-            _warn_of_length(tensor.shape[1], size)
-            return spec
-        return (spec[0], joined(self.engine.mesh.axes(Role.TENSOR)), None)
+        if tensor.dim() != 3:
+            return self.engine.batch_spec(tensor)
+        is_sequence_parallel = between_units and self.plan.tensor_parallel.sequence_parallel
+        roles = [Role.SEQUENCE, Role.TENSOR] if is_sequence_parallel else [Role.SEQUENCE]
+        return self.engine.token_spec(tensor, self.engine.mesh.axes(*roles))
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that asks for numbers in the midst of its step."""
@@ -406,7 +431,7 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
 @functools.cache  # once for each length
 def _warn_of_length(length: int, size: int) -> None:
     _log.warning(
-        "sequences of length %d are no multiple of tp's %d devices, so that their activations are not split: pad "
+        "sequences of length %d are no multiple of the %d devices that they would be split over, and are not split: pad "
         "them, as config.dataloader.buckets does",
         length,
         size,
