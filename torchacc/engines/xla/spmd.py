@@ -130,7 +130,7 @@ class SpmdEngine(XlaEngine):
         return sharded
 
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Move tensors to the devices, split over the first dimension, and tokens along their length, where it divides."""
+        """Move tensors to the devices, split over the first dimension, and tokens along their length, where it can."""
         return self.transfer(tensors, [self._input_spec(tensor) for tensor in tensors])
 
     def _input_spec(self, tensor: torch.Tensor) -> Spec | None:
@@ -431,8 +431,8 @@ def _first_tensor(output: Any) -> torch.Tensor | None:
 @functools.cache  # once for each length
 def _warn_of_length(length: int, size: int) -> None:
     _log.warning(
-        "sequences of length %d are no multiple of the %d devices that they would be split over, and are not split: pad "
-        "them, as config.dataloader.buckets does",
+        "sequences of length %d are no multiple of the %d devices that would share them, and stay unsplit: pad them, "
+        "as config.dataloader.buckets does",
         length,
         size,
     )
