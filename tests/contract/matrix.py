@@ -28,6 +28,7 @@ class Variant:
     memory: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
     tp: int = 1
+    sp: int = 1
     sequence_parallel: bool = False
     options: tuple[str, ...] = ()
     reference_options: tuple[str, ...] = ()
@@ -49,6 +50,10 @@ VARIANTS = {
     "tp-handed-in": Variant(tp=2, options=("handed-in",)),
     "tp-deferred": Variant(tp=2, options=("deferred",)),
     "tp-bf16": Variant(tp=2, compute={"bf16": True}, reference_options=("autocast-bfloat16",)),
+    "sp": Variant(sp=2),
+    "sp-alone": Variant(recipe="sgd", sp=4),
+    "sp-tp-recompute": Variant(sp=2, tp=2, memory={"gc": True}),
+    "sp-scan": Variant(sp=2, compute={"scan_layers": True}),
     "shard-grad-op": Variant(fsdp={"sharding_strategy": "SHARD_GRAD_OP"}),
     "recompute": Variant(memory={"gc": True}),
     "recompute-accumulated": Variant(recipe="sgd", memory={"gc": True}),
@@ -132,14 +137,14 @@ class TrainingCase:
     def as_input(self) -> dict[str, Any]:
         """Return what the worker reads."""
         variant = VARIANTS[self.variant]
-        size = self.num_devices // (variant.dp * variant.tp)
+        size = self.num_devices // (variant.dp * variant.tp * variant.sp)
         fsdp = {"size": size, "use_spmd": self.kind == "xla-spmd", **variant.fsdp}
         tp = {"size": variant.tp, "sequence_parallel": variant.sequence_parallel}
         config = {
             "backend": self.kind.partition("-")[0],
             "compute": variant.compute,
             "memory": variant.memory,
-            "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp, "tp": tp},
+            "dist": {"dp": {"size": variant.dp}, "fsdp": fsdp, "tp": tp, "sp": {"size": variant.sp}},
         }
         return self._input(self.id, config, variant.options)
 
@@ -158,11 +163,12 @@ class TrainingCase:
         return self._input(name, None, options) | {"num_devices": parts}
 
     def _input(self, name: str, config: dict[str, Any] | None, options: tuple[str, ...]) -> dict[str, Any]:
+        variant = VARIANTS[self.variant]
         return {
             "id": name,
             "model": self.model,
-            "recipe": VARIANTS[self.variant].recipe,
-            "num_devices": self.num_devices // VARIANTS[self.variant].tp,
+            "recipe": variant.recipe,
+            "num_devices": self.num_devices // (variant.tp * variant.sp),
             "config": config,
             "options": options,
         }

@@ -71,6 +71,10 @@ layers_split = covers(
 layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
+samples_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5"], variants=["sp", "sp-alone"])
+samples_split_otherwise = covers(
+    engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"]
+)
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
 layers_split_natively = covers(
     engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp", "tp-compile-graphs", "tp-compile-recompute"]
@@ -111,6 +115,8 @@ def same_numbers(test):
         flat,
         layers_split,
         layers_split_otherwise,
+        samples_split,
+        samples_split_otherwise,
         layers_split_natively,
         layers_split_in_fused_parts,
         experts_with_layers_split,

@@ -419,7 +419,7 @@ class PPConfig(Section):
 
 
 class SPConfig(Section):
-    """Samples split along their length (context parallelism, native engine only)."""
+    """Samples split along their length (context parallelism)."""
 
     path = "dist.sp"
 

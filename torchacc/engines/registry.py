@@ -52,7 +52,7 @@ _NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
     "compute.fp16": lambda config: config.compute.fp16,
     "compute.fp8": lambda config: config.compute.fp8,
     "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
-    "dist.sp.size": lambda config: config.dist.sp.size > 1,
+    "dist.sp.size": lambda config: config.dist.sp.size > 1 and not config.dist.fsdp.use_spmd,
     "memory.gc_policy": lambda config: config.memory.gc_policy != "full",
     "memory.offload_activations": lambda config: config.memory.offload_activations,
 }

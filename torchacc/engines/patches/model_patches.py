@@ -61,14 +61,19 @@ def _attention_in_one_dtype() -> Iterator[None]:
         functional.scaled_dot_product_attention = original
 
 
+def chooses_experts(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers that lets its experts' implementation be chosen."""
+    can_choose = getattr(module, "_can_set_experts_implementation", None)
+    return can_choose is not None and bool(can_choose())
+
+
 def _use_static_experts(model: nn.Module) -> None:
     """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step.
 
     Also those of a model inside of another, which transformers tells nothing of the inner one's experts.
     """
     for module in model.modules():
-        can_choose = getattr(module, "_can_set_experts_implementation", None)
-        if can_choose is None or not can_choose():
+        if not chooses_experts(module):
             continue
         if getattr(module.config, "_experts_implementation", None) != "batched_mm":
             _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")

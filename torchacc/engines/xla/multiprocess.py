@@ -62,7 +62,7 @@ class MultiprocessEngine(XlaEngine):
         hardware.refuse_one_process_per_gpu()
 
     def check(self, model: nn.Module) -> None:
-        """Refuse tensor parallelism: each process has a program of its own, and none is partitioned."""
+        """Refuse what partitions a program: each process has one of its own."""
         super().check(model)
         if self.config.compute.scan_layers:
             raise ConfigError(
@@ -73,6 +73,12 @@ class MultiprocessEngine(XlaEngine):
             raise ConfigError(
                 f"config.dist.tp.size = {self.mesh.size(Role.TENSOR)} with one XLA process per device: layers are "
                 "split in one program for all devices: config.dist.fsdp.use_spmd = True, and `python your_script.py`"
+            )
+        if self.mesh.size(Role.SEQUENCE) > 1:
+            raise ConfigError(
+                f"config.dist.sp.size = {self.mesh.size(Role.SEQUENCE)} with one XLA process per device, where no "
+                "attention reaches the tokens of others: use config.dist.fsdp.use_spmd = True and `python "
+                'your_script.py`, or config.backend = "native"'
             )
 
     def setup(self, plan: ShardingPlan) -> None:

@@ -26,6 +26,7 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
+from torchacc.parallel.mesh import STRATEGIES
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
@@ -65,11 +66,18 @@ class SpmdEngine(XlaEngine):
         """Refuse contradicting splits of activations, and a dtype for sums, which are inside of XLA's products."""
         super().check(model)
         dist = self.config.dist
-        if dist.tp.sequence_parallel and dist.fsdp.shard_output_callable is not None:
-            raise ConfigError(
-                "config.dist.tp.sequence_parallel = True splits the outputs of units, and so does "
-                "config.dist.fsdp.shard_output_callable: leave one of them out"
-            )
+        split = {
+            "dist.tp.sequence_parallel = True": dist.tp.sequence_parallel,
+            f"dist.sp.size = {dist.sp.size}": dist.sp.size > 1,
+        }
+        for option in (option for option, is_asked in split.items() if is_asked):
+            if dist.fsdp.shard_output_callable is not None:
+                raise ConfigError(
+                    f"config.{option} splits the outputs of units, and so does "
+                    "config.dist.fsdp.shard_output_callable: leave one of them out"
+                )
+        if dist.sp.size > 1:
+            _refuse_with_split_samples(self.config, model)
         if self.config.compute.scan_layers and (dist.tp.size > 1 or dist.fsdp.shard_output_callable is not None):
             raise ConfigError(
                 "compute.scan_layers = True does not go with dist.tp.size > 1 or dist.fsdp.shard_output_callable yet: "
@@ -419,6 +427,20 @@ class _Gather(torch.autograd.Function):
         grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
         ctx.gatherer.split(grad, ctx.weight)
         return grad, None, None
+
+
+def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
+    asked, strategy = f"config.dist.sp.size = {config.dist.sp.size}", config.dist.fsdp.sharding_strategy
+    if not STRATEGIES[strategy].shards:
+        raise ConfigError(
+            f"{asked} with config.dist.fsdp.sharding_strategy = {strategy!r}: parameters are sharded over the devices "
+            "that share samples: leave the strategy at 'FULL_SHARD'"
+        )
+    if any(model_patches.chooses_experts(module) for module in model.modules()):
+        raise ConfigError(
+            f"{asked} under SPMD, where XLA cannot partition the experts of {type(model).__name__} along the samples: "
+            'use config.backend = "native", or config.dist.fsdp.size'
+        )
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

@@ -97,7 +97,6 @@ class XlaEngine(Engine):
         _refuse_float8(self.config)
         _refuse_torch_compile(self.config)
         _refuse_selective_recompute(self.config)
-        _refuse_parts_of_samples(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
@@ -421,14 +420,6 @@ def _refuse_inference_mode() -> None:
             "accelerate() inside of torch.inference_mode(): the weights that it makes could never be trained, and XLA "
             "computes some operations wrongly there. Call accelerate() outside of it, and evaluate under "
             "torch.no_grad() or torch.inference_mode() afterwards"
-        )
-
-
-def _refuse_parts_of_samples(config: Config) -> None:
-    if config.dist.sp.size > 1:
-        raise ConfigError(
-            f"config.dist.sp.size = {config.dist.sp.size} is not available under XLA, where attention does not reach "
-            'the tokens of other devices yet: use config.backend = "native", or config.dist.fsdp.size'
         )
 
 
