@@ -61,7 +61,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return what `encode` was given."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        are_all_plain = set(map(type, value)) <= _AS_THEY_ARE
+        return list(value) if are_all_plain else [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_TAG)
