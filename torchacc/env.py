@@ -1,5 +1,6 @@
-"""The one module that reads and writes the process's environment."""
+"""The one module that reads and writes the process's environment; and what is installed in it."""
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,14 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job:
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         local_num_processes=_integer(environ, "LOCAL_WORLD_SIZE", num_processes),
     )
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package that is installed in this environment, without importing it; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def get(name: str) -> str | None:

@@ -1,7 +1,6 @@
 """Print versions and devices, and which engines can run here: `torchacc env`."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,8 +12,9 @@ import torch
 
 from torchacc.config import Config
 from torchacc.engines import attention_kernels, registry
+from torchacc.engines.process_group import accelerator_kind
 from torchacc.engines.registry import survey
-from torchacc.env import read_job
+from torchacc.env import installed_version, read_job
 from torchacc.errors import ConfigError
 
 _PACKAGES = (
@@ -41,24 +41,13 @@ def _find() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "engines": [asdict(finding) for finding in survey()],
         "auto": _auto(),
-        "attention": [asdict(finding) for finding in attention_kernels.survey(_device())],
+        "attention": [
+            asdict(finding) for finding in attention_kernels.survey(torch.device(accelerator_kind() or "cpu"))
+        ],
     }
-
-
-def _device() -> torch.device:
-    """Return the device that the native engine computes on here."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _auto() -> str:

@@ -2,13 +2,13 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchacc.cli._errors import exit_status
 from torchacc.config.names import did_you_mean, nearest
+from torchacc.env import installed_version
 
 COMMANDS = {
     "env": "print versions and devices, and which engines can run here",
@@ -70,7 +70,4 @@ def _refuse(command: argparse.ArgumentParser, unknown: str) -> NoReturn:
 
 
 def _version() -> str:
-    try:
-        return importlib.metadata.version("torchacc")
-    except importlib.metadata.PackageNotFoundError:
-        return "from a checkout"
+    return installed_version("torchacc") or "from a checkout"

@@ -5,7 +5,6 @@ context that leaves PyTorch one backend.
 """
 
 import functools
-import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torchacc.config import Config
 from torchacc.config.sections import Attention
 from torchacc.engines.patches import torch_compile, transformers_attention
 from torchacc.engines.patches.transformers_attention import EAGER, FLEX, SDPA
+from torchacc.env import installed_version
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 
@@ -189,21 +189,13 @@ def _why_it_cannot(name: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it is for NVIDIA GPUs, and the device is {device.type}"
     package = _PACKAGES.get(name)
-    if package is not None and not _is_installed(package.name):
+    if package is not None and installed_version(package.name) is None:
         return f"{package.name} is not installed: {package.install}"
     oldest = _OLDEST_GPUS[name] if package is None else package.oldest_gpu
     found = torch.cuda.get_device_capability(device)
     if torch.version.cuda and found < oldest:
         return f"this GPU has the compute capability {'.'.join(map(str, found))}, and it needs {oldest[0]}.{oldest[1]}"
     return None
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 class _Calls(TorchFunctionMode):

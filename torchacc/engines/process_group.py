@@ -52,6 +52,12 @@ _LOOKS = 3
 _TASKS = Path("/proc/self/task")
 
 
+def accelerator_kind() -> str | None:
+    """Return the type of PyTorch's accelerator on this machine, such as `cuda`; None where it has none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
+
+
 class ProcessGroup:
     """The job's processes. With one process every operation is the identity."""
 
@@ -78,8 +84,7 @@ class ProcessGroup:
             _drain_at_exit()
             return
         backend = "gloo"
-        if torch.accelerator.is_available():
-            kind = str(torch.accelerator.current_accelerator())
+        if kind := accelerator_kind():
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         with gloo_silenced():
             if self.job.launched:

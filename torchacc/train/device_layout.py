@@ -11,6 +11,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines import registry
+from torchacc.engines.process_group import accelerator_kind
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 from torchacc.parallel.axes import AXES, Role, axes_with
@@ -210,8 +211,8 @@ def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None
 def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
     """Refuse more devices than this machine has, or than its CPU can simulate."""
     if not registry.engine_class(kind).runs_on_cpu():
-        if torch.accelerator.is_available() and devices > (found := torch.accelerator.device_count()):
-            accelerator = torch.accelerator.current_accelerator()
+        accelerator = accelerator_kind()
+        if accelerator and devices > (found := torch.accelerator.device_count()):
             raise ConfigError(
                 f"distributed.devices = {devices}, and this machine has {found} of kind {accelerator}: ask for no more"
             )

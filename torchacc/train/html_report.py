@@ -2,7 +2,6 @@
 
 import base64
 import datetime
-import importlib.metadata
 import io
 import math
 import platform
@@ -18,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from torchacc.env import installed_version
 from torchacc.train.metric_sinks import Row
 
 _INK, _FAINT, _BLUE, _ORANGE = "#1f2933", "#9aa5b1", "#2f6fde", "#e8710a"
@@ -158,17 +158,11 @@ def _embedded(figure: Figure) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     return {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "python": platform.python_version(),
-        **versions,
+        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         "command": " ".join(sys.argv),
     }
 

@@ -35,7 +35,7 @@ from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
-from torchacc.engines.process_group import gloo_silenced
+from torchacc.engines.process_group import accelerator_kind, gloo_silenced
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel import sharding
@@ -79,14 +79,15 @@ class NativeEngine(Engine):
     @classmethod
     def runs_on_cpu(cls) -> bool:
         """Return whether PyTorch has no accelerator here."""
-        return not torch.accelerator.is_available()
+        return accelerator_kind() is None
 
     @classmethod
     def find_devices(cls) -> str:
         """Return PyTorch's accelerators, or the CPU."""
         if cls.runs_on_cpu():
             return "CPU"
-        kind = str(torch.accelerator.current_accelerator())
+        kind = accelerator_kind()
+        assert kind is not None
         names = [_name(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]
         return ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names))
 
@@ -138,11 +139,8 @@ class NativeEngine(Engine):
     @cached_property
     def device(self) -> torch.device:
         """This process's accelerator, or the CPU where there is none."""
-        if not torch.accelerator.is_available():
-            return torch.device("cpu")
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        return torch.device(kind.type, self.job.local_rank)
+        kind = accelerator_kind()
+        return torch.device("cpu") if kind is None else torch.device(kind, self.job.local_rank)
 
     @cached_property
     def device_mesh(self) -> Any:

@@ -1,11 +1,12 @@
 """Which versions of which library each patch is for, in one table; a test compares it with what is installed."""
 
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from packaging.specifiers import SpecifierSet
+
+from torchacc.env import installed_version
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,5 @@ PATCHES: Mapping[str, PatchVersions] = {
 def is_for_installed(patch: str) -> bool:
     """Return whether a patch is for the version that is installed; False where its library is not."""
     wanted = PATCHES[patch]
-    try:
-        return importlib.metadata.version(wanted.library) in SpecifierSet(wanted.versions)
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    version = installed_version(wanted.library)
+    return version is not None and version in SpecifierSet(wanted.versions)

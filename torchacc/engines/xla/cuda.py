@@ -13,6 +13,7 @@ from typing import Any
 from packaging.version import Version
 
 from torchacc.config.sections import MemoryConfig
+from torchacc.env import installed_version
 from torchacc.errors import ConfigError, EngineError
 
 PLATFORM = "CUDA"
@@ -44,10 +45,8 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 def installed_plugin() -> Plugin | None:
     """Return the plugin that is installed, in whatever version; None where there is none."""
     for plugin in (_CUDA_12, _CUDA_13):
-        try:
-            return Plugin(plugin.wheel, importlib.metadata.version(plugin.wheel), plugin.library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if version := installed_version(plugin.wheel):
+            return Plugin(plugin.wheel, version, plugin.library)
     return None
 
 

@@ -27,7 +27,7 @@ from torchacc.engines.xla.hardware import (
 from torchacc.engines.xla.hardware import platform as platform
 from torchacc.engines.xla.hardware import runs_on_cpu as runs_on_cpu
 from torchacc.engines.xla.hardware import runs_on_gpu as runs_on_gpu
-from torchacc.env import Job
+from torchacc.env import Job, installed_version
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 
@@ -54,13 +54,13 @@ def check_versions() -> None:
     Raises:
         ConfigError: torch_xla is missing, or was built for another torch.
     """
-    try:
-        xla = Version(importlib.metadata.version("torch_xla"))
-    except importlib.metadata.PackageNotFoundError:
+    installed = installed_version("torch_xla")
+    if installed is None:
         raise ConfigError(
             'config.backend = "xla" needs torch_xla, which is not installed: `pip install torch==2.9.0 '
             'torch_xla==2.9.0`, or use config.backend = "native"'
-        ) from None
+        )
+    xla = Version(installed)
     core = Version(importlib.metadata.version("torch"))
     if (core.major, core.minor) != (xla.major, xla.minor):
         raise ConfigError(

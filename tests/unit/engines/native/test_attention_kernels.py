@@ -109,13 +109,13 @@ def test_an_old_gpu_is_refused(monkeypatch):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_is_installed", lambda package: False)
+    monkeypatch.setattr(attention_kernels, "installed_version", lambda package: None)
     with pytest.raises(ConfigError, match=r"flash-attn-4 is not installed: pip install flash-attn-4"):
         check_device(GPU, attention="flash_attention_4", bf16=True)
 
 
 def test_a_kernel_of_half_precision_is_refused_in_float32(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_is_installed", lambda package: True)
+    monkeypatch.setattr(attention_kernels, "installed_version", lambda package: "1.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with pytest.raises(
         ConfigError, match=r"'flash_attention_2' computes in bfloat16 or float16: set config\.compute\."
