@@ -378,3 +378,48 @@ def checkpoint_around_the_model() -> None:
     for each, x in ((model, part(X)), (plain, X)):
         checkpoint(lambda y, each=each: each(y).square().mean(), x.requires_grad_(), use_reentrant=False).backward()
     check_gradients(model, plain)
+
+
+# Programs that differ only in which of two like weights they read
+
+
+class Tasks(nn.Module):
+    """Runs two heads of one shape, and returns the loss of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor, task: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        hidden = self.body(x)
+        outputs = {name: head(hidden) for name, head in self.heads.items()}
+        return loss_of(outputs[task]), outputs
+
+
+@case(XLA)
+def each_task_has_its_own_loss() -> None:
+    model, plain = sharded_and_plain(Tasks)
+    pairs = [(each, sgd(each), x) for each, x in ((model, part(X)), (plain, X))]
+    for task in "abab":
+        losses, kept = [], []  # what runs beside the loss is a result of the same program
+        for each, optimizer, x in pairs:
+            optimizer.zero_grad()
+            loss, outputs = each(x, task)
+            loss.backward()
+            optimizer.step()
+            losses.append(plain_value(loss))
+            kept.append(outputs)
+        check_equal(*losses, f"the loss of {task}")
+    check_parameters(model, plain)
+
+
+@case(XLA)
+def each_task_is_evaluated_by_its_own_loss() -> None:
+    model, plain = sharded_and_plain(Tasks)
+    with torch.no_grad():
+        for task in "ab":
+            loss, kept = model(part(X), task)
+            torchacc.sync()
+            check_equal(plain_value(loss), plain(X, task)[0], f"the loss of {task}")
+            del kept

@@ -156,7 +156,8 @@ class _DeviceGather(torch.autograd.Function):
         ctx: Any, shard: torch.Tensor, parameter: GatheredParameter, collectives: DeviceCollectives, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.parameter, ctx.collectives = parameter, collectives
-        return collectives.unshard(local_of(shard).to(dtype), parameter.rows)
+        local = parameter.weights[0].told_apart(local_of(shard))
+        return collectives.unshard(local.to(dtype), parameter.rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -6,9 +6,10 @@ What autograd saves of an unsharded weight is only a note of the shard: the weig
 it need not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,19 @@ class Weight:
     """The shape of the unsharded weight."""
     dtype: torch.dtype
     """The dtype that the unsharded weight is computed with."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Another one for each weight of the process."""
+
+    def told_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the weight's values in a graph that is another one than any other weight's.
+
+        torch_xla knows a program by a hash that does not tell which of two like inputs an operation reads. The loss of
+        one head of a model and that of another would be one program, where both heads have run. So the hash is given
+        the weight's number, as the value of a padding of no elements, which XLA leaves out.
+        """
+        if not tensor.is_floating_point() or not tensor.dim():
+            return tensor
+        return torch.constant_pad_nd(tensor, [0, 0], self.number)
 
 
 class Gatherer(ABC):

@@ -152,6 +152,7 @@ class _HostGatherer(ParameterGatherer):
         full = runtime.to_device(self._gather(self.parameters, [parameter.dtype for parameter in self.parameters]))
         parts = []
         for parameter, tensor in zip(self.parameters, full, strict=True):
+            tensor = parameter.weights[0].told_apart(tensor)
             if parameter.shard.requires_grad and torch.is_grad_enabled():
                 self._trained.add(parameter)
                 tensor = _HostGather.apply(parameter.shard, tensor, parameter, self)
@@ -232,7 +233,7 @@ class _HostGather(torch.autograd.Function):
         ctx: Any, shard: torch.Tensor, full: torch.Tensor, parameter: GatheredParameter, owner: _HostGatherer
     ) -> Any:
         ctx.parameter, ctx.owner = parameter, owner
-        return full.view_as(full)
+        return full.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
