@@ -25,7 +25,7 @@ def attach(sharded: ShardedModel) -> None:
     held = sharded.held_parameters
 
     def check(*_: Any) -> None:
-        sharded.status.check_usable()
+        sharded.check_call()
         if torch._C._current_graph_task_id() == -1:  # else the model is recomputed, and may show unsharded weights
             held.check()
 
@@ -67,10 +67,16 @@ def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -
 def _watch_optimizers() -> None:
     """Register hooks that prepare optimizers of sharded models for their steps, also those that are made later."""
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for sharded in _models_of(optimizer):
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = _closure_of(args, kwargs)
+        models = _models_of(optimizer)
+        for sharded in models:
             progress.stepping()
-            sharded.before_step(optimizer, makes_gradients=_has_closure(args, kwargs))
+            sharded.before_step(optimizer, makes_gradients=closure is not None)
+        if closure is None or not models:
+            return None
+        averaged = models[0].with_mean_loss(closure)
+        return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for sharded in _models_of(optimizer):
@@ -114,9 +120,10 @@ def _watch_optimizers() -> None:
     torch_patches.hold_until_exit(torch_patches.unscaling_of_gradients(unscaled))
 
 
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether an optimizer's step, called with these arguments, itself among them, computes the gradients."""
-    return callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """Return what computes the gradients in an optimizer's step with these arguments, itself among them, or None."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:

@@ -271,6 +271,14 @@ def parameter_without_elements_is_refused() -> None:
 
 
 @case([NATIVE])
+def complex_parameter_is_refused() -> None:
+    model = MLP()
+    model.phases = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(torchacc.ConfigError, match=r"'phases' is of torch.complex64, which FSDP2 does not shard"):
+        accelerate(model)
+
+
+@case([NATIVE])
 def parameter_of_whole_numbers_is_refused() -> None:
     model = MLP()
     model.count = nn.Parameter(torch.arange(4), requires_grad=False)

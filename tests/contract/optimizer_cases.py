@@ -91,6 +91,23 @@ def lbfgs_trains() -> None:
     check_parameters(model, plain, ADAM_ABSOLUTE)
 
 
+@case([NATIVE], {"tensor": lambda loss: loss, "number": lambda loss: loss.item()})
+def line_search_takes_the_same_steps_on_each_device(returned: Callable[[torch.Tensor], Any]) -> None:
+    model, plain = sharded_and_plain()
+    for each, x in ((model, part(X)), (plain, X)):
+        optimizer = torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+        def evaluate(each: nn.Module = each, x: torch.Tensor = x) -> Any:
+            each.zero_grad()
+            loss = loss_of(each(x))  # of this device's rows
+            loss.backward()
+            return returned(loss)
+
+        optimizer.step(evaluate)
+        optimizer.step(closure=evaluate)
+    check_parameters(model, plain, ADAM_ABSOLUTE)
+
+
 class RememberingAdamW(torch.optim.AdamW):
     """Adds a running mean of the gradients to AdamW's own state, and a part of it to each step."""
 

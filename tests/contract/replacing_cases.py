@@ -114,6 +114,14 @@ def functional_call_is_refused_and_leaves_the_model_as_it_was() -> None:
 
 
 @case()
+def transforms_of_torch_func_are_refused() -> None:
+    model, plain = sharded_and_plain()
+    with pytest.raises(torchacc.EngineError, match=r"cannot run inside of a transform of torch\.func"):
+        torch.func.jvp(model, (part(X),), (part(X),))
+    check_still_trains(model, plain)
+
+
+@case()
 def modules_without_parameters_may_be_replaced() -> None:
     model, plain = sharded_and_plain()
     for each in (model, plain):

@@ -233,6 +233,20 @@ class ShardedModel(ABC):
     @abstractmethod
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]: ...
 
+    def check_call(self) -> None:
+        """Check that the model can be called here.
+
+        Raises:
+            EngineError: It has no weights yet, or is called inside of a transform of torch.func.
+        """
+        self.status.check_usable()
+        if torch._C._functorch.peek_interpreter_stack() is not None and not self.plan.is_plain:
+            raise EngineError(
+                "a sharded model cannot run inside of a transform of torch.func (grad, jvp, jacrev, vmap …), which "
+                "cannot follow where weights are gathered: take torch.autograd.grad(), or transform a copy of the "
+                "model that is not sharded, with torchacc.full_state_dict(model) loaded"
+            )
+
     def check_parameters(self) -> None:
         """Check that the model has the parameters that were sharded, before their values are handed out.
 
@@ -462,6 +476,10 @@ class ShardedModel(ABC):
             self._before_first_step(optimizer)
             self._watch_zero_grad(optimizer)
             self._prepared.add(optimizer)
+
+    def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of an optimizer's step with the loss of all devices, where it computes one device's."""
+        return closure
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer for its first step, or refuse it."""

@@ -1,5 +1,6 @@
 """Losses where each device has a process of its own: their means over all devices, and sums that would be scaled."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,6 +67,26 @@ def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -
     device = scalars[0].device
     means = iter(mean(torch.stack([scalar.detach().to(device).double() for scalar in scalars])))
     return map_tensors(lambda tensor: MeanLoss.apply(tensor, next(means)) if is_scalar(tensor) else tensor, output)
+
+
+def mean_of_closure(closure: Callable[[], Any], mean: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+    """Return a closure that gives the mean of what each device's gives.
+
+    An optimizer that decides by the loss, as a line search does, would go another way on each device.
+
+    Args:
+        closure: Returns a loss, as a tensor or a number, or None.
+        mean: Averages a tensor of shape (scalars,), in float64, over the devices.
+    """
+
+    @functools.wraps(closure)
+    def averaged() -> Any:
+        loss = closure()
+        if isinstance(loss, float):
+            return mean(torch.tensor([loss], dtype=torch.float64)).item()
+        return average_scalars(loss, mean)
+
+    return averaged
 
 
 class MeanLoss(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torchacc.engines import attention_kernels
 from torchacc.engines.base import NO_GPU, Engine, ShardedModel
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.compile_report import CompileReport
-from torchacc.engines.device_losses import average_scalars
+from torchacc.engines.device_losses import average_scalars, mean_of_closure
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import (
@@ -392,6 +392,10 @@ class NativeModel(ShardedModel):
         super().before_step(optimizer, makes_gradients=makes_gradients)
         script_reads.begin()
 
+    def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over all devices, by which each takes the same decisions."""
+        return mean_of_closure(closure, self.engine.group.mean) if self.engine.job.launched else closure
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
         script_reads.end()
@@ -479,7 +483,13 @@ class NativeModel(ShardedModel):
 
 def _refuse_without_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if not (parameter.is_floating_point() or parameter.is_complex()):
+        if parameter.is_complex():
+            raise ConfigError(
+                f"the parameter {name!r} is of {parameter.dtype}, which FSDP2 does not shard: keep its parts as a real "
+                "parameter, and compute with torch.view_as_complex(parameter); or set "
+                "config.dist.fsdp.sharding_strategy = 'NO_SHARD', with which it stays as it is"
+            )
+        if not parameter.is_floating_point():
             raise ConfigError(
                 f"the parameter {name!r} is of {parameter.dtype}, and FSDP2 shards only what may have a gradient: keep "
                 "it as a buffer (register_buffer)"
