@@ -5,6 +5,9 @@ import argparse
 from torchacc.cli._options import add_job_options, named
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 EXAMPLES = (
     "torchacc launch -n 4 script.py --lr 1e-3",
@@ -42,4 +45,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job, and return the exit status."""
     options = LaunchOptions(**{name: getattr(args, name) for name in vars(_DEFAULTS)})
+    program, *own = args.program or [""]
+    if options.num_processes == 1 and own and own[0].partition("=")[0] in ("-n", "--nproc"):
+        _log.warning(
+            "1 process is started, and %s is handed on to %s: options of torchacc launch stand before the script, "
+            "torchacc launch -n 2 %s",
+            *(own[0], program, program),
+        )
     return launch([*(["-m"] if args.module else []), *args.program], options)
