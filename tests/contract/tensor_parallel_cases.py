@@ -140,12 +140,14 @@ class Odd(nn.Module):
         self.rows, self.columns = nn.Embedding(12, 8, padding_idx=7), nn.Embedding(12, 8)
         self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
         self.third, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.scale = nn.Parameter(torch.ones(8))
         for bias in (self.first.bias, self.second.bias, self.third.bias):
             nn.init.normal_(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.rows(x) + self.columns(x))
+        x = self.attention(x, x, x)[0]
         x = self.second(torch.softmax(self.first(x), -1).flip(-1))
         return self.conv(self.third(x).transpose(1, 2)) * self.scale[:, None]
 
@@ -153,6 +155,8 @@ class Odd(nn.Module):
 X4 = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
 PAIRS = {r"\.0\.weight$": ["tp", None], r"\.0\.bias$": ["tp"], r"\.2\.weight$": [None, "tp"]}
 ODD = {
+    "attention.in_proj_weight": ["tp", None],
+    "attention.out_proj.weight": ["tp", None],
     "rows": ["tp", None],
     "columns": [None, "tp"],
     "norm.weight": ["tp"],

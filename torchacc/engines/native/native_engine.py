@@ -236,10 +236,8 @@ class NativeModel(ShardedModel):
             float8_training.convert(self.model, self.plan.float8)
         self._compile_units()
         if self.plan.tensor_parallel.size > 1:
-            regions = compiled_units.regions(self.plan)
-            if self._compiled is None:  # a part of the model's own may run by itself, such as the head of a loss
-                regions = tuple(name for name in regions if name)
-            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, regions)
+            is_compiled = self._compiled is not None
+            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
         if self.engine.sequence_group is not None:
             split_sequence.install(self.model, self.engine.mesh, self.engine.sequence_group, self.engine.job.rank)
         self._install_forward(self._run)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.native.compiled_units import regions
 from torchacc.engines.native.proved_plans import PLANS, fingerprint
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, restricted
@@ -70,7 +71,7 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
     if tp.source in FAMILIES:
         return
     if tp.source == OWN_PLAN:
-        _check_own_plan(tp, instead)
+        _check_own_plan(model, tp, instead)
         return
     given = f"config.dist.tp.size = {tp.size} by the plan that {tp.source} declares"
     if tp.source not in PLANS:
@@ -86,7 +87,13 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
         )
 
 
-def _check_own_plan(tp: TensorParallelPlan, instead: str) -> None:
+def _check_own_plan(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
+    changing = next((type(module).__name__ for module in model.modules() if getattr(module, "inplace", False)), None)
+    if changing is not None:
+        raise ConfigError(
+            f"config.dist.tp.plan in the native engine, and {changing}(inplace=True) changes what it is given, "
+            f"which may be the output of a split layer: write inplace=False, or {instead}"
+        )
     for name, spec in tp.specs.items():
         if spec != restricted(spec, Role.TENSOR):
             raise ConfigError(
@@ -95,15 +102,15 @@ def _check_own_plan(tp: TensorParallelPlan, instead: str) -> None:
             )
 
 
-def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, regions: Iterable[str] = ()) -> None:
+def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compiled: bool) -> None:
     """Let layers compute with their parts, send what the others need, and see ordinary tensors.
 
     Args:
         model: The model.
         plan: Says which parameters will be split.
         mesh: The DeviceMesh of the axis `tp`.
-        regions: Modules whose parts run inside of them only: these are given ordinary tensors before the whole runs, as
-            a part may read another's weight, and torch.compile takes tensors that come and go for other graphs.
+        is_compiled: Whether torch.compile compiles the model's units, which takes tensors that come and go inside for
+            other graphs.
     """
     planned = {slot: each for each in plan.parameters for slot in find_slots(model, each.names)}
     tp = plan.tensor_parallel
@@ -122,11 +129,19 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, regions: Ite
         if any(styles.get(child) == SHARED_HEADS for child in module.children()):
             attention: Any = module
             attention.num_key_value_groups = attention.num_key_value_groups * tp.num_key_value_heads // tp.size
-    inside_of = {part: model.get_submodule(name) for name in regions for part in model.get_submodule(name).modules()}
+    # A part may read another's weight, so that all of a unit, or of the model outside of units, find ordinary tensors
+    # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
+    wholes = [model.get_submodule(name) for name in regions(plan) if name or is_compiled]
+    inside_of = {part: whole for whole in wholes for part in whole.modules()}
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
-        how = _use_of(leaf, styles.get(module, ""), tp.spec_of(each.name), tp.styles.get(each.name, ""))
-        ordinary.setdefault(inside_of.get(module, module), []).append(_OrdinaryTensor(module, leaf, how))
+        style = styles.get(module, "")
+        how = _use_of(leaf, style, tp.spec_of(each.name), tp.styles.get(each.name, ""))
+        # Who reads a weight by itself shall not find a part of it, where nobody has seen that to come out right.
+        is_hidden = bool(style) and tp.source == OWN_PLAN and not is_compiled
+        whole = module if is_hidden else inside_of.get(module, model)
+        for at in {whole, module} if whole is model else {whole}:
+            ordinary.setdefault(at, []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
         _wrap(module, _with_ordinary_tensors, slots, mesh, tp.num_key_value_heads)
 
@@ -134,6 +149,13 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, regions: Ite
 def _is_conv1d(module: nn.Module) -> bool:
     """Return whether it is GPT-2's layer, whose weight is (input, output)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _computes_by_itself(module: nn.Module) -> bool:
+    """Return whether a layer is sure to be what its class says: that of an attention may be read by that alone."""
+    if isinstance(module, nn.Embedding):  # these look at which rows are looked up
+        return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    return type(module) is nn.Linear or _is_conv1d(module)
 
 
 def _style(module: nn.Module, spec: ParameterSpec, declared: str) -> str:
@@ -144,6 +166,8 @@ def _style(module: nn.Module, spec: ParameterSpec, declared: str) -> str:
     dim = dim_over(spec, Role.TENSOR)
     if dim is None:
         return declared
+    if not declared and not _computes_by_itself(module):
+        return ""
     if isinstance(module, nn.Embedding):
         return "embedding_rowwise" if dim == 0 else "" if declared == "colwise" else "embedding_colwise"
     if not isinstance(module, nn.Linear) and not _is_conv1d(module):
@@ -279,8 +303,9 @@ def _with_ordinary_tensors(
     """Run a forward with ordinary tensors in the place of parameters, or of what stands in for these by now."""
     before = [vars(module).get(name) for module, name, _ in slots]
     for (module, name, use), stand_in in zip(slots, before, strict=True):
-        distributed = module._parameters[name] if stand_in is None else stand_in
-        vars(module)[name] = _ordinary(distributed, use, mesh, num_heads)
+        found: Any = module._parameters[name] if stand_in is None else stand_in
+        if hasattr(found, "placements"):  # else it is ordinary, as for the whole that this is a part of
+            vars(module)[name] = _ordinary(found, use, mesh, num_heads)
     try:
         return forward(*args, **kwargs)
     finally:

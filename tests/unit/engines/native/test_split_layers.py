@@ -1,6 +1,7 @@
 """What the native engine does not split, each with the way out; that what it splits is right is in the contract."""
 
 import pytest
+from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines.native.split_layers import check
@@ -64,6 +65,11 @@ def test_a_family_whose_plan_has_changed_is_refused():
     [
         (make_apertus, {}, "by the plan that apertus declares: the native engine splits families for which"),
         (make_llama, {"plan": {"q_proj": ["tp", "fsdp"]}}, r"config\.dist\.tp\.plan gives \['tp', 'fsdp'\] for 'model"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+            {"plan": {"weight": ["tp", None]}},
+            r"ReLU\(inplace=True\)",
+        ),
         (make_llama, {"sequence_parallel": True}, r"config\.dist\.tp\.sequence_parallel = True is not available"),
         (lambda: make_gemma(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4.*a size that divides it, or"),
     ],
