@@ -6,17 +6,21 @@ What autograd saves of an unsharded weight is only a note of the shard: the weig
 it need not live in between. This is ZeRO-3 (Rajbhandari et al., 2020).
 """
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from torchacc.engines.held_parameters import Slot
 from torchacc.errors import EngineError
+
+_MOST_WEIGHTS = 2**20
+"""Of one model."""
 
 
 @dataclass(eq=False)
@@ -30,8 +34,8 @@ class Weight:
     """The shape of the unsharded weight."""
     dtype: torch.dtype
     """The dtype that the unsharded weight is computed with."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """Another one for each weight of the process."""
+    number: int
+    """Another one for each weight of the models that are alive."""
 
     def told_apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the weight's values in a graph that is another one than any other weight's.
@@ -43,6 +47,19 @@ class Weight:
         if not tensor.is_floating_point() or not tensor.dim():
             return tensor
         return torch.constant_pad_nd(tensor, [0, 0], self.number)
+
+
+_models: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def weight_numbers(model: Any) -> Iterator[int]:
+    """Return numbers for a model's weights, which no other model that is alive has.
+
+    A model that takes the place of one that is gone has the numbers of that one, and so its compiled programs.
+    """
+    place = next(place for place in count() if place not in _models)
+    _models[place] = model
+    return count(place * _MOST_WEIGHTS)
 
 
 class Gatherer(ABC):

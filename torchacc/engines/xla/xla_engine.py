@@ -36,6 +36,7 @@ from torchacc.engines.xla.gather import (
     install_unit,
     lost_edit,
     replace_parameter,
+    weight_numbers,
 )
 from torchacc.engines.xla.initial_state import initialize_state
 from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
@@ -206,6 +207,7 @@ class XlaModel(ShardedModel):
         super().__init__(engine, model, plan)
         self._units: list[UnitHooks] = []
         self._recompute = Recompute(self._units, self.patched)
+        self._weight_numbers = weight_numbers(self)
         self._freed: set[torch.Tensor] = set()
         """The parameters whose gradients a step has freed since the last forward that needs gradients."""
         self._uncleared: set[torch.Tensor] = set()
@@ -258,7 +260,7 @@ class XlaModel(ShardedModel):
             replace_parameter(slots, new)
             lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
             computed = getattr(torch, self.plan.compute_dtype) if lowered else dtype
-            yield original, Weight(planned.name, new, slots, planned.shape, computed)
+            yield original, Weight(planned.name, new, slots, planned.shape, computed, next(self._weight_numbers))
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""
