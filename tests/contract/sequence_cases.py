@@ -19,6 +19,7 @@ from torchacc.engines.base import sharded_model
 
 case = partial(case_of, (NATIVE,), num_devices=4)
 VOCAB = 96
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 Batch = dict[str, Any]
 
 
@@ -33,9 +34,8 @@ def make(
         config = transformers.GPT2Config(vocab_size=VOCAB, **size, **dropouts, **options)
         return transformers.AutoModelForCausalLM.from_config(config)
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
-    if family == "mixtral":
-        size["num_local_experts"] = 4
-    if family == "qwen3":
+    size |= {"mixtral": {"num_local_experts": 4}, "qwen3_moe": EXPERTS}.get(family, {})
+    if family.startswith(("gemma", "qwen3")):
         size["head_dim"] = 8
     config = transformers.AutoConfig.for_model(
         family, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=kv_heads, **size, **options
@@ -150,6 +150,13 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) 
 
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
+    "gemma": {"family": "gemma", "kv_heads": 1},
+    "gemma3": {"family": "gemma3_text", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"family": "granite", "kv_heads": 2},
+    "olmo2": {"family": "olmo2"},
+    "phi3": {"family": "phi3", "pad_token_id": 0},
+    "qwen3-moe": {"family": "qwen3_moe", "kv_heads": 2},
+    "smollm3": {"family": "smollm3", "pad_token_id": 0},
     "gpt2": {"family": "gpt2"},
     "llama": {"family": "llama", "tie_word_embeddings": True},
     "mistral": {"family": "mistral", "kv_heads": 2, "sliding_window": 5},
@@ -161,7 +168,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 
 @case(each=FAMILIES)
 def trains_as_the_unsharded_model(options: dict[str, Any]) -> None:
-    compare(make(**options), [padded(left=False)], sp=4)
+    compare(make(**options), [padded(14, left=True)], sp=4, steps=1)
 
 
 @case(each=BATCHES)
@@ -275,6 +282,8 @@ def what_would_see_a_part_only_is_refused() -> None:
     odd.model.layers[0].mlp = nn.Conv1d(32, 32, 1)
     encoder = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=VOCAB)
     classifier = transformers.LlamaForSequenceClassification(make().config)
+    own_loss = make()
+    own_loss.loss_function = lambda logits, labels, **kwargs: logits.mean()
     rotated = make(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     for model, expected in (
         (nn.Linear(4, 4), "no model of transformers"),
@@ -282,6 +291,7 @@ def what_would_see_a_part_only_is_refused() -> None:
         (classifier, "its head"),
         (mine(make().config), "the script's own"),
         (odd, "Conv1d"),
+        (own_loss, "loss_function"),
         (make(heads=2, kv_heads=2), "do not divide"),
         (rotated, "rotary"),
     ):

@@ -28,7 +28,21 @@ from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, next_labels
 
 _log = get_logger(__name__)
 
-_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+_FAMILIES = (
+    "gemma",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 """Those that are known to compute the unsharded numbers, by transformers' `model_type`."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that predict each next token."""
@@ -110,6 +124,10 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
         return (
             f"it has a {other.__name__} of {other.__module__}, which may look at tokens of other devices. Known are "
             "the modules of transformers, peft and PyTorch's layers of single tokens"
+        )
+    if type(model).__name__.endswith(_CAUSAL) and not transformers_attention.has_loss_of_next_tokens(model):
+        return (
+            "its loss_function is not transformers' ForCausalLMLoss, so that the sum of the parts may be another loss"
         )
     if config.num_attention_heads % size:
         return f"each device computes as many of the attention heads, and {config.num_attention_heads} do not divide"

@@ -96,7 +96,8 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
             raise EngineError(
                 "a part of a model whose samples are split over devices (config.dist.sp.size) was called by itself, or "
                 "is computed again with the masks that it makes: call the whole model; with memory.gc name the "
-                "classes of the layers in config.memory.gc_cls"
+                "classes of the layers in config.memory.gc_cls. Another model that has its config needs "
+                "set_attn_implementation('sdpa')"
             )
         given = bound.arguments
         unknown = [name for name, value in given.items() if name not in _MASK_ARGUMENTS and value is not None]

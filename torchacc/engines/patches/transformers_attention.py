@@ -80,6 +80,13 @@ def chosen(model: Any) -> str | None:
     return name
 
 
+def has_loss_of_next_tokens(model: Any) -> bool:
+    """Return whether a model of transformers computes the library's own mean over the next tokens."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
 def refuse_packed_documents(model: Any, name: str) -> None:
     """Refuse position ids that begin anew within a row, which transformers' FlashAttention looks across."""
     model.register_forward_pre_hook(partial(_refuse_packed, name=name), with_kwargs=True)
