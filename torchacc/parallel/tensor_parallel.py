@@ -292,15 +292,13 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
     for module in model.modules():
         declared |= getattr(type(module), "_tp_plan", None) or {}
     rules: list[Rule] = []
+    style: str
     for path, style in declared.items():
         spec = _DECLARED.get(style)
         if spec is None:
             continue
         place = r"(^|\.)" + re.escape(path).replace(r"\*", r"\d+")
-        by_heads = "att" in path and style in (
-            "colwise",
-            "rowwise",
-        )  # others put heads together
+        by_heads = "att" in path and style in ("colwise", "rowwise")  # others put heads together
         count = "" if not by_heads else _KV_HEADS if re.search(r"\b[kv]_proj$", path) else _HEADS
         may_stay_unsplit = count == _KV_HEADS or not by_heads and style not in _SHARED_WIDTH
         of_experts = declared.get(path.rpartition(".")[0]) == _EXPERTS

@@ -234,7 +234,7 @@ def _relaid(tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: s
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    placements = {"full": [Replicate()], "part": [Shard(-1)], "summand": [Partial()], "": None}
+    placements: dict[str, Any] = {"full": [Replicate()], "part": [Shard(-1)], "summand": [Partial()], "": None}
     there = DTensor.from_local(tensor, mesh, placements[has], run_check=False)
     local: torch.Tensor = there.redistribute(placements=placements[wants]).to_local(
         grad_placements=placements[sends_back]
@@ -262,7 +262,8 @@ def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
     def after_fused(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """Return this process's part of each of the fused layers: what it has computed is a part of them in a row."""
         fused = after(module, args, output).unflatten(-1, (number, mesh.size(), -1))
-        return fused[..., mesh.get_local_rank(), :].flatten(-2)
+        own: torch.Tensor = fused[..., mesh.get_local_rank(), :].flatten(-2)
+        return own
 
     def after_latent(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """Let the columns of keys that all heads share have the gradients of all heads; the rest get them later."""
@@ -337,7 +338,8 @@ def _ordinary(parameter: Any, use: str, mesh: Any, num_heads: int) -> torch.Tens
         return share
     if use == SHARED_HEADS:
         of_heads = _relaid(own, mesh, *_COPY).unflatten(0, (num_heads, -1))
-        return of_heads[mesh.get_local_rank() * num_heads // mesh.size()]
+        one: torch.Tensor = of_heads[mesh.get_local_rank() * num_heads // mesh.size()]
+        return one
     moves = {"copy": _COPY, "cut": _CUT}
     return _relaid(own, mesh, *moves[use]) if use in moves else own
 
