@@ -43,7 +43,7 @@ class Rule:
 
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
-_PARTIAL = "replicated_with_grad_allreduce"
+PARTIAL = "replicated_with_grad_allreduce"
 _GATHERED = "colwise_gather_output"
 _EXPERTS = "moe_tp_experts"
 _VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED)
@@ -59,7 +59,7 @@ _LLAMA = (
     Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
-_QWEN3 = (*_LLAMA, Rule(r"\.[qk]_norm\.weight$", (), style=_PARTIAL))  # of each head: a process norms its own
+_QWEN3 = (*_LLAMA, Rule(r"\.[qk]_norm\.weight$", (), style=PARTIAL))  # of each head: a process norms its own
 
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
     Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED),
@@ -119,7 +119,7 @@ _DECLARED = {
     "packed_rowwise": _BY_INPUT,
     "embedding_rowwise": _BY_OUTPUT,
     "embedding_colwise": _BY_INPUT,
-    _PARTIAL: (),
+    PARTIAL: (),
     "mla_kv_a_proj": (),
 }
 
@@ -293,6 +293,7 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
         declared |= getattr(type(module), "_tp_plan", None) or {}
     rules: list[Rule] = []
     style: str
+    norms: list[Rule] = []
     for path, style in declared.items():
         spec = _DECLARED.get(style)
         if spec is None:
@@ -306,7 +307,9 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
         rules.append(Rule(rf"{place}(\.weight)?$", spec, count, may_stay_unsplit, word))
         if spec == _BY_OUTPUT:
             rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_unsplit, word))
-    return rules
+        if style == "colwise" and re.search(r"\b[qk]_proj$", path):  # norms of each head, which plans may leave out
+            norms.append(Rule(place.removesuffix("_proj") + r"_(layer)?norm\.(weight|bias)$", (), style=PARTIAL))
+    return rules + norms
 
 
 _SHARED_WIDTH = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")

@@ -19,13 +19,21 @@ from torchacc.engines.native.proved_plans import PLANS, fingerprint
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, restricted
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.tensor_parallel import FAMILIES, OWN_PLAN, SHARED_HEADS, TensorParallelPlan
+from torchacc.parallel.tensor_parallel import (
+    FAMILIES,
+    OWN_PLAN,
+    PARTIAL,
+    SHARED_HEADS,
+    TensorParallelPlan,
+    find_config,
+)
 
 Forward = Callable[..., Any]
 
 _HEAD_WIDTHS = ("n_heads", "split_size")
 """The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
+_NORM_OF_HEADS = re.compile(r"(\.[qk])_(?:layer)?norm\.\w+$")
 
 
 _OR_MULTIPLE = ", or a multiple of it"
@@ -43,6 +51,8 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     """
     tp, instead = plan.tensor_parallel, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
     _check_family(model, tp, instead)
+    if tp.source != OWN_PLAN:
+        _check_options(model, plan, instead)
     number = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if number is not None:
         raise ConfigError(
@@ -85,6 +95,26 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
             f"{given}: it is another one in this version of transformers than that which was shown to compute right. "
             f"Write a plan of your own into config.dist.tp.plan, or {instead}"
         )
+
+
+def _check_options(model: nn.Module, plan: ShardingPlan, instead: str) -> None:
+    """Refuse what a model's config, or a subclass, adds to a family so that a part computes something else."""
+    tp = plan.tensor_parallel
+    otherwise = f"Write a plan of your own into config.dist.tp.plan, which is right for every model, or {instead}"
+    if any(getattr(find_config(model), "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"config.dist.tp.size = {tp.size}, and activation_sparsity_pattern lets an MLP of {tp.source} keep what is "
+            f"large among all of its columns, of which a device has a part. {otherwise}"
+        )
+    for planned in plan.parameters:
+        projection = _NORM_OF_HEADS.sub(r"\1_proj.weight", planned.name)
+        if projection == planned.name or tp.styles.get(projection) not in ("colwise", SHARED_HEADS):
+            continue
+        if tp.styles.get(planned.name) != PARTIAL or len(planned.shape) != 1:
+            raise ConfigError(
+                f"config.dist.tp.size = {tp.size}, and {planned.name!r} of shape {planned.shape} norms heads, of which "
+                f"a device has a part, in a way that the plan of {tp.source} does not know. {otherwise}"
+            )
 
 
 def _check_own_plan(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
@@ -286,7 +316,7 @@ class _OrdinaryTensor(NamedTuple):
 def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
     """Return what a module sees of a parameter, by how it computes and by what the plan says of that."""
     is_split = dim_over(spec, Role.TENSOR) is not None
-    if declared == "replicated_with_grad_allreduce":
+    if declared == PARTIAL:
         return "copy"
     if declared == SHARED_HEADS:
         return declared
@@ -365,10 +395,12 @@ def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.
     """Run an embedding whose rows are split: each process looks its rows up, and the results are summed."""
     first, padding = mesh.get_local_rank() * len(module.weight), module.padding_idx
     own = (ids >= first) & (ids < first + len(module.weight))
+    # What no process has goes to the lookup as it is, which refuses it, as that of the unsplit layer does.
+    others = ~own & (ids >= 0) & (ids < len(module.weight) * mesh.size())
     has_padding = padding is not None and first <= padding < first + len(module.weight)
     module.padding_idx = padding - first if padding is not None and has_padding else None
     try:
-        found = forward(torch.where(own, ids - first, 0))
+        found = forward(torch.where(others, 0, ids - first))
     finally:
         module.padding_idx = padding
     return _relaid(found.masked_fill(~own[..., None], 0), mesh, *_SUM)

@@ -1,6 +1,7 @@
 """What the native engine does not split, each with the way out; that what it splits is right is in the contract."""
 
 import pytest
+import torch
 from torch import nn
 
 from torchacc.config import Config
@@ -34,6 +35,37 @@ def make_gemma(num_key_value_heads=4):
     return transformers.GemmaForCausalLM(config)
 
 
+def make_phi(**options):
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES, **options))
+
+
+def make_cohere():
+    """Build a model whose norms have values of their own for each head."""
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, use_qk_norm=True))
+
+
+def make_llama_with_norms():
+    """Build a model of a known family with what the family does not have."""
+    model = make_llama()
+    model.model.layers[0].self_attn.q_norm = nn.RMSNorm(8)
+    return model
+
+
+def make_sparse_gemma():
+    """Build a model which compares all columns of an MLP."""
+    config = transformers.Gemma3nTextConfig(
+        **(SIZES | {"intermediate_size": [48], "num_hidden_layers": 1}),
+        num_key_value_heads=4,
+        head_dim=8,
+        vocab_size_per_layer_input=96,
+        num_kv_shared_layers=0,
+        layer_types=["full_attention"],
+        activation_sparsity_pattern=[0.5],
+    )
+    with torch.device("meta"):
+        return transformers.Gemma3nForCausalLM(config)
+
+
 def checked(model, size=2, **options):
     config = Config(dist={"tp": {"size": size, **options}})
     check(model, make_plan(model, config, Mesh((("dp", 1), ("fsdp", 1), ("tp", size)))))
@@ -47,6 +79,8 @@ def checked(model, size=2, **options):
         (make_gemma, {}),
         (lambda: make_llama(2), {"size": 4}),
         (make_apertus, {"plan": {"q_proj": ["tp", None]}}),
+        (lambda: make_phi(qk_layernorm=True), {}),
+        (make_llama_with_norms, {"plan": {"q_proj": ["tp", None]}}),
     ],
 )
 def test_what_is_shown_to_compute_right_is_split(make, options):
@@ -70,6 +104,9 @@ def test_a_family_whose_plan_has_changed_is_refused():
             {"plan": {"weight": ["tp", None]}},
             r"ReLU\(inplace=True\)",
         ),
+        (make_cohere, {}, r"q_norm\.weight' of shape \(4, 8\) norms heads, of which a device has a part"),
+        (make_llama_with_norms, {}, r"q_norm\.weight' of shape \(8,\) norms heads, of which a device has a part"),
+        (make_sparse_gemma, {}, "activation_sparsity_pattern lets an MLP of gemma3n_text keep what is large"),
         (make_llama, {"sequence_parallel": True}, r"config\.dist\.tp\.sequence_parallel = True is not available"),
         (lambda: make_gemma(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4.*a size that divides it, or"),
     ],
