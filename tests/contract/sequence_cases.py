@@ -260,7 +260,12 @@ def outputs_are_of_all_tokens_or_say_why_not() -> None:
     with torch.no_grad():
         loss, logits = model(ids, labels=ids, return_dict=False)
         generated = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+        kept = model(ids[:, :-1], use_cache=True).past_key_values
+        last = model(ids[:, -1:], past_key_values=kept).logits
+        with pytest.raises(torchacc.EngineError, match="use_cache=True"):
+            model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values)
     torch.testing.assert_close((loss, logits), (expected.loss, expected.logits))
+    torch.testing.assert_close(last, expected.logits[:, -1:])
     assert torch.equal(generated, whole.generate(ids[:, :5], max_new_tokens=4, do_sample=False))
     logits = model.train()(**batch).logits
     for use in (lambda: logits[:, -1], lambda: logits.shape, lambda: torch.argmax(logits), lambda: list(logits)):
@@ -280,6 +285,8 @@ def what_would_see_a_part_only_is_refused() -> None:
     mine = type("Mine", (transformers.LlamaForCausalLM,), {"forward": lambda self, ids: self.model(ids)})
     odd = make()
     odd.model.layers[0].mlp = nn.Conv1d(32, 32, 1)
+    weighed = make()
+    weighed.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.mean()
     encoder = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=VOCAB)
     classifier = transformers.LlamaForSequenceClassification(make().config)
     own_loss = make()
@@ -291,6 +298,7 @@ def what_would_see_a_part_only_is_refused() -> None:
         (classifier, "its head"),
         (mine(make().config), "the script's own"),
         (odd, "Conv1d"),
+        (weighed, "its loss_function"),
         (own_loss, "loss_function"),
         (make(heads=2, kv_heads=2), "do not divide"),
         (rotated, "rotary"),
@@ -306,6 +314,7 @@ def what_would_see_a_part_only_is_refused() -> None:
         (lambda: model(ids, past_key_values=cache), "past_key_values in a forward that records"),
         (lambda: model(ids, output_attentions=True), "output_attentions"),
         (lambda: model(ids, attention_mask=torch.ones(4, 20)), "attention_mask of shape"),
+        (lambda: model(ids, labels=ids, ignore_index=0), "ignore_index = 0"),
         (lambda: model(ids, more=torch.ones(4, 16)), "the input 'more'"),
         (lambda: model.model(ids), "called by itself"),
         (

@@ -47,6 +47,8 @@ _FAMILIES = (
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that predict each next token."""
 _KERNELS = ("auto", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
+_LOSS = "ForCausalLMLoss"
+"""What transformers calls the loss that takes shifted labels, and the number to divide by."""
 _ROTATIONS_OF_A_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on how many tokens there are."""
 _LIBRARY = "transformers."
@@ -119,6 +121,11 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
         return f"its forward is the script's own ({forward.__module__}), which may look at tokens of other devices"
     if not (type(model).__name__.endswith(_CAUSAL) or model.base_model is model):
         return "its head looks at single tokens, or at pairs of them, which may be on another device"
+    if model.base_model is not model and not _is_known_loss(model.loss_function):
+        return (
+            "its loss_function is not transformers' loss of causal language models, and may shift the labels of a part "
+            "again, or divide by their number: compute the loss from the logits of a call without labels"
+        )
     other = next((type(part) for part in model.modules() if not _looks_at_one_token(part)), None)
     if other is not None:
         return (
@@ -139,6 +146,10 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
     if getattr(config, "output_router_logits", False):
         return "the loss that balances its experts (output_router_logits) is over all tokens: set it to False"
     return None
+
+
+def _is_known_loss(loss: Callable[..., Any]) -> bool:
+    return getattr(loss, "__name__", None) == _LOSS and loss.__module__.startswith(_LIBRARY)
 
 
 def _looks_at_one_token(module: nn.Module) -> bool:
@@ -239,7 +250,11 @@ class _SplitModel:
         if targets is not None and not targets.are_counted and output.get("loss") is not None:
             raise self._refuse("labels, of which it computes a loss otherwise than by its loss_function")
         whole = self._whole_output(output, forward.cut, is_kept=targets is not None and torch.is_grad_enabled())
-        return whole.to_tuple() if is_tuple else whole
+        if is_tuple:
+            return whole.to_tuple()
+        if not torch.is_grad_enabled() and self._caches(given):
+            whole["past_key_values"] = _NotCached("past_key_values")
+        return whole
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind(*args, **kwargs).arguments
@@ -251,8 +266,11 @@ class _SplitModel:
         """Return whether a call runs on parts. What is for generation is computed by each device as a whole.
 
         Raises:
-            EngineError: It is for generation, and in training.
+            EngineError: It is for generation, and in training, or goes on from a call that kept no keys and values.
         """
+        cache = given.get("past_key_values")
+        if isinstance(cache, _NotCached):
+            raise EngineError(cache._explain())
         kept = given.get("logits_to_keep", 0)
         asked = [name for name in ("past_key_values", "use_cache") if given.get(name) not in (None, False)]
         asked += ["logits_to_keep"] if isinstance(kept, torch.Tensor) or kept else []
@@ -309,6 +327,8 @@ class _SplitModel:
                 self._check_mask(value, rows, length)
             elif name == "num_items_in_batch" and self._targets is not None:
                 self._targets.num_counted = torch.as_tensor(found.pop(name), device=tokens.device)
+            elif name == "ignore_index" and value != IGNORED:
+                raise self._refuse(f"ignore_index = {value}, where the labels that do not count are {IGNORED}")
             elif name == "output_attentions" and value:
                 raise self._refuse("output_attentions = True, of which no device has all")
             elif name != "labels" and any(tensor.dim() for tensor in tensors_in(value)):
@@ -421,4 +441,14 @@ class _NotJoined:
             f"the {self.name} of a forward with labels are not put together, where samples are split over devices "
             "(config.dist.sp.size): they would take the memory that splitting saves. Call the model without labels "
             "and compute the loss from them, or under torch.no_grad()"
+        )
+
+
+class _NotCached(_NotJoined):
+    """Stands for the keys and values that the unsharded model would have returned to generate with."""
+
+    def _explain(self) -> str:
+        return (
+            f"the {self.name} of a forward whose samples are split over devices (config.dist.sp.size) were not kept: "
+            "pass use_cache=True, also in the first call, or call generate()"
         )

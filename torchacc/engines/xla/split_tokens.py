@@ -29,7 +29,7 @@ class TokensStaySplit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch."""
         kwargs = kwargs or {}
-        if func is F.linear and args[0].dim() > 2:
+        if func is F.linear and len(args) > 1 and args[0].dim() > 2 and args[1].dim() == 2:
             return _linear(*args, **kwargs)
         if func is not _ATTENTION or len(args) < 3 or any(tensor.dim() != 4 for tensor in args[:3]):
             return func(*args, **kwargs)
