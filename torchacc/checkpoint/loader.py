@@ -107,7 +107,7 @@ class _ShardRead:
     tensors: Mapping[str, StoredTensor]
     dtype: torch.dtype
 
-    def read(self, memory: torch.Tensor | None) -> torch.Tensor:
+    def read(self, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return the shard, flat, on the host.
 
         Args:
@@ -163,16 +163,17 @@ class _LoadPlan:
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {}
-        taken = {memory.untyped_storage().data_ptr() for memory in map(_host_memory, parameters) if memory is not None}
         for own_id, entry in self.states.items():
             # No parameter has two states in memory. Should this fail, the optimizer refuses to step.
-            memory = _memory_to_reuse(optimizer.state.pop(parameters[own_id], {}), taken)
-            states[own_id] = {key: self._value(value, memory.get(key)) for key, value in entry.items()}
+            optimizer.state.pop(parameters[own_id], None)
+            states[own_id] = {key: self._value(value) for key, value in entry.items()}
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
-    def _value(self, planned: Any, memory: torch.Tensor | None) -> Any:
-        if isinstance(planned, _ShardRead):
-            return self.sharded.place(planned.parameter, planned.read(memory))
+    def _value(self, planned: Any) -> Any:
+        if isinstance(
+            planned, _ShardRead
+        ):  # into new memory: an earlier state_dict() of the optimizer keeps the old one
+            return self.sharded.place(planned.parameter, planned.read())
         return planned.read() if isinstance(planned, StoredTensor) else planned
 
     def _load_run(self) -> None:
@@ -199,22 +200,6 @@ def _host_memory(tensor: Any) -> torch.Tensor | None:
         return None
     flat: torch.Tensor = local.detach().view(-1)
     return flat
-
-
-def _memory_to_reuse(state: Mapping[str, Any], taken: set[int]) -> dict[str, torch.Tensor]:
-    """Return the host memory of a parameter's states by name, without what is also another's.
-
-    Args:
-        state: The states that are replaced.
-        taken: Where the storages lie that were met before; those of these states are added.
-    """
-    found = {}
-    for key, value in state.items():
-        memory = _host_memory(value)
-        if memory is not None and (begin := memory.untyped_storage().data_ptr()) not in taken:
-            taken.add(begin)
-            found[key] = memory
-    return found
 
 
 def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) -> _LoadPlan:

@@ -1,4 +1,4 @@
-"""Loads over what has been trained: into the memory that is there, where nothing else lies in it."""
+"""Loads over what has been trained: parameters into the memory that is there, states into memory of their own."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ class Run:
     def values(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
-    def addresses(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self.tensors().items() if not name.endswith("/step")}
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for name, tensor in self.tensors().items() if not name.endswith("/step")]
 
     def check(self):
         found = self.values()
@@ -48,13 +48,23 @@ class Run:
         assert all(torch.equal(found[name], value) for name, value in self.saved.items())
 
 
-def test_what_has_been_trained_is_loaded_where_it_is(tmp_path):
+def test_parameters_are_loaded_where_they_are(tmp_path):
     run = Run(tmp_path)
-    before, versions = run.addresses(), [p._version for p in run.model.parameters()]
+    parameters = list(run.model.parameters())
+    before, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
     run.load()
     run.check()
-    assert run.addresses() == before
-    assert all(p._version > version for p, version in zip(run.model.parameters(), versions, strict=True))
+    assert [p.data_ptr() for p in parameters] == before
+    assert all(p._version > version for p, version in zip(parameters, versions, strict=True))
+
+
+def test_an_earlier_state_of_the_optimizer_is_left_as_it_was(tmp_path):
+    run = Run(tmp_path)
+    expected, earlier = run.values(), run.optimizer.state_dict()
+    run.load()
+    run.optimizer.load_state_dict(earlier)
+    found = run.values()
+    assert all(torch.equal(found[name], value) for name, value in expected.items() if "/" in name)
 
 
 def of_the_parameter(parameter, state):
@@ -65,41 +75,18 @@ def of_each_other(_, state):
     state["exp_avg"] = state["exp_avg_sq"]
 
 
-def a_view(_, state):
-    state["exp_avg_sq"] = state["exp_avg"].view_as(state["exp_avg"])
-
-
-def of_one_number(_, state):
-    state["exp_avg"] = torch.zeros(()).expand_as(state["exp_avg"])
-
-
-def transposed(_, state):
-    state["exp_avg"] = state["exp_avg"].clone().t().contiguous().t()
-
-
-def halved(_, state):
-    state["exp_avg"] = state["exp_avg"].bfloat16()
-
-
-def larger(_, state):
-    state["exp_avg"] = torch.zeros(17, 5)
-
-
 def missing(_, state):
     del state["exp_avg"]
 
 
-@pytest.mark.parametrize(
-    "alter", [of_the_parameter, of_each_other, a_view, of_one_number, transposed, halved, larger, missing]
-)
-def test_states_that_share_memory_or_do_not_fit_get_memory_of_their_own(tmp_path, alter):
+@pytest.mark.parametrize("alter", [of_the_parameter, of_each_other, missing])
+def test_states_get_memory_of_their_own(tmp_path, alter):
     run = Run(tmp_path)
     parameter = next(iter(run.model.parameters()))
     alter(parameter, run.optimizer.state[parameter])
     run.load()
     run.check()
-    addresses = run.addresses()
-    assert len(set(addresses.values())) == len(addresses)
+    assert len(set(run.addresses())) == len(run.addresses())
     run.step()
 
 

@@ -66,6 +66,12 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
             "layers of the family itself, and would leave those that have an adapter unsplit. Put these devices on "
             "config.dist.fsdp.size, or split the merged model, model.merge_and_unload()"
         )
+    counting = (name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False))
+    if (name := next((name for name in counting if f"{name}.weight" in tp.specs), None)) is not None:
+        raise ConfigError(
+            f"config.dist.tp.size = {tp.size}, and scale_grad_by_freq=True lets {name!r} count tokens by rows, also "
+            f"those that another device looks up: write scale_grad_by_freq=False, or {instead}"
+        )
     if tp.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
     for name, reason in tp.unsplit.items():

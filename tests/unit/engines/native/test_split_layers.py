@@ -122,3 +122,10 @@ def test_adapters_of_peft_are_refused_until_they_are_merged():
     with pytest.raises(ConfigError, match=r"an adapter of peft \(PeftModel.*merge_and_unload\(\)"):
         checked(model)
     checked(model.merge_and_unload())
+
+
+def test_embeddings_that_count_tokens_are_refused():
+    model = make_llama()
+    model.model.embed_tokens.scale_grad_by_freq = True
+    with pytest.raises(ConfigError, match=r"scale_grad_by_freq=True lets 'model\.embed_tokens' count tokens by rows"):
+        checked(model)
