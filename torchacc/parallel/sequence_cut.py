@@ -26,7 +26,7 @@ class SequenceCut:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the last parts have tokens that are not there."""
+        """Whether the last parts contain padding."""
         return self.part_length * self.num_parts > self.length
 
     def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:

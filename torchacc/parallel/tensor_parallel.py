@@ -228,7 +228,8 @@ def _by_rules(
             styles[names[0]] = rule.style or ("rowwise" if rule.spec == _BY_INPUT else "colwise")
         elif rule.may_stay_unsplit:
             unsplit[names[0]] = obstacle
-            if rule.count == _KV_HEADS and size % getattr(described, _KV_HEADS) == 0:
+            num_heads = getattr(described, _KV_HEADS, None)
+            if rule.count == _KV_HEADS and num_heads and size % num_heads == 0:
                 styles[names[0]] = SHARED_HEADS
         else:
             raise ConfigError(
@@ -313,7 +314,7 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
 
 
 _SHARED_WIDTH = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
-"""Of layers of which the next one goes on with what this one gives: both are split, or none."""
+"""Styles of layers that follow one another: both are split, or neither."""
 _RENAMED = {"colwise_rep": _GATHERED, "rowwise_rep": "rowwise_split_input"}
 """Older words for the same."""
 

@@ -333,9 +333,11 @@ class NativeModel(ShardedModel):
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = parameter.data.to(self.engine.device).contiguous()
-        yield
-        for parameter, data in zip(parameters, before, strict=True):
-            parameter.data = data
+        try:
+            yield
+        finally:
+            for parameter, data in zip(parameters, before, strict=True):
+                parameter.data = data
 
     def _move_buffers(self) -> None:
         for module in self.model.modules():
@@ -359,7 +361,7 @@ class NativeModel(ShardedModel):
         from torchacc.engines.native.outputs import let_pytree_see, with_full_numbers
 
         device = self.engine.device.type
-        if self.plan.tensor_parallel.size > 1 and self.model.training:
+        if self.plan.tensor_parallel.size > 1 and any(module.training for module in self.model.modules()):
             split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
         with ExitStack() as stack:
             stack.enter_context(autocast_to(self._lowered, device))

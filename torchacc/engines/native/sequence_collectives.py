@@ -1,7 +1,7 @@
 """What the devices that share a sample send one another, with gradients.
 
-What a model is given, and what a script computes with its outputs, each of these devices has alike: its loss too. The
-engine averages gradients over them. So a gradient that is of one part only counts as often as there are parts.
+All devices of a sample have the same inputs, and compute the same loss. The engine averages gradients over them, which
+divides by the number of parts, so that a gradient of one part alone is multiplied by it first.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def join(part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch
 
 
 def total(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the devices of a tensor without dimensions. Collective."""
+    """Return the sum over the devices of a tensor. Collective."""
     summed: torch.Tensor = _Total.apply(value, group)
     return summed
 
@@ -80,9 +80,8 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         of, group = ctx.how
         # The losses of the devices may differ, as by dropout behind the model: theirs is the sum.
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        dist.all_reduce(wide, group=group)
-        return cut(wide.to(gradient.dtype), of, group), None, None
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        return cut(total(wide, group).to(gradient.dtype), of, group), None, None
 
 
 class _Total(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Split a model's layers between processes by the plan: each computes with its parts, which are ordinary tensors.
 
 All parameters are PyTorch's distributed tensors at rest, those of no split layer replicated on each process, so that an
-optimizer or a norm meets one kind. Their modules see the ordinary tensor inside. What processes have to send each other
-goes on before and after split layers, and is PyTorch's own redistribution of distributed tensors, backward as forward.
+optimizer or a norm meets one kind. Their modules see the ordinary tensor inside. Communication
+happens before and after each split layer, by PyTorch's own redistribution of distributed tensors, backward as forward.
 """
 
 import functools
@@ -145,8 +145,8 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
         model: The model.
         plan: Says which parameters will be split.
         mesh: The DeviceMesh of the axis `tp`.
-        is_compiled: Whether torch.compile compiles the model's units, which takes tensors that come and go inside for
-            other graphs.
+        is_compiled: Whether torch.compile compiles the model's units, which recompiles when the tensors of
+            a module are replaced.
     """
     planned = {slot: each for each in plan.parameters for slot in find_slots(model, each.names)}
     tp = plan.tensor_parallel
@@ -173,7 +173,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     for (module, leaf), each in planned.items():
         style = styles.get(module, "")
         how = _use_of(leaf, style, tp.spec_of(each.name), tp.styles.get(each.name, ""))
-        # Who reads a weight by itself shall not find a part of it, where nobody has seen that to come out right.
+        # Hide split weights from code that no test covers.
         is_hidden = bool(style) and tp.source == OWN_PLAN and not is_compiled
         whole = module if is_hidden else inside_of.get(module, model)
         for at in {whole, module} if whole is model else {whole}:
@@ -339,11 +339,11 @@ def _with_ordinary_tensors(
 ) -> Any:
     """Run a forward with ordinary tensors in the place of parameters, or of what stands in for these by now."""
     before = [vars(module).get(name) for module, name, _ in slots]
-    for (module, name, use), stand_in in zip(slots, before, strict=True):
-        found: Any = module._parameters[name] if stand_in is None else stand_in
-        if hasattr(found, "placements"):  # else it is ordinary, as for the whole that this is a part of
-            vars(module)[name] = _ordinary(found, use, mesh, num_heads)
     try:
+        for (module, name, use), stand_in in zip(slots, before, strict=True):
+            found: Any = module._parameters[name] if stand_in is None else stand_in
+            if hasattr(found, "placements"):  # else it is ordinary, as for the module around this one
+                vars(module)[name] = _ordinary(found, use, mesh, num_heads)
         return forward(*args, **kwargs)
     finally:
         for (module, name, _), stand_in in zip(slots, before, strict=True):

@@ -1,7 +1,7 @@
 """Split each sample along its length over devices (context parallelism): models of transformers run on their parts.
 
-What a script passes to such a model, and gets from it, is of all tokens on each of these devices; in between a device
-has its part. Position ids are made, and labels shifted, before the cut; attention is `sequence_attention`'s.
+Each device passes in, and gets back, all tokens; inside of the model it computes only its part. Position ids are made,
+and labels shifted, before the cut; attention is `sequence_attention`'s.
 """
 
 import functools
@@ -43,11 +43,10 @@ _FAMILIES = (
     "qwen3_moe",
     "smollm3",
 )
-"""Those that are known to compute the unsharded numbers, by transformers' `model_type`."""
+"""Model families that tests show to match the unsharded run, by transformers' `model_type`."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that predict each next token."""
 _KERNELS = ("auto", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
-_LOSS = "ForCausalLMLoss"
 """What transformers calls the loss that takes shifted labels, and the number to divide by."""
 _ROTATIONS_OF_A_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on how many tokens there are."""
@@ -62,12 +61,12 @@ _TOKENWISE = (
     "torch.nn.modules.normalization",
     "torch.nn.modules.sparse",
 )
-"""Where the modules are that look at each token by itself, but for the families' attention."""
+"""Packages whose modules treat each token by itself, attention of the supported families aside."""
 _CUT_INPUTS = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
 _JOINED_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 _WITHOUT = "or set config.dist.sp.size = 1"
 _COMPARED_FORWARDS = 2
-"""Of so many forwards, in training and in evaluation each, the inputs are compared between devices."""
+"""Number of first forwards, in training and in evaluation each, whose inputs are compared between devices."""
 
 
 def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
@@ -121,7 +120,7 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
         return f"its forward is the script's own ({forward.__module__}), which may look at tokens of other devices"
     if not (type(model).__name__.endswith(_CAUSAL) or model.base_model is model):
         return "its head looks at single tokens, or at pairs of them, which may be on another device"
-    if model.base_model is not model and not _is_known_loss(model.loss_function):
+    if model.base_model is not model and not transformers_attention.has_loss_of_next_tokens(model):
         return (
             "its loss_function is not transformers' loss of causal language models, and may shift the labels of a part "
             "again, or divide by their number: compute the loss from the logits of a call without labels"
@@ -132,24 +131,23 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
             f"it has a {other.__name__} of {other.__module__}, which may look at tokens of other devices. Known are "
             "the modules of transformers, peft and PyTorch's layers of single tokens"
         )
-    if type(model).__name__.endswith(_CAUSAL) and not transformers_attention.has_loss_of_next_tokens(model):
-        return (
-            "its loss_function is not transformers' ForCausalLMLoss, so that the sum of the parts may be another loss"
-        )
     if config.num_attention_heads % size:
         return f"each device computes as many of the attention heads, and {config.num_attention_heads} do not divide"
     if not getattr(config, "is_causal", True) or getattr(config, "add_cross_attention", False):
         return "its attention is not causal, or is over another model's tokens, too"
-    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rotation in _ROTATIONS_OF_A_LENGTH:
+    rotation = _rotation_of_a_length(config)
+    if rotation is not None:
         return f"its rotary embeddings ({rotation!r}) depend on the number of tokens, of which a device has a part"
     if getattr(config, "output_router_logits", False):
         return "the loss that balances its experts (output_router_logits) is over all tokens: set it to False"
     return None
 
 
-def _is_known_loss(loss: Callable[..., Any]) -> bool:
-    return getattr(loss, "__name__", None) == _LOSS and loss.__module__.startswith(_LIBRARY)
+def _rotation_of_a_length(config: Any) -> str | None:
+    """Return the kind of rotary embeddings that depend on the number of tokens, of any kind of layer; None without."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (parameters, *parameters.values()) if isinstance(each, Mapping)}
+    return next(iter(kinds.intersection(_ROTATIONS_OF_A_LENGTH)), None)
 
 
 def _looks_at_one_token(module: nn.Module) -> bool:
@@ -240,9 +238,9 @@ class _SplitModel:
                 return self._forward(**given)
         self._compare(given)
         is_tuple = given.pop("return_dict", None) is False
-        cut_inputs, forward = self._cut(given)
-        targets = self._targets
         try:
+            cut_inputs, forward = self._cut(given)
+            targets = self._targets
             with sequence_attention.running(forward):
                 output = self._forward(**cut_inputs, return_dict=True)
         finally:
@@ -263,7 +261,7 @@ class _SplitModel:
         return {name: value for name, value in {**bound, **more}.items() if value is not None}
 
     def _is_to_be_cut(self, given: Mapping[str, Any]) -> bool:
-        """Return whether a call runs on parts. What is for generation is computed by each device as a whole.
+        """Return whether a call runs on parts. Each device computes the calls of a generation on full samples.
 
         Raises:
             EngineError: It is for generation, and in training, or goes on from a call that kept no keys and values.
@@ -350,7 +348,7 @@ class _SplitModel:
         return given
 
     def _note_targets(self, found: dict[str, Any], of: SequenceCut) -> None:
-        """Take the labels, and leave those of this part for the model, which asks whether there are any."""
+        """Store the shifted labels, and pass this part's on, so that the model computes a loss."""
         self._targets = None
         labels, shifted = found.get("labels"), found.pop("shift_labels", None)
         if labels is None:  # then a model computes no loss
@@ -393,7 +391,7 @@ class _SplitModel:
         Args:
             output: What it returns of this part.
             of: The cut.
-            is_kept: Whether each device keeps its part for itself, and the script gets what says so.
+            is_kept: Whether to return placeholders that raise when they are used.
         """
         for name, value in list(output.items()):
             if name in _JOINED_OUTPUTS:

@@ -1,4 +1,4 @@
-"""Operations that leave tokens where they are, split over devices along their length.
+"""Linear layers and attention that keep tokens split over devices along their length.
 
 XLA is right without, but PyTorch joins the dimensions of samples and tokens into one for a linear layer, which XLA
 cannot split as the two were split, and would gather the activations of all tokens in every layer.
