@@ -13,7 +13,7 @@ from torch import nn
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import GatheredParameter
 from torchacc.engines.xla.device_collectives import DeviceCollectives
-from torchacc.engines.xla.gather import Weight, install_unit
+from torchacc.engines.xla.gather import Weight, install_unit, weight_numbers
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout
 
@@ -23,12 +23,12 @@ def collectives(dp, fsdp):
 
 
 def shard_layer(layer, through):
-    parameters = []
+    parameters, numbers = [], weight_numbers(layer)
     for name, parameter in list(layer.named_parameters()):
         rows = RowLayout(tuple(parameter.shape), through.num_shards)
         shard = nn.Parameter(rows.shard(parameter.detach(), through.shard_index).to("xla"))
         layer._parameters[name] = shard
-        weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32)
+        weight = Weight(name, shard, [(layer, name)], rows.shape, torch.float32, next(numbers))
         parameters.append(GatheredParameter(shard, rows, [weight], is_flat=False))
     install_unit(layer, through.make_gatherer(parameters, reshard_after_forward=True))
 
