@@ -6,10 +6,8 @@ tries all, and writes the page's table and `torchacc/engines/native/proved_plans
 interrupted: what each came to stays in the folder, until that is removed.
 """
 
-import json
 import re
 import sys
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 from families import all_families
 from sweep import sweep
 
+from torchacc.engines.native.proved_plans import fingerprint
 from torchacc.parallel.tensor_parallel import FAMILIES
 
 ENGINE = "native-tp"
@@ -36,15 +35,11 @@ def declared_by(cls: Any) -> dict[str, str]:
     return getattr(cls, "base_model_tp_plan", None) or {}
 
 
-def fingerprint_of(cls: Any) -> str:
-    return f"{zlib.crc32(json.dumps(declared_by(cls), sort_keys=True).encode()):08x}"
-
-
 def plans(found: Mapping[str, Mapping[str, Any]], classes: Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprints of the plans of the families all of whose classes agree, by `model_type`."""
     agree = {classes[name].model_type for name, facts in found.items() if facts["outcome"] == "agrees"}
     agree -= {classes[name].model_type for name, facts in found.items() if facts["outcome"] != "agrees"}
-    by_type = {cls.model_type: fingerprint_of(cls) for cls in classes.values()}
+    by_type = {cls.model_type: fingerprint(cls) for cls in classes.values()}
     return {name: by_type[name] for name in sorted(agree - set(FAMILIES))}
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from families import all_families
 from family_table import ENGINES, table
-from split_families import PAGE, fingerprint_of
+from split_families import PAGE
 from sweep import sweep
 
-from torchacc.engines.native.proved_plans import PLANS
+from torchacc.engines.native.proved_plans import PLANS, fingerprint
 from torchacc.parallel.tensor_parallel import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -86,5 +86,5 @@ def test_the_page_has_the_plans_that_are_carried_out_natively():
         pytest.skip("the page is of another version of transformers")
     refused = set(re.findall(r"\| `([a-z0-9_]+)` \| (?:differs|fails|refused)", page))
     assert not refused.intersection(PLANS)
-    assert {name: fingerprint_of(CONFIG_MAPPING[name]) for name in PLANS} == PLANS
+    assert {name: fingerprint(CONFIG_MAPPING[name]) for name in PLANS} == PLANS
     assert all(f"`{name}`" in page for name in (*PLANS, *FAMILIES))

@@ -170,9 +170,8 @@ class _LoadPlan:
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
     def _value(self, planned: Any) -> Any:
-        if isinstance(
-            planned, _ShardRead
-        ):  # into new memory: an earlier state_dict() of the optimizer keeps the old one
+        if isinstance(planned, _ShardRead):
+            # Into new memory: an earlier state_dict() of the optimizer keeps the old one.
             return self.sharded.place(planned.parameter, planned.read())
         return planned.read() if isinstance(planned, StoredTensor) else planned
 

@@ -84,10 +84,9 @@ class NativeEngine(Engine):
     @classmethod
     def find_devices(cls) -> str:
         """Return PyTorch's accelerators, or the CPU."""
-        if cls.runs_on_cpu():
-            return "CPU"
         kind = accelerator_kind()
-        assert kind is not None
+        if kind is None:
+            return "CPU"
         names = [_name(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]
         return ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(names))
 
@@ -238,11 +237,12 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             is_compiled = self._compiled is not None
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
-        if self.engine.sequence_group is not None:
-            split_sequence.install(self.model, self.engine.mesh, self.engine.sequence_group, self.engine.job.rank)
+        group, attention = self.engine.sequence_group, None
+        if group is not None:
+            attention = split_sequence.install(self.model, self.engine.mesh, group, self.engine.job.rank)
         self._install_forward(self._run)
-        if self.engine.sequence_group is not None:
-            split_sequence.choose_attention(self.model, self.engine.sequence_group)
+        if attention is not None:  # last: _install_forward() sets the kernel that the config names
+            split_sequence.choose_attention(self.model, attention)
         number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.

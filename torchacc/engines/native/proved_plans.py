@@ -2,10 +2,7 @@
 
 import json
 import zlib
-
-from torch import nn
-
-from torchacc.parallel.tensor_parallel import find_config
+from typing import Any
 
 PLANS: dict[str, str] = {
     "afmoe": "2f09f7db",
@@ -103,7 +100,7 @@ PLANS: dict[str, str] = {
 that of the unsharded model. docs/tensor_parallel.md has all that were tried; with that page this is written."""
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a short mark of what a transformers model declares for its tensor parallelism."""
-    declared = getattr(find_config(model), "base_model_tp_plan", None) or {}
+def fingerprint(config: Any) -> str:
+    """Return a short mark of what a transformers config, or a class of them, declares for tensor parallelism."""
+    declared = getattr(config, "base_model_tp_plan", None) or {}
     return f"{zlib.crc32(json.dumps(declared, sort_keys=True).encode()):08x}"

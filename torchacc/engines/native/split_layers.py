@@ -1,8 +1,8 @@
 """Split a model's layers between processes by the plan: each computes with its parts, which are ordinary tensors.
 
 All parameters are PyTorch's distributed tensors at rest, those of no split layer replicated on each process, so that an
-optimizer or a norm meets one kind. Their modules see the ordinary tensor inside. Communication
-happens before and after each split layer, by PyTorch's own redistribution of distributed tensors, backward as forward.
+optimizer or a norm meets one kind. Their modules see the ordinary tensor inside. Communication happens before and after
+each split layer, by PyTorch's own redistribution of distributed tensors, backward as forward.
 """
 
 import functools
@@ -96,7 +96,7 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
             f"part of the heads, {', '.join(sorted({*FAMILIES, *PLANS}))}. Write a plan of your own into "
             f"config.dist.tp.plan, which is right for every model and sends more, or {instead}"
         )
-    if PLANS[tp.source] != fingerprint(model):
+    if PLANS[tp.source] != fingerprint(find_config(model)):
         raise ConfigError(
             f"{given}: it is another one in this version of transformers than that which was shown to compute right. "
             f"Write a plan of your own into config.dist.tp.plan, or {instead}"

@@ -155,7 +155,7 @@ def _looks_at_one_token(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_TOKENWISE) and not isinstance(module, nn.MultiheadAttention)
 
 
-def install(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, rank: int) -> None:
+def install(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, rank: int) -> str:
     """Let the models of transformers in a model run on this device's part of each sample, in place.
 
     Args:
@@ -163,23 +163,23 @@ def install(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, rank: int) -
         mesh: The mesh.
         group: The processes that share samples.
         rank: This process's.
+
+    Returns:
+        The name that transformers has for attention to the tokens of all these processes, for `choose_attention()`.
     """
-    name = attention_over(group)
+    exchange_tokens = functools.partial(_exchange, group)
+    name = sequence_attention.register(dist.get_process_group_ranks(group), exchange_tokens)
     for each in transformers_attention.models_of(model):
         sequence_attention.see_whole_masks(each)
         _SplitModel(each, mesh.index(rank, Role.SEQUENCE), group, name).install()
     _log.info("attention: sdpa, its heads spread over the %d devices that share a sample", group.size())
+    return name
 
 
-def attention_over(group: dist.ProcessGroup) -> str:
-    """Return the name that transformers has for attention to the tokens of all processes of a group."""
-    return sequence_attention.register(dist.get_process_group_ranks(group), functools.partial(_exchange, group))
-
-
-def choose_attention(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the attention of the models of transformers in a model reach the tokens of all processes of a group."""
+def choose_attention(model: nn.Module, name: str) -> None:
+    """Let the models of transformers in a model compute attention by the implementation that `install()` returned."""
     for each in transformers_attention.models_of(model):
-        transformers_attention.choose(each, attention_over(group))
+        transformers_attention.choose(each, name)
 
 
 def _exchange(group: dist.ProcessGroup, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:

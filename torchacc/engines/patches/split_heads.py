@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_ATTENTION = F.scaled_dot_product_attention  # which `model_patches.patches()` covers
+ATTENTION = F.scaled_dot_product_attention  # which `model_patches.patches()` covers
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
@@ -23,7 +23,7 @@ class HeadsStayApart(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS and not kwargs and _are_stacks(*args) and args[0].shape[1] == args[1].shape[1]:
             return _product("bhmk,bhkn->bhmn", *args)
-        if func is _ATTENTION and _are_stacks(*args[:3]):
+        if func is ATTENTION and _are_stacks(*args[:3]):
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -34,12 +34,15 @@ def _are_stacks(*tensors: Any) -> bool:
 
 
 def _product(equation: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Multiply, in the dtype that autocast gives to matrix products."""
-    if torch.is_autocast_enabled("xla"):
-        dtype = torch.get_autocast_dtype("xla")
-        one, other = one.to(dtype), other.to(dtype)
-    product: torch.Tensor = torch.einsum(equation, one, other)
+    product: torch.Tensor = torch.einsum(equation, *in_autocast_dtype(one, other))
     return product
+
+
+def in_autocast_dtype(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the factors of a product in the dtype that autocast gives to matrix products."""
+    if not torch.is_autocast_enabled("xla"):
+        return factors
+    return tuple(factor.to(torch.get_autocast_dtype("xla")) for factor in factors)
 
 
 def _attention(

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_ATTENTION = F.scaled_dot_product_attention  # which `model_patches.patches()` covers
+from torchacc.engines.patches.split_heads import ATTENTION, in_autocast_dtype
 
 
 class TokensStaySplit(TorchFunctionMode):
@@ -31,7 +31,7 @@ class TokensStaySplit(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and len(args) > 1 and args[0].dim() > 2 and args[1].dim() == 2:
             return _linear(*args, **kwargs)
-        if func is not _ATTENTION or len(args) < 3 or any(tensor.dim() != 4 for tensor in args[:3]):
+        if func is not ATTENTION or len(args) < 3 or any(tensor.dim() != 4 for tensor in args[:3]):
             return func(*args, **kwargs)
         query, key, value, *others = args
         key, value = (self._place(self._place(tensor, True), False) for tensor in (key, value))
@@ -39,11 +39,8 @@ class TokensStaySplit(TorchFunctionMode):
 
 
 def _linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if torch.is_autocast_enabled("xla"):
-        dtype = torch.get_autocast_dtype("xla")
-        tokens, weight, bias = tokens.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
-    product: torch.Tensor = _Product.apply(tokens, weight)
-    return product if bias is None else product + bias
+    product: torch.Tensor = _Product.apply(*in_autocast_dtype(tokens, weight))
+    return product if bias is None else product + in_autocast_dtype(bias)[0]
 
 
 class _Product(torch.autograd.Function):
