@@ -82,7 +82,7 @@ def accelerate(
     with replaced_parameters_refused(model):
         sharded = engine.apply(model, plan, optimizer)
     attach(sharded)
-    _log.info("%s: %s", engine.kind, str(plan).splitlines()[0])
+    _log.info("%s: %s", engine.name, str(plan).splitlines()[0])
     if loader is not None:
         _describe_loader(loader, engine)
     if plan.tensor_parallel.unsplit:
@@ -199,7 +199,7 @@ class Description:
     """How a model is sharded; `str()` gives it as a few lines."""
 
     engine: str
-    """The engine's kind."""
+    """The engine's name."""
     mesh: str
     """The axes of the mesh and their sizes."""
     num_devices: int
@@ -234,7 +234,7 @@ def describe(model: nn.Module) -> Description:
     sharded = sharded_model(model)
     engine, plan = sharded.engine, sharded.plan
     return Description(
-        engine=engine.kind,
+        engine=engine.name,
         mesh=plan.mesh.describe(),
         num_devices=plan.mesh.num_devices,
         num_parameters=plan.numel,
@@ -338,4 +338,4 @@ def _list_options_without_effect(engine: Engine) -> None:
         for part in sections:
             section = getattr(section, part)
         if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
-            _log.info("config.%s has no effect in the engine %s: %s", path, engine.kind, reason)
+            _log.info("config.%s has no effect in the engine %s: %s", path, engine.name, reason)

@@ -147,7 +147,8 @@ def run(family: Family) -> dict[str, str]:
         return {"outcome": "built", "mode": mode, "parameters": str(sum(p.numel() for p in model.parameters()))}
     plain = copy.deepcopy(model)
     if ENGINE == "native-tp":
-        proved_plans.PLANS[find_config(model).model_type] = proved_plans.fingerprint(find_config(model))  # which this is to show
+        shown = find_config(model)  # whose plan this is to show
+        proved_plans.PLANS[shown.model_type] = proved_plans.fingerprint(shown)
     try:
         torchacc.accelerate(model, None, config())
         engine = registry.active_engine()

@@ -48,7 +48,7 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
     assert type(model).__module__ == MLP.__module__
     assert repr(model).startswith("MLP(\n")
     assert type(model.layers[:1][0]).__name__ == "Sequential"
-    assert str(torchacc.describe(model)).startswith(f"engine      {sharded_model(model).engine.kind}")
+    assert str(torchacc.describe(model)).startswith(f"engine      {sharded_model(model).engine.name}")
 
 
 @case()

@@ -14,9 +14,9 @@ from torchacc.engines import registry
 
 def config(**sections: Any) -> torchacc.Config:
     engine = registry.active_engine()
-    fsdp = {"size": 2, "use_spmd": engine.kind == SPMD}
+    fsdp = {"size": 2, "use_spmd": engine.name == SPMD}
     return torchacc.Config.from_dict(
-        {"backend": engine.kind.partition("-")[0], "compute": {"scan_layers": True}, "dist": {"fsdp": fsdp}, **sections}
+        {"backend": engine.name.partition("-")[0], "compute": {"scan_layers": True}, "dist": {"fsdp": fsdp}, **sections}
     )
 
 

@@ -203,7 +203,7 @@ class ShardedSide(Side):
         config = torchacc.Config.from_dict({"backend": engine.partition("-")[0], **options})
         super().__init__(torchacc.accelerate(model, None, config))
         self.sharded = sharded_model(self.model)
-        self.engine = self.sharded.engine.kind  # type: ignore[misc]
+        self.engine = self.sharded.engine.name  # type: ignore[misc]
         self.job = self.sharded.engine.job
         self.folder = folder
 

@@ -159,7 +159,7 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
     """
     if not sharded.placement.is_contiguous:
         raise CheckpointError(
-            f"{what} is not available in the engine {sharded.engine.kind} where config.dist.tp.size splits layers: a "
+            f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers: a "
             "process holds a part of each row. Use torchacc.checkpoint.save() and load(), or a full state"
         )
 

@@ -70,7 +70,7 @@ def small_states(
     """
     described = {
         "model": sharded.plan.units[-1].module_class,
-        "engine": sharded.engine.kind,
+        "engine": sharded.engine.name,
         "mesh": sharded.plan.mesh.describe(),
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "modules": {name: module.get_extra_state() for name, module in model_state.extra_states(sharded.model).items()},

@@ -16,7 +16,7 @@ from torchacc.config.yaml_file import parse
 from torchacc.engines import attention_kernels
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
-from torchacc.memory_plan import PLANNED_ENGINES, count_states, find_optimizer
+from torchacc.memory_plan import PLANNED_BACKENDS, count_states, find_optimizer
 from torchacc.train.families import unknown_options
 from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
@@ -80,7 +80,7 @@ def take_devices(args: argparse.Namespace) -> None:
         args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else 1
     if args.engine is None:
         named = distributed.engine if distributed is not None else None
-        args.engine = named if named in PLANNED_ENGINES else "xla"
+        args.engine = named if named in PLANNED_BACKENDS else "xla"
 
 
 def _from_options(args: argparse.Namespace) -> Training:

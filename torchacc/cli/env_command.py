@@ -52,7 +52,7 @@ def _find() -> dict[str, Any]:
 
 def _auto() -> str:
     try:
-        return registry.choose(Config(), read_job()).kind
+        return registry.choose(Config(), read_job()).engine
     except ConfigError as error:
         return f"none: {error}"
 
@@ -63,7 +63,7 @@ def _describe(found: dict[str, Any]) -> str:
     lines = [f"{name:<16}  {value}" for name, value in rows]
     lines += ["", "engines"]
     for engine in found["engines"]:
-        lines.append(f"  {engine['kind']:<16}  {'runs on ' + engine['devices'] if engine['devices'] else 'cannot run'}")
+        lines.append(f"  {engine['name']:<16}  {'runs on ' + engine['devices'] if engine['devices'] else 'cannot run'}")
         lines += [f"      {engine['reason']}"] if engine["reason"] else []
     lines += [f"  config.backend = {Config().backend!r} takes {found['auto']}", "", "attention, natively"]
     for kernel in found["attention"]:

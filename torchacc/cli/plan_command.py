@@ -12,7 +12,7 @@ from torchacc.cli._options import named, path, positive, size
 from torchacc.config.sections import RecomputePolicy
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
-from torchacc.memory_plan import PLANNED_ENGINES, DeviceBytes, Step, study
+from torchacc.memory_plan import PLANNED_BACKENDS, DeviceBytes, Step, study
 from torchacc.parallel.mesh import STRATEGIES
 from torchacc.parallel.plan import ShardingPlan
 
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     choices = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
-    add("--engine", choices=PLANNED_ENGINES, help="whose memory is planned (default: the training file's, else xla)")
+    add("--engine", choices=PLANNED_BACKENDS, help="whose memory is planned (default: the training file's, else xla)")
     add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         training.make_batch(),
         training.config,
         num_states=training.num_states,
-        engine=args.engine,
+        backend=args.engine,
         widens=args.platform == "cpu",
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args)}
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _platform(args: argparse.Namespace) -> str | None:
     """Return what XLA's devices are; None where XLA does not run the step."""
-    if not PLANNED_ENGINES[args.engine].runs_eagerly:
+    if not PLANNED_BACKENDS[args.engine].runs_eagerly:
         return args.platform or runtime.platform().lower()
     if args.platform is not None:
         raise ConfigError(f"--platform {args.platform} is of XLA's devices: leave it out with --engine {args.engine}")
@@ -121,7 +121,7 @@ def _as_text(
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    if training.has_experts and PLANNED_ENGINES[args.engine].runs_eagerly:
+    if training.has_experts and PLANNED_BACKENDS[args.engine].runs_eagerly:
         lines += [
             "",
             "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",

@@ -56,6 +56,7 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
     if config.compute.acc_scaled_dot_attn:
         resolved.compute.attention = "sdpa"
     _refuse_lone_hybrid(resolved)
+    _refuse_split_samples_of_replicas(resolved)
     resolved.freeze()
     return resolved
 
@@ -164,6 +165,14 @@ def _refuse_lone_hybrid(config: Config) -> None:
             f"dist.fsdp.sharding_strategy = 'HYBRID_SHARD' shards inside of groups and replicates across them, but "
             f"dp({dp}) * fsdp({fsdp}) has a single {'group' if dp == 1 else 'device in a group'}: make both larger "
             f"than 1, or use {'FULL_SHARD' if dp == 1 else 'NO_SHARD'!r}"
+        )
+
+
+def _refuse_split_samples_of_replicas(config: Config) -> None:
+    if config.dist.sp.size > 1 and config.dist.fsdp.sharding_strategy == "NO_SHARD":
+        raise ConfigError(
+            f"config.dist.sp.size = {config.dist.sp.size} with config.dist.fsdp.sharding_strategy = 'NO_SHARD': "
+            "parameters are sharded over the devices that share samples: leave the strategy at 'FULL_SHARD'"
         )
 
 

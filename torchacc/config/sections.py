@@ -236,11 +236,11 @@ def _class_names(value: Any) -> Any:
     return [item.__name__ if isinstance(item, type) else item for item in value]
 
 
-def _every_axis_once(axes: list[Axis]) -> list[Axis]:
-    *names, last = get_args(Axis)
-    if sorted(axes) != [*names, last]:
-        raise ValueError(f"each of the axes {', '.join(names)} and {last} once, the slowest first")
-    return axes
+def _all_axes(axes: list[Axis]) -> list[Axis]:
+    """Return the axes with those that are left out behind them."""
+    if len(axes) > len(set(axes)):
+        raise ValueError(f"each axis at most once, not {shown(axes)}")
+    return list(dict.fromkeys([*axes, *get_args(Axis)]))
 
 
 def _of_64_bits(number: int) -> int:
@@ -273,7 +273,7 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Names = Annotated[set[StrictStr], Field(min_length=1), PlainSerializer(sorted)]
 ClassNames = Annotated[Names, BeforeValidator(_class_names)]
 Patterns = Annotated[Names, BeforeValidator(_at_least_one)]
-AxisOrder = Annotated[list[Axis], AfterValidator(_every_axis_once)]
+AxisOrder = Annotated[list[Axis], AfterValidator(_all_axes)]
 PartitionSpec = Annotated[list[Literal["fsdp", "tp"] | None], AfterValidator(_every_axis_at_most_once)]
 TensorParallelRules = Annotated[
     dict[Annotated[StrictStr, AfterValidator(_regular_expression)], PartitionSpec], Field(min_length=1)
@@ -488,4 +488,4 @@ class DistConfig(Section):
     sp: SPConfig = Field(default_factory=SPConfig)
     """Samples split along their length."""
     topology: AxisOrder = list(get_args(Axis))
-    """Axes from the slowest (devices far apart) to the fastest (neighbours)."""
+    """Axes from the slowest (devices far apart) to the fastest (neighbours); those left out follow in this order."""

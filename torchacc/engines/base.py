@@ -24,6 +24,7 @@ from torchacc.engines.gradient_checks import refuse_sparse_gradients, warn_of_gr
 from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
+from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.sample_rows import HostRowGatherer, RowGatherer
@@ -52,7 +53,7 @@ HANDLE = "_torchacc"
 class Engine(ABC):
     """A runtime that carries sharding out. It belongs to the process once `setup()` has run."""
 
-    kind: ClassVar[str]
+    name: ClassVar[str]
     """The engine's name, as users see it."""
     is_lazy: ClassVar[bool] = False
     """Whether operations are recorded, and run together at `sync()`, as PyTorch's lazy tensors are."""
@@ -224,6 +225,31 @@ class ShardedModel(ABC):
         self._first_steps: FirstSteps | None = None
         self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that have made a step."""
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Shard the model in place. Collective: every process.
+
+        Args:
+            optimizer: An optimizer that already holds the model's parameters; its groups and state move to the shards.
+        """
+        shards = self._shard(optimizer)
+        if optimizer is not None:
+            remap_optimizer(optimizer, shards, lambda original, full: self._shard_state(shards[original], full))
+
+    @abstractmethod
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
+        """Move the model to the device, shard its units, and call `_install_forward()`.
+
+        Args:
+            optimizer: Whose groups flattened parameters go by.
+
+        Returns:
+            Original parameter -> the parameter that takes its place; the same one where it stays.
+        """
+
+    @abstractmethod
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return what this process holds of an optimizer's tensor for a parameter; its shape is the original's."""
 
     @cached_property
     def local_shards(self) -> dict[nn.Parameter, LocalShard]:

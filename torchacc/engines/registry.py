@@ -28,19 +28,19 @@ ENGINES = {
     "xla-multiprocess": "torchacc.engines.xla.multiprocess:MultiprocessEngine",
     "xla-spmd": "torchacc.engines.xla.spmd:SpmdEngine",
 }
-"""Every engine: its kind, and where its class is. A class is imported when it is chosen."""
+"""Every engine: its name, and where its class is. A class is imported when it is chosen."""
 
 _SURVEY_SECS = 120.0
 """How long an engine may take to find its devices; loading torch_xla alone takes up to 20 s on a busy machine."""
 
-_PROGRAM = "from torchacc.engines import registry; registry.answer({kind!r})"
+_PROGRAM = "from torchacc.engines import registry; registry.answer({name!r})"
 
 
 @dataclass(frozen=True)
 class Choice:
     """The engine that a config asks for in a job."""
 
-    kind: str
+    engine: str
     instead_of_xla: str | None = None
     """The option, by its path, for which backend `auto` takes the native engine where it would take XLA; else None."""
 
@@ -98,16 +98,16 @@ def choose(config: Config, job: Job) -> Choice:
     return Choice("xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd")
 
 
-def engine_class(kind: str) -> type[Engine]:
-    """Return the class of a kind of engine."""
-    module, name = ENGINES[kind].split(":")
-    found: type[Engine] = getattr(importlib.import_module(module), name)
+def engine_class(name: str) -> type[Engine]:
+    """Return the class of an engine."""
+    module, class_name = ENGINES[name].split(":")
+    found: type[Engine] = getattr(importlib.import_module(module), class_name)
     return found
 
 
 def has_effect(config: Config, option: str, job: Job) -> bool:
     """Return whether an option, by its path, means something to the engine that a config asks for."""
-    return option not in engine_class(choose(config, job).kind).no_effect
+    return option not in engine_class(choose(config, job).engine).no_effect
 
 
 def make_engine(config: Config, job: Job) -> Engine:
@@ -119,7 +119,7 @@ def make_engine(config: Config, job: Job) -> Engine:
     choice = choose(config, job)
     if choice.instead_of_xla is not None:
         _log.info("config.backend = 'auto' takes the native engine for %s, which XLA has not", choice.instead_of_xla)
-    chosen = engine_class(choice.kind)
+    chosen = engine_class(choice.engine)
     resolved = resolve(config, job, num_devices=chosen.count_devices(config, job))
     return chosen(config=resolved, mesh=from_config(resolved), job=job)
 
@@ -149,7 +149,7 @@ def active_engine() -> Engine | None:
 class Finding:
     """Whether one engine can run on this machine."""
 
-    kind: str
+    name: str
     devices: str | None
     """What it would run on; None where it cannot run."""
     reason: str | None
@@ -164,31 +164,31 @@ def survey(timeout_secs: float = _SURVEY_SECS) -> list[Finding]:
     """
     asked: dict[Callable[[], str], tuple[str | None, str | None]] = {}
     findings = []
-    for kind in ENGINES:
-        engine = engine_class(kind)
+    for name in ENGINES:
+        engine = engine_class(name)
         try:
             engine.check_devices()
         except ConfigError as error:
-            findings.append(Finding(kind, None, str(error)))
+            findings.append(Finding(name, None, str(error)))
             continue
         how = engine.find_devices.__func__  # type: ignore[attr-defined]
         if how not in asked:  # engines that share a runtime need to be asked once
-            asked[how] = _ask(kind, timeout_secs)
-        findings.append(Finding(kind, *asked[how]))
+            asked[how] = _ask(name, timeout_secs)
+        findings.append(Finding(name, *asked[how]))
     return findings
 
 
-def answer(kind: str) -> None:
+def answer(name: str) -> None:
     """Print what an engine found, as JSON in the last line; run in a process of its own."""
     try:
-        found = {"devices": engine_class(kind).find_devices(), "reason": None}
+        found = {"devices": engine_class(name).find_devices(), "reason": None}
     except (ConfigError, EngineError) as error:
         found = {"devices": None, "reason": str(error)}
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
-def _ask(kind: str, timeout_secs: float) -> tuple[str | None, str | None]:
-    command = [sys.executable, "-c", _PROGRAM.format(kind=kind)]
+def _ask(name: str, timeout_secs: float) -> tuple[str | None, str | None]:
+    command = [sys.executable, "-c", _PROGRAM.format(name=name)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_secs, check=False)
     except subprocess.TimeoutExpired:

@@ -30,19 +30,19 @@ _NOT_PLANNED = (
 
 
 @dataclass(frozen=True)
-class PlannedEngine:
-    """How an engine runs a step."""
+class PlannedBackend:
+    """How the engines of a backend run a step."""
 
     runs_eagerly: bool
     lifetimes: Callable[[Trace], Lifetimes]
     count: Callable[[ShardingPlan, Lifetimes, int, int], DeviceBytes]
 
 
-PLANNED_ENGINES: Mapping[str, PlannedEngine] = {
-    "xla": PlannedEngine(False, fused_lifetimes, xla_bytes),
-    "native": PlannedEngine(True, eager_lifetimes, native_bytes),
+PLANNED_BACKENDS: Mapping[str, PlannedBackend] = {
+    "xla": PlannedBackend(False, fused_lifetimes, xla_bytes),
+    "native": PlannedBackend(True, eager_lifetimes, native_bytes),
 }
-"""The engines that can be planned, by the names of `config.backend`."""
+"""What can be planned, by the names of `config.backend`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Step:
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
     batch_bytes: int
-    engine: PlannedEngine
+    backend: PlannedBackend
 
     def on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> DeviceBytes:
         """Return what each device needs.
@@ -78,7 +78,7 @@ class Step:
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
         again = STRATEGIES[strategy].reshard_after_forward
         plan = replace(self.plan, mesh=from_config(config), reshard_after_forward=again)
-        return self.engine.count(plan, self.lifetimes, self.num_states, self.batch_bytes)
+        return self.backend.count(plan, self.lifetimes, self.num_states, self.batch_bytes)
 
     def smallest(self, memory_bytes: int, strategy: str, *, replicas: int = 1) -> int | None:
         """Return the fewest devices, 1 to 8 or a multiple of 8, on which it fits; None where no number up to 1024 does.
@@ -107,7 +107,7 @@ def study(
     config: Config,
     *,
     num_states: int,
-    engine: str = "xla",
+    backend: str = "xla",
     widens: bool = False,
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
@@ -119,7 +119,7 @@ def study(
         batch: The batch of one device, on the meta device.
         config: Precision, units and recompute. How it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
-        engine: One of `PLANNED_ENGINES`.
+        backend: One of `PLANNED_BACKENDS`.
         widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
 
     Raises:
@@ -129,11 +129,11 @@ def study(
         section, _, name = path.rpartition(".")
         if getattr(_section(config, section), name):
             raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
-    if config.compute.chunked_loss and not PLANNED_ENGINES[engine].runs_eagerly:
+    if config.compute.chunked_loss and not PLANNED_BACKENDS[backend].runs_eagerly:
         raise ConfigError(
             "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
         )
-    if config.memory.gc_policy != "full" and not PLANNED_ENGINES[engine].runs_eagerly:
+    if config.memory.gc_policy != "full" and not PLANNED_BACKENDS[backend].runs_eagerly:
         raise ConfigError(
             f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "
             "leave it at 'full', or plan for the native engine"
@@ -149,7 +149,7 @@ def study(
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
     config = resolve(config, Job(), num_devices=1)
     plan = make_plan(model, config, from_config(config))
-    chosen = PLANNED_ENGINES[engine]
+    chosen = PLANNED_BACKENDS[backend]
     dtype = getattr(torch, plan.compute_dtype)
     trace = record(
         model,

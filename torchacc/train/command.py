@@ -79,7 +79,7 @@ def train_production_mode(
     run = resolve_stage(_read(config), request, launched)
     if not _is_ready(run, launched):
         raise ConfigError(
-            f"stage {run.stage!r} has {run.layout.num_devices} devices, and engine {run.layout.kind} a process for "
+            f"stage {run.stage!r} has {run.layout.num_devices} devices, and engine {run.layout.engine} a process for "
             f"each: start the script with `torchacc launch --nproc {run.layout.num_processes} your_script.py`, or use "
             "the command `torchacc train`, which starts them itself"
         )

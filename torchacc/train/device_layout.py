@@ -38,8 +38,8 @@ _MOST_DEVICES_OF_A_CORE = 32
 class DeviceLayout:
     """Where a run lies: engine, processes, devices."""
 
-    kind: str
-    """The engine's kind."""
+    engine: str
+    """The engine's name."""
     num_nodes: int
     """Machines."""
     num_processes: int
@@ -66,7 +66,7 @@ class DeviceLayout:
             processes = f"{one_each} on {f'each of {self.num_nodes} machines' if self.num_nodes > 1 else 'one machine'}"
         strategy = self.config.dist.fsdp.sharding_strategy
         return {
-            "devices": f"{self.num_devices}, engine {self.kind}, {processes}",
+            "devices": f"{self.num_devices}, engine {self.engine}, {processes}",
             "mesh": f"{self.mesh.describe()}, {strategy}",
             "precision": _precision_in_words(self.config),
         }
@@ -94,19 +94,19 @@ def make_layout(
     _set_sharding(config, distributed, num_nodes, devices, notes)
     total = num_nodes * devices
     job = Job(num_processes=total, local_num_processes=devices)
-    kind = _choose_engine(config, job, num_nodes, launched, notes)
-    one_for_all = registry.engine_class(kind).drives_all_devices
+    name = _choose_engine(config, job, num_nodes, launched, notes)
+    one_for_all = registry.engine_class(name).drives_all_devices
     job = Job() if one_for_all else job
     if not one_for_all:
         _check_processes(num_nodes, devices, launched)
-    _check_devices(devices, kind, notes)
-    _check_batchnorm(distributed, kind, total, notes)
+    _check_devices(devices, name, notes)
+    _check_batchnorm(distributed, name, total, notes)
     engine = registry.make_engine(config, job)
     if engine.mesh.size(Role.TENSOR) == 1:  # with tp it needs the model, and accelerate() asks again
         engine.check(nn.Module())
     config.freeze()
     return DeviceLayout(
-        kind=kind,
+        engine=engine.name,
         num_nodes=num_nodes,
         num_processes=job.local_num_processes,
         num_devices=total,
@@ -187,12 +187,12 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | Non
     are_launched = launched is not None and launched.launched
     choice = registry.choose(config, job)  # by what the file says, before a process for all devices is written into it
     if choice.instead_of_xla is not None:
-        notes.append(f"engine: auto takes {choice.kind}, as {choice.instead_of_xla} is asked for, which XLA has not")
-        return choice.kind
+        notes.append(f"engine: auto takes {choice.engine}, as {choice.instead_of_xla} is asked for, which XLA has not")
+        return choice.engine
     fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
-    kind = registry.choose(config, job).kind
-    fsdp.use_spmd = fsdp.use_spmd and registry.engine_class(kind).drives_all_devices
-    return kind
+    engine = registry.choose(config, job).engine
+    fsdp.use_spmd = fsdp.use_spmd and registry.engine_class(engine).drives_all_devices
+    return engine
 
 
 def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None:
@@ -208,9 +208,9 @@ def _check_processes(num_nodes: int, devices: int, launched: Job | None) -> None
         )
 
 
-def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
+def _check_devices(devices: int, engine: str, notes: list[str]) -> None:
     """Refuse more devices than this machine has, or than its CPU can simulate."""
-    if not registry.engine_class(kind).runs_on_cpu():
+    if not registry.engine_class(engine).runs_on_cpu():
         accelerator = accelerator_kind()
         if accelerator and devices > (found := torch.accelerator.device_count()):
             raise ConfigError(
@@ -228,10 +228,10 @@ def _check_devices(devices: int, kind: str, notes: list[str]) -> None:
         notes.append(f"{devices} devices share this machine's {cores} cores, so that each is slower")
 
 
-def _check_batchnorm(distributed: DistributedConfig, kind: str, num_devices: int, notes: list[str]) -> None:
+def _check_batchnorm(distributed: DistributedConfig, engine: str, num_devices: int, notes: list[str]) -> None:
     if not distributed.sync_batchnorm:
         return
-    if num_devices > 1 and not registry.engine_class(kind).drives_all_devices:
+    if num_devices > 1 and not registry.engine_class(engine).drives_all_devices:
         raise ConfigError(
             "distributed.sync_batchnorm = True: with one process per device each has its own BatchNorm statistics. "
             "Use engine: xla on one machine, where one program sees the batch of all devices, or leave it out"

@@ -294,7 +294,7 @@ class RunLog:
     def _run_facts(self) -> dict[str, Any]:
         compiled = self._engine.compile_report()
         return {
-            "engine": self._engine.kind,
+            "engine": self._engine.name,
             "devices": f"{self._engine.mesh.num_devices} × {self._engine.device_name()}",
             "mesh": self._engine.mesh.describe(),
             "processes": self._engine.job.num_processes,

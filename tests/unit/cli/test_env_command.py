@@ -40,7 +40,7 @@ def test_versions_are_those_of_this_python(found):
 
 @pytest.mark.slow
 def test_every_engine_says_what_it_runs_on_or_why_it_cannot(found):
-    assert [engine["kind"] for engine in found["engines"]] == KINDS
+    assert [engine["name"] for engine in found["engines"]] == KINDS
     assert all((engine["devices"] is None) == bool(engine["reason"]) for engine in found["engines"])
     native = found["engines"][0]
     assert (native["devices"] == "CPU") == (not torch.accelerator.is_available())
@@ -49,7 +49,7 @@ def test_every_engine_says_what_it_runs_on_or_why_it_cannot(found):
 @pytest.mark.slow
 @pytest.mark.xla
 def test_xla_runs_where_torch_xla_is_installed(found):
-    assert [engine["devices"] for engine in found["engines"] if engine["kind"].startswith("xla")] == ["CPU", "CPU"]
+    assert [engine["devices"] for engine in found["engines"] if engine["name"].startswith("xla")] == ["CPU", "CPU"]
     assert found["auto"] == ("native" if torch.accelerator.is_available() else "xla-spmd")
 
 

@@ -35,6 +35,12 @@ def test_two_configs_share_nothing():
     assert second == Config()
 
 
+def test_axes_that_a_topology_leaves_out_follow_in_their_own_order():
+    config = Config(dist={"topology": ["tp", "fsdp"]})
+    assert config.dist.topology[:3] == ["tp", "fsdp", "dp"]
+    assert sorted(config.dist.topology) == sorted(Config().dist.topology)
+
+
 WRONG_NAMES = [
     (lambda config: setattr(config.dist.fsdp, "sise", 4), "dist.fsdp.sise = 4: there is no such option; did you mean"),
     (lambda config: setattr(config.dist, "fsdp", {"sise": 4}), "dist.fsdp.sise = 4: there is no such option; did you"),
@@ -62,7 +68,7 @@ WRONG_VALUES = [
     ("dist.fsdp", "size", 4.0, "dist.fsdp.size = 4.0: expected a whole number"),
     ("dist.fsdp", "size", 0, "dist.fsdp.size = 0: expected at least 1"),
     ("dist", "fsdp", 4, "dist.fsdp = 4: expected a dict of the section's options, or the section itself"),
-    ("dist", "topology", ["dp", "fsdp"], "dist.topology = ['dp', 'fsdp']: expected each of the axes dp, fsdp, pp, sp"),
+    ("dist", "topology", ["dp", "dp"], "dist.topology = ['dp', 'dp']: expected each axis at most once"),
     ("dataloader", "buckets", [128, "256"], "dataloader.buckets = [128, '256']: expected a whole number"),
     ("dataloader", "buckets", [], "dataloader.buckets = []: expected at least 1 item"),
     ("dataloader", "pad_value_dict", {"x": "0"}, "dataloader.pad_value_dict = {'x': '0'}: expected a whole number or"),

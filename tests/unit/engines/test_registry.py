@@ -45,14 +45,15 @@ def has_xla(request, monkeypatch):
 
 
 def by_accelerate(options):
-    return registry.make_engine(Config.from_dict(options), Job()).kind
+    return registry.make_engine(Config.from_dict(options), Job()).name
 
 
 def by_trainer(options, precision=None):
     options = {section: dict(values) if isinstance(values, dict) else values for section, values in options.items()}
     fsdp = options.pop("dist", {}).get("fsdp", {})
     distributed = {"devices": 1, "engine": options.pop("backend", "auto"), "fsdp": fsdp}
-    return make_layout(DistributedConfig.model_validate(distributed), options, precision=precision, launched=None).kind
+    section = DistributedConfig.model_validate(distributed)
+    return make_layout(section, options, precision=precision, launched=None).engine
 
 
 @pytest.mark.parametrize("options", [*XLA_HAS_IT, *XLA_HAS_IT_NOT], ids=str)
@@ -67,7 +68,7 @@ def test_fsdp_chooses_like_accelerate_and_the_trainer(has_xla, monkeypatch, prec
     chosen = []
 
     def accelerate(model, config):
-        chosen.append(registry.make_engine(config, Job()).kind)
+        chosen.append(registry.make_engine(config, Job()).name)
         return model
 
     monkeypatch.setattr(functional, "accelerate", accelerate)
@@ -83,7 +84,7 @@ def test_auto_leaves_no_tpu_idle_for_what_xla_has_not(monkeypatch):
     monkeypatch.setattr(runtime, "check_versions", lambda: None)
     monkeypatch.setattr(hardware, "check_platform", lambda: None)
     monkeypatch.setattr(hardware, "platform", lambda: "TPU")
-    assert registry.choose(Config(compute={"fp16": True}), Job()).kind == "xla-spmd"  # which refuses it
+    assert registry.choose(Config(compute={"fp16": True}), Job()).engine == "xla-spmd"  # which refuses it
 
 
 def test_why_auto_is_native_is_said_where_torch_xla_would_have_been_taken(has_xla, caplog):
@@ -102,4 +103,4 @@ def test_auto_refuses_options_of_two_engines(monkeypatch, of_xla):
     with pytest.raises(ConfigError, match=r"compute\.fp16 is what the native engine alone can do, and"):
         registry.choose(config, Job())
     config.backend = "native"
-    assert registry.choose(config, Job()).kind == "native"
+    assert registry.choose(config, Job()).engine == "native"

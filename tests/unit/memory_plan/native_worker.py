@@ -49,7 +49,7 @@ def make_config(*, recomputed, bf16, policy="full"):
 def planned(make, config):
     with torch.device("meta"):
         model, tokens = make(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, engine="native")
+    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, backend="native")
     return step.on(RANKS, "FULL_SHARD").total
 
 

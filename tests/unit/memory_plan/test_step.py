@@ -92,11 +92,11 @@ class Tied(nn.Module):
         return {"loss": F.cross_entropy(logits, labels)}
 
 
-def plan(kind=Net, config=None, num_states=2, engine="xla", rows=ROWS, **options):
+def plan(kind=Net, config=None, num_states=2, backend="xla", rows=ROWS, **options):
     with torch.device("meta"):
         model = kind(**options).train()
         batch = {"x": torch.zeros(rows, WIDTH), "labels": torch.zeros(rows, WIDTH)}
-    return study(model, batch, config or Config(), num_states=num_states, engine=engine)
+    return study(model, batch, config or Config(), num_states=num_states, backend=backend)
 
 
 PARAMETER_BYTES = 3 * 2 * 4 * WIDTH * WIDTH * 4
@@ -155,7 +155,7 @@ def test_gradients_come_from_the_last_parameter_to_the_first(recomputed):
 
 
 def test_run_eagerly_a_layer_keeps_as_much():
-    steps = [plan(layers=layers, engine="native", num_states=0, rows=MANY) for layers in (3, 4)]
+    steps = [plan(layers=layers, backend="native", num_states=0, rows=MANY) for layers in (3, 4)]
     three, four = (step.on(1, "NO_SHARD").activations for step in steps)
     assert four - three == 5 * HIDDEN_BYTES
 
@@ -171,8 +171,8 @@ def test_recompute_keeps_only_what_goes_into_a_layer():
 def test_products_in_bfloat16_keep_half():
     config = Config()
     config.compute.bf16 = True
-    for engine in ("xla", "native"):
-        half, whole = (plan(config=each, engine=engine, rows=MANY) for each in (config, Config()))
+    for backend in ("xla", "native"):
+        half, whole = (plan(config=each, backend=backend, rows=MANY) for each in (config, Config()))
         assert half.on(1, "NO_SHARD").activations < 0.8 * whole.on(1, "NO_SHARD").activations
         assert half.on(1, "NO_SHARD").parameters == PARAMETER_BYTES
 
@@ -188,7 +188,7 @@ def test_the_cast_of_a_weight_is_there_once():
 
 
 def test_the_native_engine_holds_gradients_until_the_step():
-    step = plan(engine="native", rows=1)
+    step = plan(backend="native", rows=1)
     assert step.on(4, "FULL_SHARD").gradients >= PARAMETER_BYTES / 4
     assert step.on(1, "NO_SHARD").total >= 4 * PARAMETER_BYTES
 
@@ -196,7 +196,7 @@ def test_the_native_engine_holds_gradients_until_the_step():
 def test_natively_weights_are_whole_a_unit_at_a_time():
     """Where activations are the most, in the last layer's backward: that one and the one before, or all of them."""
     layer = PARAMETER_BYTES / 3
-    step = plan(engine="native", rows=MANY)
+    step = plan(backend="native", rows=MANY)
     assert step.on(2, "FULL_SHARD").gathered == 2 * layer
     assert step.on(2, "SHARD_GRAD_OP").gathered == PARAMETER_BYTES
     assert step.on(2, "NO_SHARD").gathered == step.on(1, "NO_SHARD").gathered == 0  # the model is left as it is
@@ -301,7 +301,7 @@ def test_chunked_loss_has_logits_of_a_chunk(bf16):
         with torch.device("meta"):
             model = Language()
             batch = {"x": torch.empty(TOKENS, WIDTH), "labels": torch.empty(TOKENS, dtype=torch.long)}
-        step = study(model, batch, config, num_states=0, engine="native")
+        step = study(model, batch, config, num_states=0, backend="native")
         totals.append(step.on(1, "FULL_SHARD").total)
         assert "forward" not in vars(model.head)
     without, in_one, in_chunks = totals
@@ -314,7 +314,7 @@ def test_chunked_loss_has_logits_of_a_chunk(bf16):
 def test_products_that_are_kept_take_what_lies_between():
     def total(**memory):
         config = Config(memory=memory)
-        return plan(GatedNet, config, engine="native", rows=MANY, layers=4).on(1, "FULL_SHARD").total
+        return plan(GatedNet, config, backend="native", rows=MANY, layers=4).on(1, "FULL_SHARD").total
 
     assert total(gc=True) < total(gc=True, gc_policy="save_matmuls") < total()
 

@@ -75,7 +75,7 @@ def test_a_new_axis_is_one_entry_for_the_sharding_rule(made_up):
 def test_a_new_axis_is_one_entry_for_the_memory_plan(made_up, engine):
     with torch.device("meta"):
         model, batch = Layers(), {"x": torch.zeros(4, 8)}
-    step = study(model, batch, Config(), num_states=2, engine=engine)
+    step = study(model, batch, Config(), num_states=2, backend=engine)
 
     def count(mesh):
         return step.engine.count(replace(step.plan, mesh=mesh), step.lifetimes, step.num_states, step.batch_bytes)

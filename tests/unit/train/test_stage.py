@@ -125,13 +125,13 @@ def test_what_means_nothing_beside_other_options_is_noted(make):
 @pytest.mark.xla
 def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
     layout = make(preset="auto", devices=4).layout
-    assert (layout.kind, layout.num_processes, layout.num_devices) == ("xla-spmd", 1, 4)
+    assert (layout.engine, layout.num_processes, layout.num_devices) == ("xla-spmd", 1, 4)
     assert layout.config.dist.fsdp.use_spmd
     apart = make(preset="auto", stage="torchacc: {dist: {fsdp: {use_spmd: false}}}").layout
-    assert (apart.kind, apart.num_processes) == ("xla-multiprocess", 2)
-    assert make(preset="auto", num_nodes=2).layout.kind == "xla-multiprocess"
+    assert (apart.engine, apart.num_processes) == ("xla-multiprocess", 2)
+    assert make(preset="auto", num_nodes=2).layout.engine == "xla-multiprocess"
     torchrun = Job(num_processes=2, local_num_processes=2)
-    assert make(preset="auto", launched=torchrun).layout.kind == "xla-multiprocess"
+    assert make(preset="auto", launched=torchrun).layout.engine == "xla-multiprocess"
     assert not make(preset="auto", devices=1).config.dist.fsdp.use_spmd
 
 
@@ -142,7 +142,7 @@ def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
 )
 def test_what_xla_has_not_chooses_the_native_engine(make, preset, precision, option):
     run = make(preset=preset, precision=precision)
-    assert (run.layout.kind, run.layout.num_processes) == ("native", 2)
+    assert (run.layout.engine, run.layout.num_processes) == ("native", 2)
     assert run.notes[0] == f"engine: auto takes native, as {option} is asked for, which XLA has not"
     with pytest.raises(ConfigError, match=f"{option.split('.')[-1]} = True is not available under XLA"):
         make(preset=f"{preset}_xla", precision=precision)

@@ -32,7 +32,6 @@ from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics, lower_inputs_of_norms
 from torchacc.engines.native.recomputed_forward import install_recompute
-from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import accelerator_kind, gloo_silenced
@@ -51,7 +50,7 @@ _ON_HOST = "the device is the host's CPU, so that there is nothing to move"
 class NativeEngine(Engine):
     """FSDP2's `fully_shard` on a mesh whose dimensions are roles: replicate, shard, tensor."""
 
-    kind: ClassVar[str] = "native"
+    name: ClassVar[str] = "native"
     no_effect: ClassVar[dict[str, str]] = {
         "dist.fsdp.flatten_parameters": _PER_PARAMETER,
         "dist.fsdp.use_orig_params": _PER_PARAMETER,
@@ -156,11 +155,6 @@ class NativeEngine(Engine):
         return self._process_mesh[Role.TENSOR.value]
 
     @cached_property
-    def sequence_group(self) -> Any:
-        """The processes that share samples with this one; None where each has its own. Made by a collective."""
-        return self.group.own_subgroup(self.mesh.groups(Role.SEQUENCE))
-
-    @cached_property
     def _process_mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -224,7 +218,7 @@ class NativeModel(ShardedModel):
     _compiled: compiled_units.CompiledUnits | None = None
     """What `compute.compile` compiles."""
 
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device and shard its units."""
         from torchacc.engines.native.gradients import average_ordinary_gradients, total_norm
 
@@ -237,7 +231,7 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             is_compiled = self._compiled is not None
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
-        group, attention = self.engine.sequence_group, None
+        attention, group = None, self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SEQUENCE))
         if group is not None:
             attention = split_sequence.install(self.model, self.engine.mesh, group, self.engine.job.rank)
         self._install_forward(self._run)
@@ -263,18 +257,17 @@ class NativeModel(ShardedModel):
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         install_recompute(self.model, self.plan)
-        if optimizer is not None:
-            remap_optimizer(optimizer, shards, lambda parameter, state: self._shard_of_full(shards[parameter], state))
+        return shards
 
     def _compile_units(self) -> None:
         if self.engine.config.compute.compile:
             self._compiled = compiled_units.CompiledUnits(self.model, self.plan, self.engine.config)
 
-    def _shard_of_full(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""
         flat = full.reshape(-1)
-        parts = [flat[piece.start : piece.stop] for piece in self.local_shards[parameter].slices]
-        return self.place(parameter, torch.cat(parts) if parts else flat[:0])
+        parts = [flat[piece.start : piece.stop] for piece in self.local_shards[shard].slices]
+        return self.place(shard, torch.cat(parts) if parts else flat[:0])
 
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

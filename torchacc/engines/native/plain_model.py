@@ -21,7 +21,6 @@ from torchacc.engines.native.averaged_gradients import AveragedGradients
 from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_engine import NativeModel
 from torchacc.engines.native.recomputed_forward import install_recompute
-from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.process_group import gloo_silenced
 
@@ -32,7 +31,7 @@ class PlainModel(NativeModel):
     _average: AveragedGradients | None = None
     """What averages gradients, where there are other devices."""
 
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device."""
         device = self.engine.device
         self._move_buffers()
@@ -57,8 +56,11 @@ class PlainModel(NativeModel):
 
             note_total_norm(self, total_norm)
         install_recompute(self.model, self.plan)
-        if optimizer is not None:
-            remap_optimizer(optimizer, moved, lambda original, state: self.place(moved[original], state))
+        return moved
+
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the device."""
+        return self.place(shard, full)
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""

@@ -23,7 +23,7 @@ from torchacc.engines.patches.versions import PATCHES, is_for_installed
 from torchacc.errors import ConfigError, DataError, EngineError, UnknownNameError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
-from torchacc.parallel.mesh import STRATEGIES, Mesh
+from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, next_labels
 
 _log = get_logger(__name__)
@@ -84,9 +84,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     asked, compute = f"config.dist.sp.size = {size}", config.compute
     refused = {
         f"config.dist.tp.size = {config.dist.tp.size}": config.dist.tp.size > 1,
-        f"config.dist.fsdp.sharding_strategy = {config.dist.fsdp.sharding_strategy!r}": not STRATEGIES[
-            config.dist.fsdp.sharding_strategy
-        ].shards,
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
         f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,

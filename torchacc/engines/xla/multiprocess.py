@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torchacc.config import Config
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
-from torchacc.engines.optimizers import is_elementwise, remap_optimizer
+from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches, torch_patches
 from torchacc.engines.sample_rows import RowGatherer
 from torchacc.engines.xla import hardware, runtime
@@ -43,7 +43,7 @@ _NOT_ELEMENTWISE = {
 class MultiprocessEngine(XlaEngine):
     """One process per XLA device."""
 
-    kind: ClassVar[str] = "xla-multiprocess"
+    name: ClassVar[str] = "xla-multiprocess"
     no_effect: ClassVar[dict[str, str]] = {
         **XlaEngine.no_effect,
         "dist.fsdp.shard_output_callable": "each process has its own output: there is nothing to shard",
@@ -134,7 +134,7 @@ class MultiprocessModel(XlaModel):
 
     engine: MultiprocessEngine
 
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Cut the parameters into shards and install the hooks that gather them."""
         _explain_gradients()
         self._gatherers: list[ParameterGatherer] = []
@@ -165,8 +165,11 @@ class MultiprocessModel(XlaModel):
         self._move_buffers()
         self._install_forward(self._run)
         note_total_norm(self, _total_norm)
-        if optimizer is not None:
-            remap_optimizer(optimizer, replaced, lambda parameter, state: self._place(state))
+        return replaced
+
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return this process's rows of a full tensor."""
+        return self._place(full)
 
     def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], GatheredParameter]]:
         for original, weight in self._make_weights(unit.parameters, self._place):

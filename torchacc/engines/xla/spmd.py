@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, requested_devices
-from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
@@ -26,7 +25,6 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
-from torchacc.parallel.mesh import STRATEGIES
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
@@ -38,7 +36,7 @@ _ONE_PROGRAM = "one program holds the whole model: there is one copy of each par
 class SpmdEngine(XlaEngine):
     """One process and one program for all devices of this machine, or for its only one."""
 
-    kind: ClassVar[str] = "xla-spmd"
+    name: ClassVar[str] = "xla-spmd"
     drives_all_devices: ClassVar[bool] = True
     no_effect: ClassVar[dict[str, str]] = {
         **XlaEngine.no_effect,
@@ -205,6 +203,11 @@ class SpmdModel(XlaModel):
         """How each parameter is split."""
 
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Shard the model, and let the transfers to the devices begin."""
+        super().shard(optimizer)
+        runtime.sync()
+
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine
         model_patches.prepare(self.model, partitioned=engine.is_partitioned)
@@ -230,9 +233,11 @@ class SpmdModel(XlaModel):
         self._scans = [self._make_scan(name) for name in self.plan.scanned]
         self._move_buffers()
         self._install_forward(self._run)
-        if optimizer is not None:
-            remap_optimizer(optimizer, replaced, lambda parameter, state: self.place(replaced[parameter], state))
-        runtime.sync()
+        return replaced
+
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor that is split like its parameter."""
+        return self.place(shard, full)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -430,15 +435,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
-    asked, strategy = f"config.dist.sp.size = {config.dist.sp.size}", config.dist.fsdp.sharding_strategy
-    if not STRATEGIES[strategy].shards:
-        raise ConfigError(
-            f"{asked} with config.dist.fsdp.sharding_strategy = {strategy!r}: parameters are sharded over the devices "
-            "that share samples: leave the strategy at 'FULL_SHARD'"
-        )
     if any(model_patches.chooses_experts(module) for module in model.modules()):
         raise ConfigError(
-            f"{asked} under SPMD, where XLA cannot partition the experts of {type(model).__name__} along the samples: "
+            f"config.dist.sp.size = {config.dist.sp.size} under SPMD, where XLA cannot partition the experts of "
+            f"{type(model).__name__} along the samples: "
             'use config.backend = "native", or config.dist.fsdp.size'
         )
 

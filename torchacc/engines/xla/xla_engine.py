@@ -194,7 +194,7 @@ class XlaEngine(Engine):
     def open_compile_cache(self) -> None:
         """Keep compiled programs where the config says, each process in a folder of its own."""
         if self.config.compute.compile_cache is not None:
-            mine = f"{self.kind}-{self.job.rank}-of-{self.job.num_processes}"
+            mine = f"{self.name}-{self.job.rank}-of-{self.job.num_processes}"
             runtime.open_compile_cache(Path(self.config.compute.compile_cache).expanduser() / mine)
 
 

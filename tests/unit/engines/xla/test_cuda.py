@@ -147,11 +147,11 @@ def test_pjrt_device_decides_for_xla_where_pytorch_has_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr(cuda, "check_plugin", lambda: Path())
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    assert registry.choose(Config(), ALONE).kind == "native"
+    assert registry.choose(Config(), ALONE).engine == "native"
     monkeypatch.setenv("PJRT_DEVICE", "CPU")  # as importing torch_xla sets it
-    assert registry.choose(Config(), ALONE).kind == "native"
+    assert registry.choose(Config(), ALONE).engine == "native"
     monkeypatch.setenv("PJRT_DEVICE", "CUDA")
-    assert registry.choose(Config(), ALONE).kind == "xla-spmd"
+    assert registry.choose(Config(), ALONE).engine == "xla-spmd"
 
 
 # What the client is made with

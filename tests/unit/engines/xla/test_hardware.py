@@ -102,7 +102,7 @@ def test_chips_without_libtpu_are_refused_and_not_left_for_the_cpu(chips, monkey
     with pytest.raises(ConfigError, match=r"has 4 TPU chips, and libtpu, by which XLA drives them, is not installed"):
         registry.choose(Config(backend="xla"), ALONE)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert registry.choose(Config(backend="xla"), ALONE).kind == "xla-spmd"
+    assert registry.choose(Config(backend="xla"), ALONE).engine == "xla-spmd"
 
 
 @pytest.mark.parametrize("installed", [True, False])
