@@ -93,9 +93,9 @@ def _watch(process: subprocess.Popen[bytes], out: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from families import all_families
+
+    from tests import conftest  # noqa: F401 - sets the variables of the tests
 
     chosen = sys.argv[3:] or list(all_families())
     for name, facts in sweep(sys.argv[1], Path(sys.argv[2]), chosen).items():
