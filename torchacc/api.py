@@ -65,6 +65,7 @@ def accelerate(
     if isinstance(model, nn.Module):
         arguments.refuse_wrapped(model)
     plan = make_plan(model, engine.config, engine.mesh)
+    arguments.check_gradients(model)
     engine.check(model)
     deferred.check_unchanged(model)
     _refuse_optimizer_of_others(model, optimizer)

@@ -12,6 +12,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torchacc.config import Config
 from torchacc.engines.base import HANDLE
 from torchacc.errors import CheckpointError, ConfigError, EngineError, UnknownNameError, shown
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 _WRAPPERS = {
     "DataParallel": "torch.nn.DataParallel",
@@ -99,6 +102,28 @@ def refuse_wrapped(model: nn.Module) -> None:
     wrapper = _wrapper(model)
     if wrapper is not None:
         raise ConfigError(f"accelerate() got a model inside of {wrapper}: {_instead_of(wrapper)}")
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Refuse lookups with sparse gradients, which no engine can exchange; warn of gradients that shards will not have.
+
+    Raises:
+        ConfigError: A module has sparse gradients.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'} is an nn.{type(module).__name__} with sparse=True, and sparse gradients cannot "
+                "be summed over devices: build it with sparse=False, whose numbers are the same with SGD and Adagrad, "
+                "and step it with an optimizer for dense gradients, such as AdamW"
+            )
+    held = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
+    if held is not None:  # a step may have used it already, as where a model comes with its optimizer's state
+        _log.warning(
+            "the parameter %r already has a gradient, which is dropped: a model is sharded without its gradients. Call "
+            "model.zero_grad(set_to_none=True) before accelerate(), or the backward() again after it",
+            held,
+        )
 
 
 def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:

@@ -20,7 +20,6 @@ from torchacc.engines.device_losses import warn_of_sums
 from torchacc.engines.first_steps import FirstSteps
 from torchacc.engines.forward_inputs import InputMover, explain, takes_half
 from torchacc.engines.full_precision import returns_float32
-from torchacc.engines.gradient_checks import refuse_sparse_gradients, warn_of_gradients
 from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
 from torchacc.engines.memory import Memory, memory_of_process
@@ -108,9 +107,7 @@ class Engine(ABC):
         Raises:
             ConfigError: It cannot.
         """
-        refuse_sparse_gradients(model)
         attention_kernels.check_model(self.config, model)
-        warn_of_gradients(model)
 
     @abstractmethod
     def setup(self, plan: ShardingPlan) -> None:
@@ -462,22 +459,10 @@ class ShardedModel(ABC):
         Raises:
             EngineError: They are a part of those of an accumulation window, which can only be dropped together.
         """
-        if self.status.window_is_open:
-            if optimizer is not None and not self._holds_all_trained(optimizer):
-                raise EngineError(
-                    f"zero_grad() of a {type(optimizer).__name__} with some of the model's parameters, after a "
-                    "backward inside of torchacc.accumulate(), would drop the gradients of all: call "
-                    "model.zero_grad() to drop them, or complete the window first"
-                )
-            self._drop_window()
-            self.status.drop_window()
-        if self.status.has_failed and (optimizer is None or self._holds_all_trained(optimizer)):
-            self._drop_window()
-            self.status.drop_failed_backward()
-
-    def _holds_all_trained(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return all(parameter in held for parameter in self.model.parameters() if parameter.requires_grad)
+        if self.status.has_incomplete_gradients:
+            trained = [each for each in self.model.parameters() if each.requires_grad]
+            if self.status.drop_gradients(optimizer, trained):
+                self._drop_window()
 
     def _drop_window(self) -> None:
         """Forget the unreduced gradients of an accumulation window that was not completed."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from torchacc.config import Config, resolve
-from torchacc.engines import attention_kernels
 from torchacc.engines.base import Engine
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.xla import hardware
 from torchacc.engines.xla import runtime as xla_runtime
+from torchacc.engines.xla.refused_options import refused_option
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
@@ -45,19 +45,6 @@ class Choice:
     """The option, by its path, for which backend `auto` takes the native engine where it would take XLA; else None."""
 
 
-_NATIVE_ONLY: Mapping[str, Callable[[Config], bool]] = {
-    "compute.acc_scaled_dot_attn": lambda config: config.compute.acc_scaled_dot_attn,
-    "compute.attention": lambda config: config.compute.attention not in attention_kernels.OF_EVERY_ENGINE,
-    "compute.compile": lambda config: config.compute.compile,
-    "compute.fp16": lambda config: config.compute.fp16,
-    "compute.fp8": lambda config: config.compute.fp8,
-    "dist.fsdp.cpu_offload": lambda config: config.dist.fsdp.cpu_offload,
-    "dist.sp.size": lambda config: config.dist.sp.size > 1 and not config.dist.fsdp.use_spmd,
-    "memory.gc_policy": lambda config: config.memory.gc_policy != "full",
-    "memory.offload_activations": lambda config: config.memory.offload_activations,
-}
-"""What the native engine alone can do: an option's path, and whether a config asks for it."""
-
 _XLA_ONLY: Mapping[str, Callable[[Config], bool]] = {
     "dist.fsdp.use_spmd": lambda config: config.dist.fsdp.use_spmd,
     "compute.scan_layers": lambda config: config.compute.scan_layers,
@@ -83,7 +70,7 @@ def choose(config: Config, job: Job) -> Choice:
         left_idle = torch.accelerator.is_available() and not hardware.is_asked_for_gpu()
         if left_idle or not xla_runtime.is_installed():
             return Choice("native")
-        option = next((path for path, is_asked in _NATIVE_ONLY.items() if is_asked(config)), None)
+        option = _native_only(config)
         of_xla = next((path for path, is_asked in _XLA_ONLY.items() if is_asked(config)), None)
         if option is not None and of_xla is not None:
             raise ConfigError(
@@ -96,6 +83,13 @@ def choose(config: Config, job: Job) -> Choice:
     xla_runtime.check_versions()
     hardware.check_platform()
     return Choice("xla-multiprocess" if job.launched and not config.dist.fsdp.use_spmd else "xla-spmd")
+
+
+def _native_only(config: Config) -> str | None:
+    """Return the first option that a config asks for and the native engine alone can do."""
+    if config.dist.sp.size > 1 and not config.dist.fsdp.use_spmd:
+        return "dist.sp.size"
+    return refused_option(config)
 
 
 def engine_class(name: str) -> type[Engine]:

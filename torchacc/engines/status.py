@@ -1,10 +1,11 @@
 """What may be done with a sharded model now: whether its weights are there, and whether its gradients are complete."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from torchacc.errors import EngineError
 
@@ -95,11 +96,6 @@ class ModelStatus:
         """Note that a `GradScaler` scales the model's losses."""
         self._has_scaler = True
 
-    @property
-    def window_is_open(self) -> bool:
-        """Whether gradients of an accumulation window wait for the backward that reduces them over the devices."""
-        return self._window_is_open
-
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Hold a context whose backwards leave the window open."""
@@ -115,21 +111,42 @@ class ModelStatus:
         self._has_failed &= self._is_accumulating
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the gradients have something of a backward that has raised."""
-        return self._has_failed
+    def has_incomplete_gradients(self) -> bool:
+        """Whether the gradients are those of a window that is open, or of a backward that has raised."""
+        return self._window_is_open or self._has_failed
 
     def on_failed_backward(self) -> None:
         """Note that a backward has raised, and has left in the gradients what is not reduced over the devices."""
         self._has_failed = True
 
-    def drop_failed_backward(self) -> None:
-        """Note that the gradients were dropped."""
-        self._has_failed = False
+    def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
+        """Note that gradients are dropped.
 
-    def drop_window(self) -> None:
-        """Note that the gradients of the window were dropped."""
-        self._window_is_open = False
+        Args:
+            optimizer: Whose they are; None for all of the model's.
+            trained: The parameters of the model that have gradients.
+
+        Returns:
+            Whether all of them are dropped.
+
+        Raises:
+            EngineError: They are a part of those of an accumulation window, which can only be dropped together.
+        """
+        if optimizer is not None:
+            held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if not held.issuperset(trained):
+                self._check_no_part_of_a_window(optimizer)
+                return False
+        self._window_is_open = self._has_failed = False
+        return True
+
+    def _check_no_part_of_a_window(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._window_is_open:
+            raise EngineError(
+                f"zero_grad() of a {type(optimizer).__name__} with some of the model's parameters, after a backward "
+                "inside of torchacc.accumulate(), would drop the gradients of all: call model.zero_grad() to drop "
+                "them, or complete the window first"
+            )
 
     def check_window(self, call: str) -> None:
         """Check that the gradients are complete.

@@ -56,8 +56,8 @@ class Float8Layers:
         return "\n".join(lines)
 
 
-def select_float8(model: nn.Module, config: "Config") -> Float8Layers | None:
-    """Choose the layers that compute in float8.
+def select_float8(model: nn.Module, config: "Config") -> Float8Layers:
+    """Choose the layers that compute in float8, as the config asks for.
 
     Of the layers of the class nn.Linear, that can: the ones that `compute.fp8_layers` names, else all that are large
     enough to gain by it and do not make the logits.
@@ -67,14 +67,12 @@ def select_float8(model: nn.Module, config: "Config") -> Float8Layers | None:
         config: A resolved config.
 
     Returns:
-        The layers; None where the config does not ask for float8.
+        The layers.
 
     Raises:
         ConfigError: No layer is left, or a pattern of the config names none.
     """
     compute = config.compute
-    if not compute.fp8:
-        return None
     linear = [name for name, module in model.named_modules() if _is_linear(module)]
     _check_patterns(model, linear, {"fp8_layers": compute.fp8_layers, "fp8_skip": compute.fp8_skip})
     chosen = _Chosen(model, config)

@@ -216,7 +216,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         recomputed=recomputed,
         recompute_policy=config.memory.gc_policy,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
-        float8=select_float8(model, config),
+        float8=select_float8(model, config) if config.compute.fp8 else None,
     )
 
 

@@ -9,6 +9,8 @@ from torchacc.config import Config, resolve
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel.float8_layers import select_float8
+from torchacc.parallel.mesh import from_config
+from torchacc.parallel.plan import make_plan
 
 
 class Block(nn.Module):
@@ -37,7 +39,8 @@ def on_meta(make, *args):
 
 
 def test_nothing_is_chosen_where_it_is_not_asked_for():
-    assert select_float8(Model(), resolve(Config(), Job(), num_devices=1)) is None
+    config = resolve(Config(), Job(), num_devices=1)
+    assert make_plan(nn.Linear(8, 8), config, from_config(config)).float8 is None
 
 
 def test_layers_but_the_head_are_chosen_and_printed():

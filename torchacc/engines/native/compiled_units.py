@@ -31,14 +31,12 @@ _INDUCTOR = "inductor"
 
 
 def check(config: Config, device: torch.device) -> None:
-    """Refuse what cannot be compiled, before anything is started.
+    """Refuse what cannot be compiled, before anything is started; for a config with `compute.compile`.
 
     Raises:
         ConfigError: The compiler's needs are missing, or the config asks for what is not compiled.
     """
     compute = config.compute
-    if not compute.compile:
-        return
     if config.memory.offload_activations and device.type != "cpu":
         raise ConfigError(
             "compute.compile = True with memory.offload_activations = True is not available: what a compiled forward "

@@ -23,14 +23,12 @@ _MULTIPLE = 16
 
 
 def check(config: Config, device: torch.device) -> None:
-    """Refuse float8 where it cannot be had, before anything is started.
+    """Refuse float8 where it cannot be had, before anything is started; for a config with `compute.fp8`.
 
     Raises:
         ConfigError: It cannot: torchao is not installed, the device has no such products, or the config asks for what
             is not known to be right with it.
     """
-    if not config.compute.fp8:
-        return
     if config.dist.tp.size > 1:
         raise ConfigError(
             f"compute.fp8 = True with dist.tp.size = {config.dist.tp.size} is not available: the layers compute with "

@@ -94,8 +94,10 @@ class NativeEngine(Engine):
         attention_kernels.check_device(self.config, self.device)
         super().check(model)
         check_installed_torch()
-        compiled_units.check(self.config, self.device)
-        float8_training.check(self.config, self.device)
+        if self.config.compute.compile:
+            compiled_units.check(self.config, self.device)
+        if self.config.compute.fp8:
+            float8_training.check(self.config, self.device)
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty:
             raise ConfigError(
@@ -237,7 +239,8 @@ class NativeModel(ShardedModel):
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)
-        number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
+        if self._has_numbers:
+            number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
         for unit in (self.plan.units[-1], *self.plan.units[:-1]):
@@ -256,7 +259,8 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
-        install_recompute(self.model, self.plan)
+        if self.plan.recomputed:
+            install_recompute(self.model, self.plan)
         return shards
 
     def _compile_units(self) -> None:
@@ -332,6 +336,11 @@ class NativeModel(ShardedModel):
             for parameter, data in zip(parameters, before, strict=True):
                 parameter.data = data
 
+    @cached_property
+    def _has_numbers(self) -> bool:
+        """Whether the model has parameters without dimensions."""
+        return any(not planned.shape for planned in self.plan.parameters)
+
     def _move_buffers(self) -> None:
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
@@ -365,7 +374,7 @@ class NativeModel(ShardedModel):
             stack.enter_context(script_reads.inside())
             output = inner(*args, **kwargs)
         let_pytree_see(output)
-        if any(not planned.shape for planned in self.plan.parameters):
+        if self._has_numbers:
             if torch.is_grad_enabled():
                 number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
             output = with_full_numbers(output)

@@ -55,7 +55,8 @@ class PlainModel(NativeModel):
             from torchacc.engines.native.gradients import total_norm
 
             note_total_norm(self, total_norm)
-        install_recompute(self.model, self.plan)
+        if self.plan.recomputed:
+            install_recompute(self.model, self.plan)
         return moved
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from torchacc.config import Config
 from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
-from torchacc.engines import attention_kernels, recompute
+from torchacc.engines import recompute
 from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -39,6 +38,7 @@ from torchacc.engines.xla.gather import (
     weight_numbers,
 )
 from torchacc.engines.xla.initial_state import initialize_state
+from torchacc.engines.xla.refused_options import refuse_options
 from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
@@ -90,14 +90,9 @@ class XlaEngine(Engine):
 
     def check(self, model: nn.Module) -> None:
         """Refuse what XLA's devices cannot do."""
-        _refuse_attention(self.config)
+        refuse_options(self.config)
         super().check(model)
         _refuse_inference_mode()
-        _refuse_host_memory(self.config)
-        _refuse_float16(self.config)
-        _refuse_float8(self.config)
-        _refuse_torch_compile(self.config)
-        _refuse_selective_recompute(self.config)
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
                 f"compute.compile_cache = {self.config.compute.compile_cache!r}: XLA's devices are this machine's CPU, "
@@ -422,72 +417,6 @@ def _refuse_inference_mode() -> None:
             "accelerate() inside of torch.inference_mode(): the weights that it makes could never be trained, and XLA "
             "computes some operations wrongly there. Call accelerate() outside of it, and evaluate under "
             "torch.no_grad() or torch.inference_mode() afterwards"
-        )
-
-
-def _refuse_host_memory(config: Config) -> None:
-    if config.dist.fsdp.cpu_offload:
-        raise ConfigError(
-            "dist.fsdp.cpu_offload = True is not available under XLA: the optimizer's step is part of the device's "
-            "program, which updates parameters and state in place; from the host all of them would travel both ways in "
-            'each step. Shard over more devices (config.dist.fsdp.size), or use config.backend = "native"'
-        )
-    if config.memory.offload_activations:
-        raise ConfigError(
-            "memory.offload_activations = True is not available under XLA: what forward saves is a value inside of the "
-            "device's program, which PyTorch cannot move. Compute it again (config.memory.gc = True), or use "
-            'config.backend = "native"'
-        )
-
-
-def _refuse_selective_recompute(config: Config) -> None:
-    if config.memory.gc_policy != "full":
-        raise ConfigError(
-            f"memory.gc_policy = {config.memory.gc_policy!r} is not available under XLA, where a module is "
-            "computed again from what goes into it, and no single result is kept: leave it at 'full', and choose fewer "
-            'modules by config.memory.gc_every or gc_cls, or use config.backend = "native"'
-        )
-
-
-def _refuse_torch_compile(config: Config) -> None:
-    if config.compute.compile:
-        raise ConfigError(
-            "compute.compile = True is not available under XLA, which compiles each step as a whole by itself: leave "
-            'it at False, or use config.backend = "native"'
-        )
-
-
-def _refuse_attention(config: Config) -> None:
-    compute = config.compute
-    option = f"compute.attention = {compute.attention!r}"
-    if compute.acc_scaled_dot_attn:
-        option = "compute.acc_scaled_dot_attn = True"
-    elif compute.attention in attention_kernels.OF_EVERY_ENGINE:
-        return
-    raise ConfigError(
-        f"{option} is not available under XLA, which compiles attention as it is written, to no kernel of its own: "
-        "leave config.compute.attention at 'auto', 'sdpa' or 'eager', or use config.backend = \"native\""
-    )
-
-
-def _refuse_float8(config: Config) -> None:
-    if config.compute.fp8:
-        raise ConfigError(
-            "compute.fp8 = True is not available under XLA, to which torchao's float8 layers are unknown: leave it at "
-            'False, or use config.backend = "native"'
-        )
-
-
-def _refuse_float16(config: Config) -> None:
-    if config.compute.fp16:
-        reason = (
-            "XLA computes it about 100 times slower on a CPU"
-            if runtime.runs_on_cpu()
-            else "its gradients need a scaler, which waits for the device in each step to learn whether all are finite"
-        )
-        raise ConfigError(
-            f"compute.fp16 = True is not available under XLA: {reason}. Use config.compute.bf16 = True, which needs no "
-            'scaler, or config.backend = "native"'
         )
 
 
