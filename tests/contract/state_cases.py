@@ -372,3 +372,101 @@ def values_that_are_still_computed_are_waited_for():
     with torch.no_grad():
         (found,) = sharded_model(model).fetch([model(part(x)).mean()])
         check_equal(torch.stack(by_rank(found)).mean(), plain(x).mean(), "mean")
+
+
+class Converting(MLP):
+    """Changes states in each way that PyTorch has for it; a state of its first version has another scale."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_loaded = 0
+        self.register_state_dict_post_hook(_prefixed)
+        self.register_load_state_dict_pre_hook(_without_prefix)
+        first = next(module for module in self.modules() if isinstance(module, nn.Linear))
+        first.register_state_dict_post_hook(_scaled)
+        first.register_load_state_dict_pre_hook(_unscaled)
+        self.register_load_state_dict_post_hook(_count)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version") is None:
+            for name in [name for name in state_dict if name.endswith("bias")]:
+                state_dict[name] = state_dict[name] + 1
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        state_dict.pop("made.by", None)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def _prefixed(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    for name in list(state):
+        state[f"model.{name}"] = state.pop(name)
+    state["made.by"] = torch.ones(1)
+
+
+def _without_prefix(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    for name in list(state):
+        state[name.removeprefix("model.")] = state.pop(name)
+
+
+def _scaled(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * 4
+
+
+def _unscaled(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] / 4
+
+
+def _count(module: Any, keys: Any) -> None:
+    module.num_loaded += 1
+
+
+@case()
+def modules_change_states_as_in_pytorch() -> None:
+    torch.manual_seed(1)
+    model, plain = Converting(), Converting()
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    accelerate(model)
+    full, expected = torchacc.full_state_dict(model), plain.state_dict()
+    check_same(full, expected)
+    assert full._metadata == expected._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(full)
+    check_same(torchacc.full_state_dict(model), expected)
+    model.load_state_dict(dict(torchacc.full_state_dict(model)))  # of an older version, as nothing says otherwise
+    plain.load_state_dict(dict(plain.state_dict()))
+    check_same(torchacc.full_state_dict(model), plain.state_dict())
+    model.load_state_dict(torchacc.state_dict(model, StateDictType.LOCAL_STATE_DICT))
+    check_same(torchacc.full_state_dict(model), plain.state_dict())
+    assert model.num_loaded == 3
+
+
+@case()
+def files_keep_the_versions_of_modules() -> None:
+    model = accelerate(Converting())
+    expected = torchacc.full_state_dict(model)
+    with shared_folder() as folder:
+        torchacc.save(
+            {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}, folder, master_only=False
+        )
+        model.load_state_dict(torchacc.load(folder)["model"])
+        check_same(torchacc.full_state_dict(model), expected)
+        torchacc.save({"model": model.state_dict()}, folder / "full.pth")
+        torchacc.dist.rendezvous("saved")
+        model.load_state_dict(torchacc.load(folder / "full.pth")["model"])
+        check_same(torchacc.full_state_dict(model), expected)
+        torchacc.checkpoint.save(folder / "checkpoint", model=model)
+        torchacc.checkpoint.load(folder / "checkpoint", model=model)
+    check_same(torchacc.full_state_dict(model), expected)
+    assert model.num_loaded == 3
+
+
+@case()
+def buffers_that_come_later_are_in_the_state() -> None:
+    model = accelerate(MLP())
+    model.register_buffer("late", torch.ones(3))
+    full = torchacc.full_state_dict(model)
+    assert full["late"].tolist() == [1.0] * 3
+    model.load_state_dict({**full, "late": full["late"] * 2})
+    assert torchacc.full_state_dict(model)["late"].tolist() == [2.0] * 3

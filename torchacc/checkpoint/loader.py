@@ -159,6 +159,7 @@ class _LoadPlan:
         if self.parts.optimizer is not None:
             self._load_optimizer(self.parts.optimizer)
         self._load_run()
+        model_state.call_post_hooks(self.sharded.model)
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

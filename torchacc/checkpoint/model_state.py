@@ -4,6 +4,7 @@ Tensors are gathered one at a time, so that a full state costs one copy on the p
 """
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchacc.engines.base import HANDLE, ShardedModel
+from torchacc.engines.patches import module_states
 from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 
@@ -118,7 +120,8 @@ def parameter_entries(sharded: ShardedModel) -> Iterator[StateEntry]:
 def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Any]:
     """Return the unsharded parameters and buffers by original name, tied names included. Collective: every process.
 
-    What modules keep of their own, `get_extra_state()`, is there as they give it.
+    It is what the `state_dict()` of the unsharded model gives: with its metadata, with what modules keep of their own,
+    `get_extra_state()`, and with what hooks make of it.
 
     Args:
         sharded: The model.
@@ -134,10 +137,15 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         return {}
     for planned in sharded.plan.parameters:
         full |= dict.fromkeys(planned.aliases, full[planned.name])
-    full |= buffers(sharded)
-    found: dict[str, Any] = {name: moved(sharded, value, cpu_offload) for name, value in full.items()}
-    found |= {name: module.get_extra_state() for name, module in extra_states(sharded.model).items()}
-    return {name: found[name] for name in sharded.state_names if name in found}
+    with module_states.saving_full(sharded.model, full):
+        found: dict[str, Any] = sharded.model.state_dict()
+    own = {id(tensor) for tensor in full.values()}
+    for tensor in full.values():
+        shards.pop(tensor, None)  # for which `note_shards()` takes what stands under a parameter's name
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = moved(sharded, value if id(value) in own else to_host(sharded, value), cpu_offload)
+    return found
 
 
 def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
@@ -168,8 +176,13 @@ def local_state_dict(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return what this process keeps, on the host, by the names of its own `state_dict()`."""
     sharded.status.check_usable()
     refuse_split(sharded, "a local state")
-    state = {name: value for name, value in sharded.model.state_dict().items() if isinstance(value, torch.Tensor)}
-    return {name: to_host(sharded, value) for name, value in state.items()}
+    state = sharded.model.state_dict()
+    for name, value in list(state.items()):
+        if isinstance(value, torch.Tensor):
+            state[name] = to_host(sharded, value)
+        else:
+            del state[name]
+    return state
 
 
 def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -207,21 +220,22 @@ def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
 
 def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return the persistent buffers on the host by name."""
-    held = {key for local_shard in sharded.local_shards.values() for key in (local_shard.key, *local_shard.names)}
-    held |= {alias for planned in sharded.plan.parameters for alias in planned.aliases}
-    held |= set(extra_states(sharded.model))
-    state = sharded.model.state_dict(keep_vars=True)  # parameters are left out: no need to detach each
-    return {
-        name: to_host(sharded, value)
-        for name, value in state.items()
-        if name not in held and isinstance(value, torch.Tensor)
-    }
+    return {name: to_host(sharded, buffer) for name, buffer in buffer_slots(sharded.model)}
 
 
-def load_state_dict(
+def load_state_dict(sharded: ShardedModel, *args: Any, **kwargs: Any) -> Any:
+    """Load a state into a sharded model as its class does, which ends in `_load_state_dict()` with its arguments."""
+    load = functools.partial(_load_state_dict, sharded)
+    if not module_states.has_own_loading(sharded.model):
+        return load(*args, **kwargs)
+    with module_states.loading_through(sharded.model, load):
+        return type(sharded.model).load_state_dict(sharded.model, *args, **kwargs)
+
+
+def _load_state_dict(
     sharded: ShardedModel, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
-    """Load a full state, or this process's own, into a sharded model, in place.
+    """Load a full state, or this process's own, into a sharded model, in place, as its modules' hooks change it.
 
     Args:
         sharded: The model.
@@ -239,9 +253,16 @@ def load_state_dict(
     """
     if assign:
         raise CheckpointError("load_state_dict(assign=True) would replace the model's shards: leave out assign=True")
+    if not any(isinstance(value, TensorShard) for value in state_dict.values()):  # else no module has made it
+        state_dict, errors = module_states.converted(sharded.model, state_dict, strict)
+        if errors:
+            raise CheckpointError(f"{type(sharded.model).__name__} cannot load this state: {'; '.join(errors)}")
     given = _sort_by_place(sharded, state_dict)
+    keys = nn.modules.module._IncompatibleKeys(given.missing, given.unexpected)
     if strict and (given.missing or given.unexpected):
-        raise CheckpointError(_misfit(sharded, given.missing, given.unexpected))
+        module_states.call_post_hooks(sharded.model, keys)  # which may take names off these lists
+        if given.missing or given.unexpected:
+            raise CheckpointError(_misfit(sharded, given.missing, given.unexpected))
     for slot, name, value in given.buffers:
         if tuple(value.shape) != tuple(slot.shape):
             raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(slot.shape)}")
@@ -260,7 +281,8 @@ def load_state_dict(
     sharded.engine.sync()
     if not given.missing:
         sharded.status.mark_weights_loaded()
-    return nn.modules.module._IncompatibleKeys(given.missing, given.unexpected)
+    module_states.call_post_hooks(sharded.model, keys)
+    return keys
 
 
 @dataclass
@@ -376,6 +398,11 @@ def buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def call_post_hooks(model: nn.Module) -> None:
+    """Call what a model's modules want to be called once a state is loaded, of which nothing was missing."""
+    module_states.call_post_hooks(model, nn.modules.module._IncompatibleKeys([], []))
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:

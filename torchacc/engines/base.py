@@ -211,8 +211,6 @@ class ShardedModel(ABC):
         self.plan = plan
         self.parameter_names = tuple(name for name, _ in model.named_parameters())
         """Original names in the order of `named_parameters()`, a tied parameter under its first."""
-        self.state_names = tuple(model.state_dict())
-        """Names of the unsharded model's state, in its order."""
         self.status = ModelStatus(has_weights=not is_without_weights(model))
         """What may be done with the model now."""
         self._has_looked_for_sums = False

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -238,10 +239,20 @@ def _stamped(tree: Any, save_id: str) -> Any:
     """Return a tree whose shard metadata say which call of save() they are of."""
     if not isinstance(tree, Mapping):
         return tree
-    return {
+    stamped = {
         key: {**value, "save_id": save_id} if key == _METADATA else _stamped(value, save_id)
         for key, value in tree.items()
     }
+    return _with_versions(stamped, tree)
+
+
+def _with_versions(replacing: dict[Any, Any], tree: Mapping[Any, Any]) -> Any:
+    """Return what replaces a mapping in a tree; of a module's state with the versions of modules, as PyTorch has it."""
+    if not hasattr(tree, "_metadata"):
+        return replacing
+    state: Any = OrderedDict(replacing)
+    state._metadata = tree._metadata
+    return state
 
 
 def _unshard(tree: Any) -> Any:
@@ -256,7 +267,7 @@ def _unshard(tree: Any) -> Any:
                 found |= _unshard_weights(*owner, key, value)
             elif key != _METADATA:
                 found[key] = _unshard(value)
-        return found
+        return _with_versions(found, tree)
     if isinstance(tree, list | tuple):
         return type(tree)(map(_unshard, tree))
     if isinstance(tree, torch.Tensor) and model_state.shard_of(tree) is not None:

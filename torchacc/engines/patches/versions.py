@@ -33,6 +33,8 @@ PATCHES: Mapping[str, PatchVersions] = {
     "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
     "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
     "unscaling_of_gradients": PatchVersions("torch", ">=2.9,<2.14", "torch.amp.GradScaler._unscale_grads_()"),
+    # module_states.py
+    "module_states": PatchVersions("torch", ">=2.9", "what Module.state_dict() and load_state_dict() call"),
     # of FSDP2 and torchao: float8_gather.py
     "float8_gather": PatchVersions("torchao", ">=0.16,<0.17", "the class of FSDP2's parameters, and torchao's tensors"),
     # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py
