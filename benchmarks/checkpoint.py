@@ -13,8 +13,9 @@ the same bytes (each rank its own file, synced) and with torch.distributed.check
 slowest rank. `load` finds its files in the page cache, `cold load` on the disk. Both go on with a run as a new process
 does: the model is there, and its optimizer has no state yet, so that two thirds of the bytes go into memory that the
 system has to hand out first, for the plain read as well. `reload` goes into a model and an optimizer that have been
-trained. `async save` is what training waits for: until the save has returned, which copies all of it, and in the step
-that follows until its optimizer may begin. It is one within a run: it copies into the memory of the save before.
+trained; states go into new memory there, too, as what `optimizer.state_dict()` gave before keeps the old. The
+`plain reread` goes into memory that is all in use. `async save` is what training waits for: until the save has
+returned, which copies all of it, into the memory of the save before; the first of a run has to be given that memory.
 
 Exits with 1 if a case fails or the results differ; what is slow or large is reported, not an error.
 """
@@ -130,9 +131,10 @@ def make_report(runs: Runs, live: Live, agree: bool) -> Report:
                 note="`load` finds its files in the page cache, `cold load` on the disk. Both go on with a run as a "
                 "new process does, whose optimizer has no state: two thirds of the bytes go into memory that the "
                 "system has to hand out first, for the plain read as well. `reload` goes into a model and an optimizer "
-                "that have been trained. `async save` is what training waits for: until the save returns, which copies "
-                "all of it. It is one within a run: it copies into the memory of the save before, and the first save "
-                "takes longer.",
+                "that have been trained; states go into new memory there, too, as what `optimizer.state_dict()` gave "
+                "before keeps the old. `plain reread` goes into memory that is all in use. `async save` is what "
+                "training waits for: until the save returns, which copies all of it, into the memory of the save "
+                "before; the `first` one of a run has to be given that memory.",
             ),
         ],
         checks=[
@@ -233,7 +235,7 @@ def readings(runs: Runs, secs: Secs) -> Iterator[str]:
     )
     parts = [share(secs, *pair) for pair in (("save", "plain write"), ("load", "plain read"))]
     cold = share(secs, "cold load", "cold plain read")
-    again = share(secs, "reload", "plain reread")
+    again = share(secs, "reload", "plain read")
     yield (
         f"Saving takes {parts[0]:.2f} times as long as plain files of the same bytes, checksums and the commit "
         f"included. Going on with a run takes {parts[1]:.2f} times as long as reading them, from the page cache, and "
@@ -241,9 +243,8 @@ def readings(runs: Runs, secs: Secs) -> Iterator[str]:
         "checked."
     )
     yield (
-        f"An asynchronous save holds training up for {share(secs, 'async save', 'save'):.2f} of a save. The "
-        "step beside which it copies its tensors takes, what it waits for included, "
-        f"{share(secs, 'step beside', 'step'):.2f} times as long as others."
+        f"An asynchronous save holds training up for {share(secs, 'async save', 'save'):.2f} of a save, the first one "
+        f"of a run for {share(secs, 'first async save', 'save'):.2f}."
     )
 
 

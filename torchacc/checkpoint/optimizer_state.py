@@ -220,11 +220,9 @@ def flattened_apart(local_shard: LocalShard, what: str) -> str:
 
 def is_sharded_like(parameter: torch.Tensor, value: Any) -> bool:
     """Return whether a value of an optimizer's state is sharded as its parameter is."""
-    if is_ordinary(parameter, value):
+    if not isinstance(value, torch.Tensor) or is_ordinary(parameter, value) or value.shape != parameter.shape:
         return False
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return False
-    return value.dim() > 0 or hasattr(value, "to_local")  # a step count beside a parameter without dimensions is plain
+    return hasattr(value, "to_local") or value.dim() > 0  # a step count beside a parameter without dimensions is plain
 
 
 def is_ordinary(parameter: torch.Tensor, value: Any) -> bool:

@@ -33,7 +33,7 @@ class SmallStates:
     files: dict[str, bytes] = field(default_factory=dict)
     """Name to content."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that the states hold."""
+    """Copies of the tensors that the states hold."""
 
     def lay_out(self) -> dict[str, SafetensorsLayout]:
         """Return the file of the tensors."""
@@ -44,13 +44,14 @@ class SmallStates:
         """Yield the tensors and where they go."""
         for layout in self.lay_out().values():
             for name, region in layout.regions.items():
-                yield TensorWrite(region, 0, self.tensors[name], is_live=True)
+                yield TensorWrite(region, 0, self.tensors[name])
 
 
 def small_states(
     sharded: ShardedModel,
     random_states: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer | None,
+    optimizer_values: Mapping[str, Mapping[str, Any]],
     scheduler: Any,
     loader: Any,
     extra: Any,
@@ -60,7 +61,8 @@ def small_states(
     Args:
         sharded: The model.
         random_states: What `random_state()` gave on each process.
-        optimizer: As for `save()`, like the others.
+        optimizer: The optimizer, if one is saved.
+        optimizer_values: What its state has that are no tensors, as `SavePlan` has it.
         scheduler: The scheduler, if one is saved.
         loader: The loader, if one is saved.
         extra: What the user adds.
@@ -83,27 +85,15 @@ def small_states(
     found = SmallStates()
     files = {"state.json": json_codec.encode(described, found.tensors, "state")}
     if optimizer is not None:
-        files["optimizer.json"] = json_codec.encode(
-            _described_optimizer(sharded, optimizer), found.tensors, "optimizer"
-        )
+        names = optimizer_state.optimizer_names(sharded, optimizer)
+        groups = [
+            {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": of_group}
+            for group, of_group in zip(optimizer.param_groups, names, strict=True)
+        ]
+        own = {"class": type(optimizer).__name__, "groups": groups, "values": optimizer_values}
+        files["optimizer.json"] = json_codec.encode(own, found.tensors, "optimizer")
     found.files |= {name: (json.dumps(value) + "\n").encode() for name, value in files.items()}
     return found
-
-
-def _described_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has beside tensors: its groups, and values of its parameters."""
-    values: dict[str, dict[str, Any]] = {}
-    for entry in optimizer_state.state_entries(sharded, optimizer):
-        if not isinstance(entry.value, torch.Tensor):
-            for name in entry.local_shard.names:
-                values.setdefault(name, {})[entry.key] = entry.value
-    groups = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "parameters": names}
-        for group, names in zip(
-            optimizer.param_groups, optimizer_state.optimizer_names(sharded, optimizer), strict=True
-        )
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
 def random_state(sharded: ShardedModel) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,8 @@ class SavePlan:
     """This process's, in the order in which it writes them."""
     unsharded: list[TensorWrite]
     """Tensors that every process has: rank 0 writes them."""
+    values: dict[str, dict[str, Any]]
+    """What the optimizer's state has that are no tensors, by the parameter's name and the state's."""
 
     @property
     def nbytes(self) -> int:
@@ -110,10 +112,15 @@ def plan_save(
     """
     parameters = list(model_state.parameter_entries(sharded))
     buffers = model_state.buffers(sharded)
-    states = list(optimizer_state.state_entries(sharded, optimizer)) if optimizer is not None else []
-    states = [entry for entry in states if isinstance(entry.value, torch.Tensor)]
-    for entry in states:
-        _check_lies_like_parameter(sharded, entry)
+    states: list[StateEntry] = []
+    values: dict[str, dict[str, Any]] = {}
+    for entry in optimizer_state.state_entries(sharded, optimizer) if optimizer is not None else ():
+        if isinstance(entry.value, torch.Tensor):
+            _check_lies_like_parameter(sharded, entry)
+            states.append(entry)
+        else:
+            for name in entry.local_shard.names:
+                values.setdefault(name, {})[entry.key] = entry.value
     by_name = _described(parameters)
     tensors = {"model": {name: by_name[name] for name in sharded.parameter_names}}
     tensors["model"] |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
@@ -128,7 +135,9 @@ def plan_save(
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
         own = [(regions[part.name + entry.suffix], part) for part in parts[entry.parameter]]
-        shards.append(ShardWrites(entry.value, entry.local_shard.shard_numel * entry.value.element_size(), own))
+        if own:
+            nbytes = entry.local_shard.shard_numel * own[0][0].dtype.itemsize
+            shards.append(ShardWrites(entry.value, nbytes, own))
     unsharded = []
     if sharded.engine.job.rank == 0:
         unsharded = [TensorWrite(regions[name], 0, buffer) for name, buffer in buffers.items()]
@@ -136,7 +145,7 @@ def plan_save(
             host = model_state.to_host(sharded, entry.value)
             unsharded += [TensorWrite(regions[name + entry.suffix], 0, host) for name in entry.local_shard.names]
     job = sharded.engine.job
-    return SavePlan(files, _in_turn(shards, list(files), job.rank / job.num_processes), unsharded)
+    return SavePlan(files, _in_turn(shards, list(files), job.rank / job.num_processes), unsharded, values)
 
 
 def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
@@ -151,8 +160,9 @@ def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
 
 def _check_lies_like_parameter(sharded: ShardedModel, entry: StateEntry) -> None:
     value = entry.value
-    is_split = sharded.placement.processes_per_replica > 1 and not optimizer_state.is_ordinary(entry.parameter, value)
-    if value.dim() and is_split and not entry.is_sharded:
+    if entry.is_sharded or sharded.placement.processes_per_replica == 1:
+        return
+    if value.dim() and not optimizer_state.is_ordinary(entry.parameter, value):
         raise CheckpointError(
             f"the optimizer's {entry.key!r} of {entry.local_shard.key!r} has the shape {tuple(value.shape)}, which is "
             "not the parameter's, and lies sharded in a way of its own: use config.dist.fsdp.use_spmd = True"
@@ -183,5 +193,4 @@ def _in_turn(shards: Sequence[ShardWrites], files: Sequence[str], begin: float) 
     """Return writes by file, from another file on for each process: those that write into one file wait for it."""
     order = {name: index for index, name in enumerate(files)}
     first = int(len(files) * begin)
-    written = [shard for shard in shards if shard.slices]
-    return sorted(written, key=lambda shard: (order[shard.slices[0][0].path.name] - first) % len(files))
+    return sorted(shards, key=lambda shard: (order[shard.slices[0][0].path.name] - first) % len(files))

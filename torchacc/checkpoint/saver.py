@@ -125,24 +125,20 @@ def snapshot(
     met = group.all_gather_objects((secrets.token_hex(4), drawn))
     writer = FolderWriter(Path(path).resolve(), met[0][0], job.rank, job.num_processes)
 
-    def prepare() -> SmallStates:
-        if job.rank:
-            return SmallStates()
-        small = small_states(sharded, [states for _, states in met], optimizer, scheduler, loader, extra)
-        small.files |= {**index_files(plan.files), **pretrained_files(sharded, tokenizer)}
-        files = {**plan.files, **small.lay_out()}
-        writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, small.files)
-        return small
-
-    small = group.call_on_all(prepare)
-    writes = chain(plan.writes(sharded), small.writes())
-
-    def begin() -> Iterable[TensorWrite]:
-        writer.join()
-        return _copied(sharded, writes) if copied else writes
+    def prepare() -> tuple[SmallStates, Iterable[TensorWrite]]:
+        small = SmallStates()
+        if not job.rank:  # the others copy meanwhile
+            states = [drawn_by_rank for _, drawn_by_rank in met]
+            small = small_states(sharded, states, optimizer, plan.values, scheduler, loader, extra)
+            small.files |= {**index_files(plan.files), **pretrained_files(sharded, tokenizer)}
+            files = {**plan.files, **small.lay_out()}
+            writer.prepare({name: (layout.header, layout.nbytes) for name, layout in files.items()}, small.files)
+        writes = chain(plan.writes(sharded), small.writes())
+        return small, _copied(sharded, writes) if copied else writes
 
     try:
-        writes_to_make = group.call_on_all(begin)
+        small, writes_to_make = group.call_on_all(prepare)
+        group.call_on_all(writer.join)
     except BaseException as error:
         writer.fail(error)
         raise

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan, Unit, make_plan
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
@@ -422,20 +423,15 @@ class NativeModel(ShardedModel):
     @cached_property
     def placement(self) -> ShardPlacement:
         """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
-        (replica, num_replicas), (shard_index, _) = self._place_among(Role.REPLICATE), self._place_among(Role.SHARD)
-        num_processes, is_contiguous = (
-            self.engine.mesh.size(Role.SHARD, Role.TENSOR),
-            self.plan.tensor_parallel.size == 1,
-        )
-        return ShardPlacement(num_processes, shard_index, num_replicas, replica, is_contiguous)
+        mesh, rank = self.engine.mesh, self.engine.job.rank
+        replica, num_replicas = _place_among(mesh, rank, Role.REPLICATE)
+        shard_index, _ = _place_among(mesh, rank, Role.SHARD)
+        is_contiguous = self.plan.tensor_parallel.size == 1
+        return ShardPlacement(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard."""
-        return self._place_among(*sharding.replicated_over(local_shard))
-
-    def _place_among(self, *roles: Role) -> tuple[int, int]:
-        mesh = self.engine.mesh
-        return mesh.index(self.engine.job.rank, *roles), mesh.size(*roles)
+        return _place_among(self.engine.mesh, self.engine.job.rank, *sharding.replicated_over(local_shard))
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         rank = self.engine.job.rank
@@ -481,6 +477,12 @@ class NativeModel(ShardedModel):
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
         return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
+
+
+@cache
+def _place_among(mesh: Mesh, rank: int, *roles: Role) -> tuple[int, int]:
+    """Return a process's place among those that differ from it only along axes with these roles, and their number."""
+    return mesh.index(rank, *roles), mesh.size(*roles)
 
 
 def _refuse_without_gradients(model: nn.Module) -> None:
