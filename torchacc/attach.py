@@ -66,58 +66,67 @@ def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -
 @functools.cache
 def _watch_optimizers() -> None:
     """Register hooks that prepare optimizers of sharded models for their steps, also those that are made later."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    for patch in (
+        torch_patches.optimizer_states(_on_state_dict, _on_load_state_dict),
+        torch_patches.clearing_of_gradients(_on_zero_grad),
+        torch_patches.clipping_of_gradients(_on_clip),
+        torch_patches.unscaling_of_gradients(_on_unscale),
+    ):
+        torch_patches.hold_until_exit(patch)
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        closure = _closure_of(args, kwargs)
-        models = _models_of(optimizer)
-        for sharded in models:
-            progress.stepping()
-            sharded.before_step(optimizer, makes_gradients=closure is not None)
-        if closure is None or not models:
-            return None
-        averaged = models[0].with_mean_loss(closure)
-        return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for sharded in _models_of(optimizer):
-            sharded.after_step(optimizer)
-            progress.stepped()
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    closure = _closure_of(args, kwargs)
+    models = _models_of(optimizer)
+    for sharded in models:
+        progress.stepping()
+        sharded.before_step(optimizer, makes_gradients=closure is not None)
+    if closure is None or not models:
+        return None
+    averaged = models[0].with_mean_loss(closure)
+    return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
 
-    def saved(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
 
-    def to_load(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        models = _models_of(optimizer)
-        if not models:
-            return given
-        if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
-            raise CheckpointError(
-                "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
-                "told apart: make one optimizer for each sharded model"
-            )
-        return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in _models_of(optimizer):
+        sharded.after_step(optimizer)
+        progress.stepped()
 
-    def cleared(optimizer: torch.optim.Optimizer) -> None:
-        for sharded in _models_of(optimizer):
-            sharded.on_zero_grad(optimizer)
 
-    def unscaled(optimizer: torch.optim.Optimizer) -> None:
-        for sharded in _models_of(optimizer):
-            sharded.on_unscale()
+def _on_state_dict(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+    return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
 
-    def clipped(parameters: Sequence[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if isinstance(parameter, ReplacedParameter):
-                parameter.grad  # noqa: B018 - which says why it cannot be clipped
-            elif (sharded := getattr(parameter, "__dict__", {}).get(HANDLE)) is not None:
-                sharded.status.check_window("clipping gradients")
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-    torch_patches.hold_until_exit(torch_patches.optimizer_states(saved, to_load))
-    torch_patches.hold_until_exit(torch_patches.clearing_of_gradients(cleared))
-    torch_patches.hold_until_exit(torch_patches.clipping_of_gradients(clipped))
-    torch_patches.hold_until_exit(torch_patches.unscaling_of_gradients(unscaled))
+def _on_load_state_dict(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    models = _models_of(optimizer)
+    if not models:
+        return given
+    if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
+        raise CheckpointError(
+            "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
+            "told apart: make one optimizer for each sharded model"
+        )
+    return optimizer_state.optim_state_dict_to_load(models[0], optimizer, given)
+
+
+def _on_zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    for sharded in _models_of(optimizer):
+        sharded.on_zero_grad(optimizer)
+
+
+def _on_unscale(optimizer: torch.optim.Optimizer) -> None:
+    for sharded in _models_of(optimizer):
+        sharded.on_unscale()
+
+
+def _on_clip(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, ReplacedParameter):
+            parameter.grad  # noqa: B018 - which says why it cannot be clipped
+        elif (sharded := getattr(parameter, "__dict__", {}).get(HANDLE)) is not None:
+            sharded.status.check_window("clipping gradients")
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:

@@ -116,25 +116,16 @@ def import_dcp(
     if config_from is not None:
         files = pretrained_files(_existing(Path(config_from)))
         _leave_out_tied_head(folder, contents, Path(config_from))
-    tensors: dict[str, torch.Tensor] = {}
-    stems = {"model": contents.model}
+    tensors: dict[str, torch.Tensor] = {}  # those of optimizer.json
     if contents.optimizer is not None:
-        stems["optimizer"] = contents.optimizer.tensors
         described = {
             "class": optimizer_class,
             "groups": contents.optimizer.groups,
             "values": contents.optimizer.values,
         }
         files["optimizer.json"] = (json.dumps(json_codec.encode(described, tensors, "optimizer")) + "\n").encode()
-    layouts: dict[str, SafetensorsLayout] = {}
-    for stem, keys in stems.items():
-        shapes = {
-            name: (folder.tensors[key].properties.dtype, tuple(folder.tensors[key].size)) for name, key in keys.items()
-        }
-        layouts |= plan_safetensors(shapes, stem, max_shard_size)
-    if tensors:
-        layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
-    keys = {name: key for stem in stems.values() for name, key in stem.items()}
+    layouts = _lay_out(folder, contents, tensors, max_shard_size)
+    keys = {**contents.model, **(contents.optimizer.tensors if contents.optimizer is not None else {})}
     writes = _tensors_to_write(folder, layouts, keys, tensors)
     _write(Path(checkpoint).absolute(), layouts, files, _with_progress(writes, layouts, progress))
 
@@ -196,6 +187,24 @@ def _existing(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: name the one with the model's config.json")
     return folder
+
+
+def _lay_out(
+    folder: DcpFolder, contents: Contents, tensors: Mapping[str, torch.Tensor], max_shard_size: int
+) -> dict[str, SafetensorsLayout]:
+    """Return the files of a checkpoint: the model's, the optimizer's, and those of tensors that others refer to."""
+    stems = {"model": contents.model}
+    if contents.optimizer is not None:
+        stems["optimizer"] = contents.optimizer.tensors
+    layouts: dict[str, SafetensorsLayout] = {}
+    for stem, keys in stems.items():
+        shapes = {
+            name: (folder.tensors[key].properties.dtype, tuple(folder.tensors[key].size)) for name, key in keys.items()
+        }
+        layouts |= plan_safetensors(shapes, stem, max_shard_size)
+    if tensors:
+        layouts |= plan_safetensors({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, "state")
+    return layouts
 
 
 def _tensors_to_write(

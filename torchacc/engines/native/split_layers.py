@@ -34,8 +34,6 @@ _HEAD_WIDTHS = ("n_heads", "split_size")
 """The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 _NORM_OF_HEADS = re.compile(r"(\.[qk])_(?:layer)?norm\.\w+$")
-
-
 _OR_MULTIPLE = ", or a multiple of it"
 
 
@@ -53,6 +51,20 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     _check_family(model, tp, instead)
     if tp.source != OWN_PLAN:
         _check_options(model, plan, instead)
+    _check_modules(model, tp, instead)
+    if tp.sequence_parallel:
+        raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
+    for name, reason in tp.unsplit.items():
+        shares_heads = tp.styles.get(name) == SHARED_HEADS and tp.source in FAMILIES
+        if _KEYS_OR_VALUES.search(name) and not shares_heads:
+            raise ConfigError(
+                f"config.dist.tp.size = {tp.size}, and {reason}: the native engine splits keys and values as "
+                f"queries. Choose a size that divides it{_OR_MULTIPLE if tp.source in FAMILIES else ''}, or {instead}"
+            )
+
+
+def _check_modules(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
+    """Refuse modules and parameters that no plan can split right."""
     number = next((name for name, parameter in model.named_parameters() if not parameter.dim()), None)
     if number is not None:
         raise ConfigError(
@@ -72,15 +84,6 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
             f"config.dist.tp.size = {tp.size}, and scale_grad_by_freq=True lets {name!r} count tokens by rows, also "
             f"those that another device looks up: write scale_grad_by_freq=False, or {instead}"
         )
-    if tp.sequence_parallel:
-        raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
-    for name, reason in tp.unsplit.items():
-        shares_heads = tp.styles.get(name) == SHARED_HEADS and tp.source in FAMILIES
-        if _KEYS_OR_VALUES.search(name) and not shares_heads:
-            raise ConfigError(
-                f"config.dist.tp.size = {tp.size}, and {reason}: the native engine splits keys and values as "
-                f"queries. Choose a size that divides it{_OR_MULTIPLE if tp.source in FAMILIES else ''}, or {instead}"
-            )
 
 
 def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
@@ -158,13 +161,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     names = {module: name for name, module in model.named_modules()}
     for module, style in styles.items():
         _let_compute_with_part(module, style, model.get_submodule(names[module].rpartition(".")[0]), mesh)
-    for module in model.modules():
-        for name in _HEAD_WIDTHS:
-            if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in module.children()):
-                setattr(module, name, getattr(module, name) // tp.size)
-        if any(styles.get(child) == SHARED_HEADS for child in module.children()):
-            attention: Any = module
-            attention.num_key_value_groups = attention.num_key_value_groups * tp.num_key_value_heads // tp.size
+    _split_head_counts(model, styles, tp)
     # A part may read another's weight, so that all of a unit, or of the model outside of units, find ordinary tensors
     # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
     wholes = [model.get_submodule(name) for name in regions(plan) if name or is_compiled]
@@ -180,6 +177,23 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
             ordinary.setdefault(at, []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
         _wrap(module, _with_ordinary_tensors, slots, mesh, tp.num_key_value_heads)
+
+
+def _split_head_counts(model: nn.Module, styles: Mapping[nn.Module, str], tp: TensorParallelPlan) -> None:
+    """Let attention count the heads of its part.
+
+    Args:
+        model: The model.
+        styles: How each module computes with its part.
+        tp: Its plan.
+    """
+    for module in model.modules():
+        for name in _HEAD_WIDTHS:
+            if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in module.children()):
+                setattr(module, name, getattr(module, name) // tp.size)
+        if any(styles.get(child) == SHARED_HEADS for child in module.children()):
+            attention: Any = module
+            attention.num_key_value_groups = attention.num_key_value_groups * tp.num_key_value_heads // tp.size
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -99,26 +99,34 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
                 "classes of the layers in config.memory.gc_cls. Another model that has its config needs "
                 "set_attn_implementation('sdpa')"
             )
-        given = bound.arguments
-        unknown = [name for name, value in given.items() if name not in _MASK_ARGUMENTS and value is not None]
-        if unknown:
-            raise EngineError(
-                f"config.dist.sp.size: the model makes its mask with {unknown[0]!r}, which is of a part of the tokens: "
-                "set config.dist.sp.size = 1"
-            )
-        part = given["inputs_embeds"]
-        if part.shape[1] != forward.cut.part_length:
-            raise EngineError(
-                f"config.dist.sp.size: a mask is asked for {part.shape[1]} tokens, where this device has "
-                f"{forward.cut.part_length}: set config.dist.sp.size = 1"
-            )
-        # Only its shape, dtype and device are asked for.
-        given["inputs_embeds"] = part.detach()[:, :1, :1].expand(len(part), forward.cut.length, 1)
-        if "position_ids" in given:
-            given["position_ids"] = forward.position_ids
+        _ask_for_all_tokens(bound.arguments, forward)
         return own(*bound.args, **bound.kwargs)
 
     return make
+
+
+def _ask_for_all_tokens(given: dict[str, Any], forward: CutForward) -> None:
+    """Change the arguments of a function that makes a mask from those of a part to those of all tokens.
+
+    Raises:
+        EngineError: There are others, or they are of another length.
+    """
+    unknown = [name for name, value in given.items() if name not in _MASK_ARGUMENTS and value is not None]
+    if unknown:
+        raise EngineError(
+            f"config.dist.sp.size: the model makes its mask with {unknown[0]!r}, which is of a part of the tokens: "
+            "set config.dist.sp.size = 1"
+        )
+    part = given["inputs_embeds"]
+    if part.shape[1] != forward.cut.part_length:
+        raise EngineError(
+            f"config.dist.sp.size: a mask is asked for {part.shape[1]} tokens, where this device has "
+            f"{forward.cut.part_length}: set config.dist.sp.size = 1"
+        )
+    # Only its shape, dtype and device are asked for.
+    given["inputs_embeds"] = part.detach()[:, :1, :1].expand(len(part), forward.cut.length, 1)
+    if "position_ids" in given:
+        given["position_ids"] = forward.position_ids
 
 
 _MASK_ARGUMENTS = ("config", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
@@ -170,6 +178,7 @@ def _attend(
             f"config.dist.sp.size: the attention of {type(module).__name__} is over other tokens than its own, or has "
             "a bias of positions: set config.dist.sp.size = 1"
         )
+    _check_mask_of_all_heads(attention_mask)
     heads, kv_heads = query.shape[1], key.shape[1]
     # As many copies of each key and value as let every device have those of its queries.
     copies = num_parts // gcd(kv_heads, num_parts)
@@ -178,11 +187,6 @@ def _attend(
     query, key, value = (exchange(each, 1, 2) for each in (query, key, value))
     num_tokens = query.shape[2]
     if attention_mask is not None:
-        if attention_mask.dim() != 4 or attention_mask.shape[1] != 1:
-            raise EngineError(
-                f"config.dist.sp.size: an attention mask of shape {tuple(attention_mask.shape)}, where the heads are "
-                "spread over devices: pass one for all heads, of shape (rows, 1, tokens, tokens)"
-            )
         length = attention_mask.shape[-1]  # the mask has no padding of the cut
         query, key, value = (each[:, :, :length] for each in (query, key, value))
     own = SimpleNamespace(
@@ -193,3 +197,11 @@ def _attend(
     if missing:
         output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
     return exchange(output, 1, 2), None
+
+
+def _check_mask_of_all_heads(mask: torch.Tensor | None) -> None:
+    if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
+        raise EngineError(
+            f"config.dist.sp.size: an attention mask of shape {tuple(mask.shape)}, where the heads are spread over "
+            "devices: pass one for all heads, of shape (rows, 1, tokens, tokens)"
+        )
