@@ -80,6 +80,11 @@ def set_default(name: str, value: str) -> bool:
     return True
 
 
+def with_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's variables and others, which win, for a process that it starts."""
+    return {**os.environ, **given}
+
+
 def replace_default(name: str, default: str, value: str) -> None:
     """Set a variable that a library has set to its default in this process, and not the user before it started."""
     try:

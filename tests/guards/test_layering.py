@@ -24,6 +24,7 @@ LAYERS = (
     {"checkpoint"},
     {"api", "arguments", "attach"},
     {"functional", "dist"},
+    {"aot"},
     {"integrations"},
     {"train", "cli", "__main__"},
 )

@@ -51,9 +51,9 @@ class Training:
         """Whether tokens choose among experts, which only run without values where each has a copy of its weights."""
         return bool(getattr(self.model, "_can_set_experts_implementation", bool)())
 
-    def make_batch(self) -> dict[str, torch.Tensor]:
-        """Return a batch without values, with labels."""
-        tokens = torch.zeros(self.batch, self.length, dtype=torch.long, device="meta")
+    def make_batch(self, num_shards: int = 1) -> dict[str, torch.Tensor]:
+        """Return the batch of so many data-parallel devices, without values, with labels."""
+        tokens = torch.zeros(self.batch * num_shards, self.length, dtype=torch.long, device="meta")
         labels = tokens[:, 0] if type(self.model).__name__.endswith("ForSequenceClassification") else tokens
         return {"input_ids": tokens, "labels": labels}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import get_args
 
-from torchacc.cli import _plan_input
+from torchacc.cli import _compile_step, _plan_input
 from torchacc.cli._options import named, path, positive, size
 from torchacc.config.sections import RecomputePolicy
 from torchacc.engines.xla import runtime
@@ -20,6 +20,7 @@ EXAMPLES = (
     "torchacc plan --model gpt2 --devices 8",
     "torchacc plan --model config.json --devices 8 --batch 4 --seq 2048 --bf16 --gc --memory 80GiB",
     "torchacc plan --config examples/config.yaml --model-config model_config_1.7B --devices 8",
+    "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for v5e:2x4 --html gpt2.html",
 )
 PLATFORMS = ("cpu", "cuda", "tpu")
 _PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
@@ -48,11 +49,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
     add("--engine", choices=PLANNED_BACKENDS, help="whose memory is planned (default: the training file's, else xla)")
     add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
+    add = parser.add_argument_group("a real compiler").add_argument
+    add("--compile-for", type=named, metavar="NAME", help="TPUs that need not be there, such as v5e:2x4: one strategy")
+    add("--html", type=path, metavar="FILE", help="write a page of what was compiled")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
+    if args.compile_for is not None:
+        return _compile_step.run(args)
+    if args.html is not None:
+        raise ConfigError("--html is of what was compiled: write --compile-for, too")
     _plan_input.take_devices(args)
     args.platform = _platform(args)
     training = _plan_input.read(args)

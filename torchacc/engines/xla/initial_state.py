@@ -21,13 +21,14 @@ Put = Callable[[torch.Tensor], torch.Tensor]
 """Returns a copy of a host tensor on the device, as plain data."""
 
 
-def initialize_state(optimizer: torch.optim.Optimizer, place: Place, put: Put) -> str | None:
+def initialize_state(optimizer: torch.optim.Optimizer, place: Place, put: Put, host: torch.device) -> str | None:
     """Create the state of every parameter that has a gradient and none yet; state that is there keeps its values.
 
     Args:
         optimizer: Any. One that is not PyTorch's own makes its state by itself.
         place: For state in the shape of its parameter.
         put: For other state on the device.
+        host: Where the values are made that `place` and `put` take.
 
     Returns:
         Why the first step makes state by itself, so that the second is another program; None where it does not.
@@ -43,7 +44,7 @@ def initialize_state(optimizer: torch.optim.Optimizer, place: Place, put: Put) -
             continue
         for parameter in group["params"]:
             if parameter.grad is not None and not optimizer.state.get(parameter):
-                made = _initial_state(optimizer, group, parameter)
+                made = _initial_state(optimizer, group, parameter, host)
                 optimizer.state[parameter].update(
                     {key: _laid_out(value, parameter, group, place, put) for key, value in made.items()}
                 )
@@ -52,11 +53,11 @@ def initialize_state(optimizer: torch.optim.Optimizer, place: Place, put: Put) -
 
 
 def _initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, host: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return what the optimizer makes for a parameter before its first step, on the host."""
     shape = local_of(parameter).shape or (1,)  # by which a parameter's averages are told from its step count
-    stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+    stand_in = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=host))
     stand_in.grad = torch.zeros_like(stand_in)
     kind: Any = type(optimizer)
     settings = {key: group[key] for key in inspect.signature(kind).parameters if key in group}

@@ -32,6 +32,15 @@ class Partition:
     """The devices of each group."""
     sharding_type: int
 
+    def in_hlo(self) -> str:
+        """Return it as XLA writes it into a program's text."""
+        if self.sharding_type == REPLICATED:
+            return "{replicated}"
+        tiles = np.array(self.tile_assignment)
+        shape, devices = (",".join(map(str, numbers)) for numbers in (tiles.shape, tiles.ravel()))
+        last = " last_tile_dim_replicate" if self.sharding_type == PARTIAL else ""
+        return f"{{devices=[{shape}]{devices}{last}}}"
+
 
 def partition(spec: Spec, axes: Mapping[str, int]) -> Partition:
     """Translate a spec for a mesh whose devices are numbered row-major.

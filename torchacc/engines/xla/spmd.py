@@ -167,6 +167,7 @@ class SpmdEngine(XlaEngine):
             how = self.partition(spec or (None,) * tensor.dim())
             return _XLAC.XlaShardingSpec(tensor, *astuple(how), False)
 
+        tensors = [torch.zeros(each.shape, dtype=each.dtype) if each.is_meta else each for each in tensors]
         shardings = [sharding(*pair) for pair in zip(tensors, specs, strict=True)] if self.is_partitioned else None
         return runtime.to_device(tensors, shardings)
 
@@ -205,7 +206,7 @@ class SpmdModel(XlaModel):
     def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Shard the model, and let the transfers to the devices begin."""
         super().shard(optimizer)
-        runtime.sync()
+        self.engine.sync()
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
@@ -279,8 +280,6 @@ class SpmdModel(XlaModel):
         return dim_over(self._specs[parameter], Role.SHARD) is not None
 
     def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        if tensor.is_meta:
-            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return self.engine.transfer([tensor], [spec])[0]
 
     def _constrain_output(self, module: nn.Module, *, between_units: bool) -> None:

@@ -57,6 +57,8 @@ class XlaEngine(Engine):
     """An engine whose devices are XLA's."""
 
     is_lazy: ClassVar[bool] = True
+    host: ClassVar[torch.device] = torch.device("cpu")
+    """Where values are made that are moved to the devices."""
     no_effect: ClassVar[dict[str, str]] = {
         "dist.fsdp.backward_prefetch": _XLA_SCHEDULES,
         "dist.fsdp.forward_prefetch": _XLA_SCHEDULES,
@@ -314,7 +316,7 @@ class XlaModel(ShardedModel):
             self._check_gradients_are_there(optimizer)
             self._check_gradients_were_cleared(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        reason = initialize_state(optimizer, self.place, self._put)
+        reason = initialize_state(optimizer, self.place, self._put, self.engine.host)
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)

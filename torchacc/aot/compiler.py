@@ -1,0 +1,184 @@
+"""Run a compiler for accelerators in a process of its own, and keep what it made."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torchacc import env
+from torchacc.aot.scheduled_program import ScheduledProgram, parse
+from torchacc.aot.topologies import Topology
+from torchacc.engines.xla.recording import Program
+from torchacc.errors import ConfigError, EngineError
+
+_WORKER = Path(__file__).with_name("compile_for_tpu.py")
+_PACKAGES = ("jax", "jaxlib", "libtpu")
+_VARIABLES = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # no machine of Google's is asked what it is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else two compilers wait for each other at a file
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler says of a program on each device."""
+
+    seconds: float
+    """That it took when it was compiled."""
+    device_kind: str
+    versions: dict[str, str]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    """Of outputs that take the memory of arguments."""
+    temp_bytes: int
+    flops: float
+    """A loop's body counted once."""
+    bytes_accessed: float
+    """To and from the device's memory; a loop's body counted once."""
+    text: str
+    """Of the optimized program."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the device holds at most."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    def program(self) -> ScheduledProgram:
+        """Return the program in the order in which it runs."""
+        return parse(self.text)
+
+
+class OutOfMemoryError(EngineError):
+    """The compiler has found that the program needs more memory than a device has."""
+
+
+def compile_program(program: Program, topology: Topology, waited: Callable[[float], None]) -> Compiled:
+    """Compile a program, unless it was compiled by the same versions before.
+
+    Args:
+        program: For as many devices as the topology has.
+        topology: What it is compiled for.
+        waited: Called each second with the seconds since the compiler began.
+
+    Raises:
+        ConfigError: The compiler is not installed.
+        OutOfMemoryError: The program needs more memory than a device has; the message lists its largest allocations.
+        EngineError: The compiler has failed.
+    """
+    versions = _installed()
+    request = {
+        "topology": topology.name,
+        "topology_options": topology.options,
+        "num_devices": topology.num_devices,
+        "inputs": [asdict(each) for each in program.inputs],
+    }
+    about = json.dumps([request, versions], sort_keys=True).encode()
+    kept = cache_folder() / hashlib.sha256(program.hlo + about).hexdigest()[:32]
+    if not (kept / "compiled.json").exists():
+        _compile_into(kept, program, request, waited)
+    found = json.loads((kept / "compiled.json").read_text())
+    if "error" in found:
+        raise OutOfMemoryError(found["error"])
+    memory = {name.removesuffix("_size_in_bytes") + "_bytes": size for name, size in found.pop("memory").items()}
+    return Compiled(**found, **memory, text=(kept / "optimized.txt").read_text())
+
+
+def cache_folder() -> Path:
+    """Return where compiled programs are kept; they may be deleted at any time."""
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "torchacc" / "compiled"
+
+
+def check_installed() -> None:
+    """Check that there is a compiler for TPUs, without importing it.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    _installed()
+
+
+def _installed() -> dict[str, str]:
+    try:
+        return {name: version(name) for name in _PACKAGES}
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"--compile-for needs the compiler of TPUs, and {error.name} is not installed: "
+            "`pip install 'torchacc[plan-tpu]'`"
+        ) from None
+
+
+def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited: Callable[[float], None]) -> None:
+    """Compile in a folder beside `kept`, which is there at once, or not at all."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent, prefix="compiling-") as name:
+        folder = Path(name)
+        (folder / "program.pb").write_bytes(program.hlo)
+        (folder / "request.json").write_text(json.dumps(request))
+        status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, waited)
+        if status and _OUT_OF_MEMORY in printed:
+            (folder / "compiled.json").write_text(json.dumps({"error": _explain_memory(printed)}))
+        elif status:
+            raise EngineError(_failed(status, printed, request["topology"]))
+        (folder / "program.pb").unlink()
+        os.chmod(folder, 0o755)
+        shutil.rmtree(kept, ignore_errors=True)
+        folder.rename(kept)
+        folder.mkdir()  # which TemporaryDirectory is to find
+
+
+def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> tuple[int, str]:
+    """Run a command in a session of its own, which ends with this process's call."""
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env.with_variables(_VARIABLES),
+        )
+    began = time.monotonic()
+    try:
+        while True:
+            try:
+                status = process.wait(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                waited(time.monotonic() - began)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, output.read_text(errors="replace")
+
+
+def _failed(status: int, printed: str, topology: str) -> str:
+    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "it printed nothing")
+    if status == -signal.SIGKILL:
+        return (
+            f"the compiler for {topology} was killed, as the system does where its memory is spent: compile a smaller "
+            "model, or fewer layers by config.compute.scan_layers"
+        )
+    return f"the compiler for {topology} ended with status {status}: {last[:500]}"
+
+
+def _explain_memory(printed: str) -> str:
+    """Return the compiler's own words of what it has no memory for, from the line that says so."""
+    lines = printed[printed.index(_OUT_OF_MEMORY) :].splitlines()
+    return "\n".join(line.rstrip() for line in lines[:60])

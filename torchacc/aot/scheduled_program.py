@@ -1,0 +1,209 @@
+"""Read the text of a program that XLA has optimized and scheduled for one device of several.
+
+The order of a scheduled computation is the order in which it runs. A TPU's compiler leaves its estimate of each
+instruction's cycles in the text; none of them was ever checked on hardware.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16} | {
+    "f32": 32,
+    "s32": 32,
+    "u32": 32,
+    "f64": 64,
+    "s64": 64,
+    "u64": 64,
+    "f8e4m3fn": 8,
+    "f8e5m2": 8,
+}
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_OPERATIONS = ("aten__", "xla__", "prim__")
+"""How torch_xla begins the names of its own operations, which stand beside those of modules."""
+_SCOPE_NUMBER = re.compile(r"\.\d+$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program."""
+
+    name: str
+    shape: str
+    op: str
+    rest: str
+    """Operands and attributes, as they are written."""
+
+    @cached_property
+    def arrays(self) -> Sequence[str]:
+        """The dtype and shape of each array that it returns, such as `bf16[8,1024]`."""
+        return [f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(self.shape)]
+
+    @cached_property
+    def array_bytes(self) -> Sequence[int]:
+        """Of each array that it returns."""
+        arrays = _ARRAY.findall(self.shape)
+        return [prod(map(int, filter(None, dims.split(",")))) * _BITS.get(dtype, 0) // 8 for dtype, dims in arrays]
+
+    @cached_property
+    def operands(self) -> Sequence[str]:
+        """The names of the instructions whose results it takes."""
+        return re.findall(r"%([\w.\-]+)", self.rest.partition("), ")[0])
+
+    @cached_property
+    def called(self) -> Sequence[str]:
+        """The computations that it runs."""
+        return _CALLED.findall(self.rest)
+
+    @cached_property
+    def cycles(self) -> int:
+        """The compiler's estimate, without that of what it calls."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else 0
+
+    @property
+    def module(self) -> str:
+        """The module of the model whose forward it is of, by its name; empty for what follows."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        scopes = (_SCOPE_NUMBER.sub("", scope) for scope in reversed(found[1].split("/")[:-1] if found else []))
+        return next((scope for scope in scopes if not scope.startswith(_OPERATIONS)), "")
+
+    @property
+    def group_size(self) -> int:
+        """How many devices exchange something with each other."""
+        if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", self.rest):
+            return listed[1].count(",") + 1
+        counted = re.search(r"replica_groups=\[\d+,(\d+)\]", self.rest)
+        return int(counted[1]) if counted else 1
+
+    @property
+    def trips(self) -> int:
+        """How often the body of a loop runs; 1 where that is not known."""
+        found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
+        return int(found[1]) if found else 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An exchange between devices, each time that it runs."""
+
+    kind: str
+    """One of `COLLECTIVES`."""
+    num_bytes: int
+    """Of its result on one device."""
+    group_size: int
+    is_asynchronous: bool
+    """Whether the device computes something else from its start to its end."""
+    cycles_beside: int
+    """Of what the device computes meanwhile, by the compiler's estimate."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends, by a ring over its group."""
+        if self.kind == "collective-permute":
+            return self.num_bytes
+        times = {"all-reduce": 2.0, "reduce-scatter": self.group_size}.get(self.kind, 1.0)
+        return self.num_bytes * times * (self.group_size - 1) / self.group_size
+
+
+@dataclass(frozen=True)
+class ScheduledProgram:
+    """A program in the order in which it runs."""
+
+    computations: Mapping[str, Sequence[Instruction]]
+    entry: str
+
+    def runs(self) -> Iterator[tuple[Instruction, int]]:
+        """Yield each instruction of the entry and of its loops, and how often it runs."""
+        yield from self._runs(self.entry, 1)
+
+    def _runs(self, computation: str, times: int) -> Iterator[tuple[Instruction, int]]:
+        for each in self.computations[computation]:
+            yield each, times
+            if each.op == "while":
+                body = re.search(r"body=%?([\w.\-]+)", each.rest)
+                assert body is not None, each
+                yield from self._runs(body[1], times * each.trips)
+
+    @cached_property
+    def cycles(self) -> int:
+        """The compiler's estimate of the whole program on one device."""
+        return sum(each.cycles * times for each, times in self.runs())
+
+    def collectives(self) -> Iterator[Collective]:
+        """Yield each exchange as often as it runs."""
+        yield from self._collectives(self.entry, 1)
+
+    def _collectives(self, computation: str, times: int) -> Iterator[Collective]:
+        sequence = self.computations[computation]
+        for place, each in enumerate(sequence):
+            if each.op == "while":
+                body = re.search(r"body=%?([\w.\-]+)", each.rest)
+                assert body is not None, each
+                yield from self._collectives(body[1], times * each.trips)
+            for kind, found in self._exchanged_by(each):
+                end = _end(sequence, place) if _is_start(each) else None
+                beside = sum(other.cycles for other in sequence[place + 1 : end]) if end is not None else each.cycles
+                is_alone = end is None and each is found
+                num_bytes = max(found.array_bytes, default=0) if _is_start(found) else sum(found.array_bytes)
+                if kind == "reduce-scatter" and found.op == "all-reduce":  # fused with the slice of its result
+                    num_bytes //= found.group_size
+                once = Collective(kind, num_bytes, found.group_size, not is_alone, 0 if is_alone else beside)
+                yield from [once] * times
+
+    def _exchanged_by(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Yield what an instruction exchanges by itself, or as a fusion; not what another has started."""
+        kind = instruction.op.removesuffix("-start")
+        if kind in COLLECTIVES:
+            yield kind, instruction
+        is_whole = instruction.op in ("fusion", "call", "async-start") and "-done" not in instruction.name
+        for name in instruction.called if is_whole else ():
+            for each in self.computations.get(name, ()):
+                if "continuation" not in each.rest and "continuation" not in instruction.rest:
+                    scatters = "all-reduce-scatter" in name
+                    yield from (("reduce-scatter" if scatters else k, i) for k, i in self._exchanged_by(each))
+
+
+def parse(text: str) -> ScheduledProgram:
+    """Read the text of an optimized HloModule.
+
+    Args:
+        text: As XLA prints it.
+
+    Raises:
+        ValueError: It has no entry computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if (opened := _COMPUTATION.match(line)) is not None:
+            current = computations.setdefault(opened[2], [])
+            entry = opened[2] if opened[1] else entry
+        elif current is not None and (found := _INSTRUCTION.match(line)) is not None:
+            current.append(Instruction(*found.groups()))
+    if not entry:
+        raise ValueError("the text has no entry computation")
+    return ScheduledProgram(computations, entry)
+
+
+def _is_start(instruction: Instruction) -> bool:
+    return instruction.op.endswith("-start") or instruction.name.startswith("async-collective-start")
+
+
+def _end(sequence: Sequence[Instruction], start: int) -> int:
+    """Return the place of the instruction that waits for what another has started."""
+    reached = {sequence[start].name}
+    for place in range(start + 1, len(sequence)):
+        each = sequence[place]
+        if reached.isdisjoint(each.operands):
+            continue
+        if each.op.endswith("-done") or each.name.startswith("async-collective-done"):
+            return place
+        reached.add(each.name)
+    return start + 1

@@ -1,0 +1,258 @@
+"""What a compiled step says of itself: memory, exchanges between devices, and bounds of its time."""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchacc.aot.compiler import Compiled
+from torchacc.aot.scheduled_program import COLLECTIVES, Collective, ScheduledProgram
+from torchacc.aot.topologies import Topology
+
+NUM_VALUES = 12
+"""How many of the largest values are listed."""
+_AFTER_FORWARD = "backward or the optimizer"
+_IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
+"""Operations that make no value of their own."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that the program computes."""
+
+    num_bytes: int
+    shape: str
+    module: str
+    """Whose forward computes it, by the module's name in the model, or what follows the forward."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All exchanges between devices of one kind."""
+
+    kind: str
+    group_size: int
+    count: int
+    num_bytes: int
+    """That one device sends, all together."""
+    num_asynchronous: int
+    """How many run while the device computes."""
+    exposed_seconds: float
+    """Of the wire's time at its published speed, what no computation covers, by the compiler's cycles."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known of a step on each device of a topology. Seconds are estimates, never checked on hardware."""
+
+    topology: str
+    num_devices: int
+    chip: str
+    memory: Mapping[str, int]
+    """Bytes: `arguments` (weights, optimizer state, batch), `temporary`, and `outputs` that are new."""
+    peak_bytes: int
+    device_bytes: int
+    planned_bytes: int | None
+    """What the memory plan says without a compiler; None where it cannot plan the step."""
+    largest: Sequence[Value]
+    exchanges: Sequence[Exchange]
+    flops: float
+    bytes_accessed: float
+    compute_seconds: float
+    """At the chip's published FLOP/s."""
+    memory_seconds: float
+    """At the published bandwidth of its memory."""
+    wire_seconds: float
+    """Of all exchanges, at the published bandwidth of its links."""
+    cycles: int
+    """The compiler's own estimate."""
+    cycle_seconds: float
+    compile_seconds: float
+    versions: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON: sizes in bytes, times in seconds."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Return it for a terminal."""
+        parts = ", ".join(f"{name} {in_gigabytes(size)}" for name, size in self.memory.items())
+        share = self.peak_bytes / self.device_bytes
+        lines = [
+            f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
+            f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
+            f"fits: {in_gigabytes(self.peak_bytes)} of {in_gigabytes(self.device_bytes)} on each device ({share:.0%}): "
+            + parts,
+        ]
+        if self.planned_bytes is not None:
+            lines.append(
+                f"planned without a compiler: {in_gigabytes(self.planned_bytes)}, "
+                f"{self.planned_bytes / self.peak_bytes:.2f} of that"
+            )
+        lines += ["", "largest values", *_table(self._values())]
+        lines += ["", "exchanges between devices", *_table(self._exchanges())]
+        lines += ["", "bounds of a step, by published speeds; the last by the compiler. Estimates, never run"]
+        return "\n".join([*lines, *_table(self._bounds())])
+
+    def as_html(self, title: str) -> str:
+        """Return it as a page of its own."""
+        parts = [(name, float(size), in_gigabytes(size)) for name, size in self.memory.items()]
+        parts.append(("free", float(max(0, self.device_bytes - self.peak_bytes)), ""))
+        times = [(row[0], seconds, row[1]) for row, seconds in zip(self._bounds(), self._seconds(), strict=True)]
+        body = [
+            f"<h1>{html.escape(title)} on {self.topology}</h1>",
+            f"<pre>{html.escape(self.as_text().split(chr(10) * 2)[0])}</pre>",
+            "<h2>Memory of a device</h2>",
+            _bars(
+                [
+                    *parts,
+                    *(
+                        [("planned", float(self.planned_bytes), in_gigabytes(self.planned_bytes))]
+                        if self.planned_bytes
+                        else []
+                    ),
+                ]
+            ),
+            "<h2>Bounds of a step</h2><p>By published speeds; the last by the compiler. Estimates, never run.</p>",
+            _bars(times),
+            "<h2>Largest values</h2>",
+            _html_table(self._values()),
+            "<h2>Exchanges between devices</h2>",
+            _html_table(self._exchanges()),
+        ]
+        return _PAGE.format(title=html.escape(title), body="\n".join(body))
+
+    def _values(self) -> list[list[str]]:
+        return [[in_gigabytes(each.num_bytes), each.shape, each.module] for each in self.largest]
+
+    def _exchanges(self) -> list[list[str]]:
+        return [
+            [
+                f"{each.count} {each.kind}",
+                f"of {each.group_size}" if each.group_size > 1 else "of two",
+                in_gigabytes(each.num_bytes),
+                f"{each.num_asynchronous} beside work",
+                f"{each.exposed_seconds * 1e3:.2f} ms exposed",
+            ]
+            for each in self.exchanges
+        ]
+
+    def _seconds(self) -> tuple[float, ...]:
+        return self.compute_seconds, self.memory_seconds, self.wire_seconds, self.cycle_seconds
+
+    def _bounds(self) -> list[list[str]]:
+        what = (
+            f"compute, {self.flops / 1e12:.2f} TFLOP",
+            f"memory, {in_gigabytes(self.bytes_accessed)} moved",
+            f"wire, {in_gigabytes(sum(each.num_bytes for each in self.exchanges))} sent",
+            f"compiler, {self.cycles / 1e6:.1f} M cycles",
+        )
+        return [[name, f"{seconds * 1e3:.2f} ms"] for name, seconds in zip(what, self._seconds(), strict=True)]
+
+
+def make_report(compiled: Compiled, topology: Topology, planned_bytes: int | None) -> StepReport:
+    """Return what a compiled step says of itself.
+
+    Args:
+        compiled: For the topology.
+        topology: The devices.
+        planned_bytes: Of a device, by the memory plan.
+    """
+    program, chip = compiled.program(), topology.chip
+    exchanges = _sum_up(list(program.collectives()), topology)
+    return StepReport(
+        topology=topology.name,
+        num_devices=topology.num_devices,
+        chip=chip.name,
+        memory={
+            "arguments": compiled.argument_bytes,
+            "temporary": compiled.temp_bytes,
+            "outputs": compiled.output_bytes - compiled.alias_bytes,
+        },
+        peak_bytes=compiled.peak_bytes,
+        device_bytes=int(chip.memory_bytes),
+        planned_bytes=planned_bytes,
+        largest=_largest(program),
+        exchanges=exchanges,
+        flops=compiled.flops,
+        bytes_accessed=compiled.bytes_accessed,
+        compute_seconds=compiled.flops / chip.flops_per_second,
+        memory_seconds=compiled.bytes_accessed / chip.memory_bytes_per_second,
+        wire_seconds=sum(each.num_bytes for each in exchanges) / chip.wire_bytes_per_second,
+        cycles=program.cycles,
+        cycle_seconds=program.cycles / chip.clock_hz,
+        compile_seconds=compiled.seconds,
+        versions=compiled.versions,
+    )
+
+
+def in_gigabytes(num_bytes: float) -> str:
+    """Return a number of bytes in units of 10**9, as accelerators' memory is sold, or of 10**6."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _largest(program: ScheduledProgram) -> list[Value]:
+    found: dict[Value, None] = {}
+    for each, _ in program.runs():
+        if each.op not in _IN_PLACE and each.array_bytes and not each.op.endswith(("-start", "-done")):
+            size = max(each.array_bytes)
+            shape = each.arrays[each.array_bytes.index(size)]
+            found[Value(size, shape, each.module or _AFTER_FORWARD)] = None
+    return sorted(found, key=lambda value: -value.num_bytes)[:NUM_VALUES]
+
+
+def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Exchange]:
+    chip = topology.chip
+    groups: dict[tuple[str, int], list[Collective]] = {}
+    for each in collectives:
+        groups.setdefault((each.kind, each.group_size), []).append(each)
+
+    def exposed(each: Collective) -> float:
+        return max(0.0, each.wire_bytes / chip.wire_bytes_per_second - each.cycles_beside / chip.clock_hz)
+
+    order = sorted(groups, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
+    return [
+        Exchange(
+            kind=kind,
+            group_size=size,
+            count=len(found),
+            num_bytes=int(sum(each.wire_bytes for each in found)),
+            num_asynchronous=sum(each.is_asynchronous for each in found),
+            exposed_seconds=sum(map(exposed, found)),
+        )
+        for (kind, size), found in ((key, groups[key]) for key in order)
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+
+
+def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    """Return horizontal bars, each with its name and what it stands for."""
+    most = max((size for _, size, _ in rows), default=0) or 1
+    lines = [
+        f'<text x="0" y="{24 * row + 16}">{html.escape(name)}</text>'
+        f'<rect x="260" y="{24 * row + 4}" width="{max(1, 420 * size / most):.0f}" height="16"/>'
+        f'<text x="{268 + 420 * size / most:.0f}" y="{24 * row + 16}">{html.escape(label)}</text>'
+        for row, (name, size, label) in enumerate(rows)
+    ]
+    return f'<svg width="800" height="{24 * len(rows) + 8}">{"".join(lines)}</svg>'
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #222 }}
+table {{ border-collapse: collapse }} td {{ padding: 2px 14px 2px 0; border-bottom: 1px solid #ddd }}
+rect {{ fill: #4477aa }} pre {{ white-space: pre-wrap }}
+</style></head><body>
+{body}
+</body></html>
+"""

@@ -1,0 +1,86 @@
+"""`torchacc plan --compile-for v5e:2x4`: compile a training step by the compiler of TPUs that need not be there."""
+
+import argparse
+import json
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchacc.aot.compiler import check_installed, compile_program
+from torchacc.aot.recorded_step import record_step
+from torchacc.aot.step_report import make_report
+from torchacc.aot.topologies import Topology, find_topology
+from torchacc.cli import _plan_input
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.memory_plan import find_optimizer, study
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the compiler says, and return the exit status."""
+    topology = find_topology(args.compile_for)
+    strategy = _take_devices(args, topology)
+    check_installed()
+    training = _plan_input.read(args)
+    for_plan = replace(training, model=deepcopy(training.model))  # planned afterwards: autograd is to know XLA first
+    config = _config(training.config, topology, strategy, args.dp or 1)
+    batch = training.make_batch(topology.num_devices // (config.dist.tp.size * config.dist.sp.size))
+    make_optimizer = partial(_make_optimizer, training.optimizer)
+    program = record_step(training.model, batch, config, make_optimizer, num_devices=topology.num_devices)
+    compiled = compile_program(program, topology, partial(_show_progress, topology.name))
+    report = make_report(compiled, topology, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
+    if args.html is not None:
+        Path(args.html).write_text(report.as_html(training.name), encoding="utf-8")
+    title = f"{training.name}: {training.batch} x {training.length} tokens on each device, {strategy}"
+    described = {"model": training.name, "batch": training.batch, "seq": training.length, "strategy": strategy}
+    text = json.dumps(described | report.as_dict(), indent=2) if args.json else f"{title}\n{report.as_text()}"
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
+    """Complete the options of devices by the topology, and return the strategy."""
+    if args.devices not in (None, topology.num_devices):
+        raise ConfigError(f"--devices {args.devices}, and {topology.name} has {topology.num_devices}: leave it out")
+    if args.engine not in (None, "xla"):
+        raise ConfigError(f"--compile-for compiles what XLA runs: leave --engine {args.engine} out")
+    if args.platform not in (None, "tpu"):
+        raise ConfigError(f"--compile-for {topology.name} is for TPUs: leave --platform {args.platform} out")
+    if len(args.strategy or ()) > 1:
+        raise ConfigError("--compile-for compiles one strategy at a time, in minutes: name one")
+    args.devices, args.engine, args.platform = topology.num_devices, "xla", "tpu"
+    return str(args.strategy[0]) if args.strategy else "FULL_SHARD"
+
+
+def _config(config: Config, topology: Topology, strategy: str, replicas: int) -> Config:
+    config = deepcopy(config)
+    others = replicas * config.dist.tp.size * config.dist.sp.size
+    if topology.num_devices % others:
+        raise ConfigError(f"{topology.name} has {topology.num_devices} devices, which do not divide by {others}")
+    config.dist.dp.size, config.dist.fsdp.size = replicas, topology.num_devices // others
+    config.dist.fsdp.sharding_strategy = strategy  # type: ignore[assignment]
+    return config
+
+
+def _planned_bytes(training: _plan_input.Training, topology: Topology, strategy: str, replicas: int) -> int | None:
+    """Return what the memory plan says of a device; None where it cannot plan such a step."""
+    try:
+        step = study(training.model, training.make_batch(), training.config, num_states=training.num_states)
+        return step.on(topology.num_devices, strategy, replicas=replicas).total
+    except ConfigError:
+        return None
+
+
+def _make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return find_optimizer(name)(parameters, lr=1e-3)  # type: ignore[call-arg]
+
+
+def _show_progress(name: str, seconds: float) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\rcompiling for {name}: {seconds:.0f} s")
+        sys.stderr.flush()
