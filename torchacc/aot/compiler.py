@@ -33,7 +33,7 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """What a compiler says of a program on each device."""
 
     seconds: float
@@ -66,7 +66,7 @@ class OutOfMemoryError(EngineError):
     """The compiler has found that the program needs more memory than a device has."""
 
 
-def compile_program(program: Program, topology: Topology, waited: Callable[[float], None]) -> Compiled:
+def compile_program(program: Program, topology: Topology, waited: Callable[[float], None]) -> CompiledStep:
     """Compile a program, unless it was compiled by the same versions before.
 
     Args:
@@ -94,7 +94,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
     if "error" in found:
         raise OutOfMemoryError(found["error"])
     memory = {name.removesuffix("_size_in_bytes") + "_bytes": size for name, size in found.pop("memory").items()}
-    return Compiled(**found, **memory, text=(kept / "optimized.txt").read_text())
+    return CompiledStep(**found, **memory, text=(kept / "optimized.txt").read_text())
 
 
 def cache_folder() -> Path:

@@ -148,14 +148,12 @@ class ScheduledProgram:
                 assert body is not None, each
                 yield from self._collectives(body[1], times * each.trips)
             for kind, found in self._exchanged_by(each):
-                end = _end(sequence, place) if _is_start(each) else None
-                beside = sum(other.cycles for other in sequence[place + 1 : end]) if end is not None else each.cycles
-                is_alone = end is None and each is found
+                beside = sequence[place + 1 : _end(sequence, place)] if _is_start(each) else ()
                 num_bytes = max(found.array_bytes, default=0) if _is_start(found) else sum(found.array_bytes)
                 if kind == "reduce-scatter" and found.op == "all-reduce":  # fused with the slice of its result
                     num_bytes //= found.group_size
-                once = Collective(kind, num_bytes, found.group_size, not is_alone, 0 if is_alone else beside)
-                yield from [once] * times
+                cycles = sum(other.cycles for other in beside)
+                yield from [Collective(kind, num_bytes, found.group_size, _is_start(each), cycles)] * times
 
     def _exchanged_by(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Yield what an instruction exchanges by itself, or as a fusion; not what another has started."""

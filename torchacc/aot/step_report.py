@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchacc.aot.compiler import Compiled
+from torchacc.aot.compiler import CompiledStep
 from torchacc.aot.scheduled_program import COLLECTIVES, Collective, ScheduledProgram
 from torchacc.aot.topologies import Topology
 
@@ -17,7 +17,7 @@ _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 
 
 @dataclass(frozen=True)
-class Value:
+class LargeValue:
     """A value that the program computes."""
 
     num_bytes: int
@@ -54,7 +54,7 @@ class StepReport:
     device_bytes: int
     planned_bytes: int | None
     """What the memory plan says without a compiler; None where it cannot plan the step."""
-    largest: Sequence[Value]
+    largest: Sequence[LargeValue]
     exchanges: Sequence[Exchange]
     flops: float
     bytes_accessed: float
@@ -150,7 +150,7 @@ class StepReport:
         return [[name, f"{seconds * 1e3:.2f} ms"] for name, seconds in zip(what, self._seconds(), strict=True)]
 
 
-def make_report(compiled: Compiled, topology: Topology, planned_bytes: int | None) -> StepReport:
+def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int | None) -> StepReport:
     """Return what a compiled step says of itself.
 
     Args:
@@ -191,13 +191,13 @@ def in_gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _largest(program: ScheduledProgram) -> list[Value]:
-    found: dict[Value, None] = {}
+def _largest(program: ScheduledProgram) -> list[LargeValue]:
+    found: dict[LargeValue, None] = {}
     for each, _ in program.runs():
         if each.op not in _IN_PLACE and each.array_bytes and not each.op.endswith(("-start", "-done")):
             size = max(each.array_bytes)
             shape = each.arrays[each.array_bytes.index(size)]
-            found[Value(size, shape, each.module or _AFTER_FORWARD)] = None
+            found[LargeValue(size, shape, each.module or _AFTER_FORWARD)] = None
     return sorted(found, key=lambda value: -value.num_bytes)[:NUM_VALUES]
 
 

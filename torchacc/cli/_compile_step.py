@@ -18,7 +18,7 @@ from torchacc.aot.topologies import Topology, find_topology
 from torchacc.cli import _plan_input
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.memory_plan import find_optimizer, study
+from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer, study
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,13 +47,13 @@ def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
     """Complete the options of devices by the topology, and return the strategy."""
     if args.devices not in (None, topology.num_devices):
         raise ConfigError(f"--devices {args.devices}, and {topology.name} has {topology.num_devices}: leave it out")
-    if args.engine not in (None, "xla"):
+    if args.engine is not None and PLANNED_BACKENDS[args.engine].runs_eagerly:
         raise ConfigError(f"--compile-for compiles what XLA runs: leave --engine {args.engine} out")
     if args.platform not in (None, "tpu"):
         raise ConfigError(f"--compile-for {topology.name} is for TPUs: leave --platform {args.platform} out")
     if len(args.strategy or ()) > 1:
         raise ConfigError("--compile-for compiles one strategy at a time, in minutes: name one")
-    args.devices, args.engine, args.platform = topology.num_devices, "xla", "tpu"
+    args.devices, args.platform = topology.num_devices, "tpu"
     return str(args.strategy[0]) if args.strategy else "FULL_SHARD"
 
 

@@ -64,7 +64,10 @@ class RecordingEngine(SpmdEngine):
         made = []
         for tensor, spec in zip(tensors, specs, strict=True):
             new = xla_builder.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-            self._shardings[_number(new)] = self.partition(spec or (None,) * tensor.dim()).in_hlo()
+            spec = spec or (None,) * tensor.dim()
+            self._shardings[_number(new)] = self.partition(spec).in_hlo()
+            # Said in the program, too: what updates the tensor in place is then split alike, as that of a real one is.
+            self.annotate(new, spec)
             made.append(new)
         return made
 

@@ -1,0 +1,85 @@
+"""The compiler of TPUs, which `pip install 'torchacc[plan-tpu]'` brings; what needs it is skipped without it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchacc.env import installed_version
+
+pytestmark = [pytest.mark.xla, pytest.mark.slow]
+
+MODEL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+MODEL |= {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+needs_compiler = pytest.mark.skipif(
+    installed_version("libtpu") is None, reason="no compiler of TPUs is installed: pip install 'torchacc[plan-tpu]'"
+)
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODEL))
+    return path
+
+
+def start(model, cache, *arguments):
+    command = [sys.executable, "-m", "torchacc", "plan", "--model", str(model), *arguments]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def compiled(model, cache, *arguments):
+    process = start(model, cache, "--compile-for", "v5e:2x2", "--bf16", *arguments)
+    out, errors = process.communicate(timeout=500)
+    return process.returncode, out, errors
+
+
+@pytest.mark.skipif(installed_version("libtpu") is not None, reason="a compiler is installed")
+def test_without_a_compiler_the_message_says_how_to_install_it(model, tmp_path):
+    status, _, errors = compiled(model, tmp_path)
+    assert status == 2
+    assert "pip install 'torchacc[plan-tpu]'" in errors
+
+
+@needs_compiler
+def test_a_step_is_compiled_once_and_told_as_text_json_and_a_page(model, tmp_path):
+    page = tmp_path / "page.html"
+    status, out, errors = compiled(model, tmp_path / "cache", "--html", str(page))
+    assert status == 0, errors
+    assert "compiled for v5e:2x2: 4 x TPU v5e" in out
+    assert "<svg" in page.read_text()
+    status, out, errors = compiled(model, tmp_path / "cache", "--json")  # which finds the program
+    assert status == 0, errors
+    found = json.loads(out)
+    assert 0 < found["peak_bytes"] < 1e7
+    assert {each["kind"] for each in found["exchanges"]} & {"all-gather", "collective-permute"}
+    assert any(each["module"].startswith("transformer") for each in found["largest"])
+    assert len(list((tmp_path / "cache" / "torchacc" / "compiled").iterdir())) == 1
+
+
+@needs_compiler
+def test_an_interrupt_ends_the_compiler_and_leaves_nothing(model, tmp_path):
+    folder = tmp_path / "torchacc" / "compiled"
+    process = start(model, tmp_path, "--compile-for", "v5e:2x4")
+    for _ in range(1200):
+        if list(folder.glob("*/output.txt")):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert list(folder.iterdir()) == []
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(folder).encode() in command for command in commands)

@@ -1,0 +1,75 @@
+"""Programs as a TPU's compiler prints them: lines of real ones, shortened."""
+
+import pytest
+
+from torchacc.aot.scheduled_program import parse
+
+METADATA = 'metadata={op_name="transformer.1/transformer.h.0.attn.2/aten__mm.3/aten__mm"}'
+CYCLES = 'backend_config={"flag_configs":[],"estimated_cycles":"%d"}'
+TEXT = f"""HloModule IrToHlo.5301, is_scheduled=true
+
+%all-reduce-scatter (input: f32[8192,256]) -> f32[1024,256] {{
+  %input = f32[8192,256]{{1,0:T(8,128)S(1)}} parameter(0)
+  %all-reduce.85 = f32[8192,256]{{1,0:T(8,128)}} all-reduce(%input), replica_groups={{{{0,1,2,3,4,5,6,7}}}}
+  ROOT %dynamic-slice.257 = f32[1024,256]{{1,0:T(8,128)S(1)}} dynamic-slice(%all-reduce.85)
+}}
+
+%started (p: bf16[32,256]) -> bf16[256,256] {{
+  %p = bf16[32,256]{{1,0}} parameter(0)
+  ROOT %all-gather.1 = bf16[256,256]{{1,0}} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={{0}}
+}}
+
+%body (state: (s32[])) -> (s32[]) {{
+  %state = (s32[]) parameter(0)
+  ROOT %collective-permute-start.9 = (bf16[8]{{0}}, bf16[8]{{0}}, u32[], u32[]) collective-permute-start(%state)
+}}
+
+ENTRY %main (p0: bf16[32,256]) -> f32[] {{
+  %p0 = bf16[32,256]{{1,0}} parameter(0), {METADATA}
+  %async-collective-start.4 = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, /*index=5*/u32[]) fusion(%p0), calls=%started
+  %work = bf16[4,4]{{1,0}} fusion(%p0), calls=%nothing, {METADATA}, {CYCLES % 700}
+  %get-tuple-element.1 = u32[] get-tuple-element(%async-collective-start.4), index=2
+  %more = f32[2,3]{{1,0}} fusion(%work), {CYCLES % 30}
+  %async-collective-done.4 = bf16[256,256]{{1,0}} fusion(%get-tuple-element.1), calls=%nothing
+  %after = f32[2,3]{{1,0}} fusion(%more), {CYCLES % 5}
+  %loop = (s32[]) while(%after), condition=%nothing, body=%body, {'backend_config={"known_trip_count":{"n":"3"}}'}
+  ROOT %fusion.4 = f32[1024,256]{{1,0:T(8,128)S(1)}} fusion(%after), kind=kCustom, calls=%all-reduce-scatter
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+    return parse(TEXT)
+
+
+def test_cycles_are_those_of_the_entry_and_its_loops(program):
+    assert program.cycles == 735
+
+
+def test_what_a_module_computes_bears_its_name(program):
+    names = {each.name: each.module for each, _ in program.runs()}
+    assert names["work"] == "transformer.h.0.attn"
+    assert names["more"] == ""
+
+
+def test_a_started_exchange_has_what_runs_before_its_end_beside_it(program):
+    gather = next(each for each in program.collectives() if each.kind == "all-gather")
+    assert (gather.num_bytes, gather.group_size, gather.is_asynchronous) == (256 * 256 * 2, 4, True)
+    assert gather.cycles_beside == 730
+    assert gather.wire_bytes == 256 * 256 * 2 * 3 / 4
+
+
+def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter(program):
+    scatter = next(each for each in program.collectives() if each.kind == "reduce-scatter")
+    assert (scatter.num_bytes, scatter.is_asynchronous) == (1024 * 256 * 4, False)
+    assert scatter.wire_bytes == 8192 * 256 * 4 * 7 / 8
+
+
+def test_a_loop_exchanges_as_often_as_it_runs(program):
+    assert sum(each.kind == "collective-permute" for each in program.collectives()) == 3
+
+
+def test_a_text_without_a_program_is_refused():
+    with pytest.raises(ValueError, match="no entry"):
+        parse("HloModule nothing\n")
