@@ -38,7 +38,7 @@ def make(
     if family.startswith(("gemma", "qwen3")):
         size["head_dim"] = 8
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=kv_heads, **size, **options
+        family, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=kv_heads, **{**size, **options}
     )
     kind = {"ForCausalLM": transformers.AutoModelForCausalLM, "": transformers.AutoModel}[head]
     return kind.from_config(config)

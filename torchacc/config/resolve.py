@@ -159,7 +159,7 @@ def _refuse_not_yet(config: Config) -> None:
 
 
 def _refuse_lone_hybrid(config: Config) -> None:
-    dp, fsdp = config.dist.dp.size, config.dist.fsdp.size
+    dp, fsdp = config.dist.dp.size, config.dist.fsdp.size * config.dist.ep.size
     if config.dist.fsdp.sharding_strategy == "HYBRID_SHARD" and 1 in (dp, fsdp):
         raise ConfigError(
             f"dist.fsdp.sharding_strategy = 'HYBRID_SHARD' shards inside of groups and replicates across them, but "

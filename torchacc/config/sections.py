@@ -25,7 +25,7 @@ from typing_extensions import Self
 from torchacc.config.names import did_you_mean, nearest, oddness, shown_name
 from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
 
-Axis = Literal["dp", "fsdp", "pp", "sp", "tp"]
+Axis = Literal["dp", "fsdp", "pp", "ep", "sp", "tp"]
 """From the slowest (devices far apart) to the fastest (neighbours), unless `dist.topology` says otherwise."""
 HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
@@ -427,6 +427,16 @@ class SPConfig(Section):
     """Number of devices that share a sample, each with a part of its tokens; parameters are sharded over them, too."""
 
 
+class EPConfig(Section):
+    """Experts spread over devices (expert parallelism)."""
+
+    path = "dist.ep"
+
+    size: Count = 1
+    """Number of devices over which the experts of each layer are spread; tokens go to their experts. The devices see
+    different data, and all other parameters are sharded over them, too."""
+
+
 class FSDPConfig(Section):
     """Parameters, gradients and optimizer state sharded over data-parallel devices, unit by unit.
 
@@ -487,5 +497,7 @@ class DistConfig(Section):
     """Layers split into stages."""
     sp: SPConfig = Field(default_factory=SPConfig)
     """Samples split along their length."""
+    ep: EPConfig = Field(default_factory=EPConfig)
+    """Experts spread over devices."""
     topology: AxisOrder = list(get_args(Axis))
     """Axes from the slowest (devices far apart) to the fastest (neighbours); those left out follow in this order."""

@@ -140,6 +140,8 @@ def study(
         )
     if config.dist.tp.size > 1:
         raise ConfigError(f"config.dist.tp.size = {config.dist.tp.size} is not in the memory plan: leave it at 1")
+    if config.dist.ep.size > 1:
+        raise ConfigError(f"config.dist.ep.size = {config.dist.ep.size} is not in the memory plan: leave it at 1")
     if config.dist.sp.size > 1:
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} is not in the memory plan: leave it at 1, with a batch of "

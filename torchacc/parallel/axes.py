@@ -20,6 +20,8 @@ class Role(Enum):
     """Each layer's products are split over them."""
     SEQUENCE = "sequence"
     """Each sample is split over them, along its length. (`tp.sequence_parallel` is another thing, along TENSOR.)"""
+    EXPERT = "expert"
+    """The experts of a layer are spread over them: a token goes to the devices that hold its experts."""
     PIPELINE = "pipeline"
     """Layers are split into stages over them."""
 
@@ -30,6 +32,7 @@ AXES: Mapping[str, frozenset[Role]] = {
     "tp": frozenset({Role.TENSOR}),
     "pp": frozenset({Role.PIPELINE}),
     "sp": frozenset({Role.SEQUENCE, Role.SHARD}),
+    "ep": frozenset({Role.BATCH, Role.SHARD, Role.EXPERT}),
 }
 """The axes by the names of their sections in `config.dist`; of those with the role BATCH the first is the slowest in
 the order of the data."""
@@ -47,8 +50,8 @@ def axes_with(*roles: Role) -> tuple[str, ...]:
 
 
 def axis_with(*roles: Role) -> str:
-    """Return the name of the one axis that has all of these roles."""
-    (name,) = (name for name, own in AXES.items() if own.issuperset(roles))
+    """Return the name of the one axis that has all of these roles, and no other."""
+    (name,) = (name for name, own in AXES.items() if own == frozenset(roles))
     return name
 
 

@@ -123,8 +123,9 @@ class Mesh:
         ]
 
     def describe(self) -> str:
-        """Return the mesh in words: its data axes, and what else is larger than one, such as `dp 1 x fsdp 4`."""
-        return " x ".join(f"{name} {size}" for name, size in self.sizes if size > 1 or name in self.data_axes)
+        """Return the mesh in words: replicas and shards, and what else is larger than one, such as `dp 1 x fsdp 4`."""
+        always = (axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD))
+        return " x ".join(f"{name} {size}" for name, size in self.sizes if size > 1 or name in always)
 
     def _number(self, device: int, axes: Iterable[str]) -> int:
         coordinates, number = self.coordinates(device), 0

@@ -16,6 +16,7 @@ from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
+from torchacc.parallel.experts import Experts, select_experts
 from torchacc.parallel.float8_layers import Float8Layers, select_float8
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
@@ -101,6 +102,8 @@ class ShardingPlan:
     """Names of the lists of layers that run as one loop each."""
     float8: Float8Layers | None = None
     """The linear layers that compute in float8."""
+    experts: tuple[Experts, ...] = ()
+    """The units whose experts are spread over devices: no device gathers those that others compute."""
 
     @property
     def keeps_products(self) -> bool:
@@ -164,6 +167,7 @@ class ShardingPlan:
         but = " but for matrix products" if self.keeps_products else ""
         lines += [f"  computed again in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
+        lines += [str(experts) for experts in self.experts]
         return "\n".join(lines)
 
 
@@ -185,7 +189,8 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
     head = find_head(model) if config.compute.chunked_loss else None
     if head is not None:
         chosen = _leave_head_to_model(chosen, head)
-    unit_names = set(chosen)
+    experts = select_experts(model, mesh)
+    unit_names = {*chosen, *(each.module for each in experts)}
     owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
     parameters = list(_parameters(model))
     for parameter in parameters:
@@ -217,6 +222,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         recompute_policy=config.memory.gc_policy,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
         float8=select_float8(model, config) if config.compute.fp8 else None,
+        experts=experts,
     )
 
 

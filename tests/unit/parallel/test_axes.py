@@ -22,9 +22,10 @@ def test_the_table_has_the_axes_of_the_config():
 
 
 def test_an_axis_is_found_by_its_roles():
-    assert axes_with(Role.BATCH) == ("dp", "fsdp")
+    assert axes_with(Role.BATCH) == ("dp", "fsdp", "ep")
     assert axis_with(Role.BATCH, Role.SHARD) == "fsdp"
-    with pytest.raises(ValueError, match="too many values"):
+    assert axis_with(Role.BATCH, Role.SHARD, Role.EXPERT) == "ep"
+    with pytest.raises(ValueError, match="not enough values"):
         axis_with(Role.BATCH)
 
 

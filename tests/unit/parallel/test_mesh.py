@@ -115,4 +115,4 @@ def test_a_strategy_is_a_mesh_shape(strategy, dp, fsdp, expected):
 
 def test_the_configs_order_of_axes_is_the_meshs():
     mesh = mesh_of(4, fsdp={"size": 2}, topology=["fsdp", "dp", "tp", "sp", "pp"])
-    assert mesh.sizes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1))
+    assert mesh.sizes == (("fsdp", 2), ("dp", 2), ("tp", 1), ("sp", 1), ("pp", 1), ("ep", 1))  # none was named

@@ -104,10 +104,22 @@ def test_other_axes_leave_fsdp_the_rest(make):
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [
-        ("fsdp: {size: 3}", "dp(1) * fsdp(3) * tp(1) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
-        ("tp: {size: 3}", "dp(1) * fsdp(1) * tp(3) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
-        ("dp: {size: 3}", "dp(3) * fsdp(1) * tp(1) * pp(1) * sp(1) = 3, and the run has 1 machines * 4 devices = 4"),
-        ("tp: {size: 8}", "dp(1) * fsdp(1) * tp(8) * pp(1) * sp(1) = 8, and the run has 1 machines * 4 devices = 4"),
+        (
+            "fsdp: {size: 3}",
+            "dp(1) * fsdp(3) * tp(1) * pp(1) * sp(1) * ep(1) = 3, and the run has 1 machines * 4 devices = 4",
+        ),
+        (
+            "tp: {size: 3}",
+            "dp(1) * fsdp(1) * tp(3) * pp(1) * sp(1) * ep(1) = 3, and the run has 1 machines * 4 devices = 4",
+        ),
+        (
+            "dp: {size: 3}",
+            "dp(3) * fsdp(1) * tp(1) * pp(1) * sp(1) * ep(1) = 3, and the run has 1 machines * 4 devices = 4",
+        ),
+        (
+            "tp: {size: 8}",
+            "dp(1) * fsdp(1) * tp(8) * pp(1) * sp(1) * ep(1) = 8, and the run has 1 machines * 4 devices = 4",
+        ),
     ],
 )
 def test_a_process_that_drives_all_devices_leaves_none_idle(make, sizes, problem):

@@ -139,7 +139,7 @@ def _with_unsharded_weights(given: Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 _NO_BATCHES = (
     "torch.autograd.grad() of sharded parameters is not available with is_grads_batched=True or where layers are split "
-    "over dist.tp: call backward(), and read parameter.grad"
+    "over dist.tp or experts spread over dist.ep: call backward(), and read parameter.grad"
 )
 
 
@@ -163,9 +163,9 @@ def gradients(
     """
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     parameters = [each for each in inputs if OWNER in getattr(each, "__dict__", ())]
-    if parameters and (is_grads_batched or any(_is_tensor_parallel(each) for each in parameters)):
-        raise EngineError(_NO_BATCHES)
     weights = {id(each): vars(each)[OWNER].unsharded_weight(each) for each in parameters}
+    if parameters and (is_grads_batched or any(_is_computed_in_part(each, weights[id(each)]) for each in parameters)):
+        raise EngineError(_NO_BATCHES)
     asked = [each for each in inputs if weights.get(id(each), each) is not None]
     asked = [weights.get(id(each), each) for each in asked]
     # A parameter that is used outside of its unit is in the graph by itself, beside the unsharded weight.
@@ -222,8 +222,10 @@ def _spec(parameter: Any) -> Any:
     return parameter._spec
 
 
-def _is_tensor_parallel(parameter: Any) -> bool:
-    return Role.TENSOR.value in _spec(parameter).mesh.mesh_dim_names
+def _is_computed_in_part(parameter: Any, weight: torch.Tensor | None) -> bool:
+    """Return whether this process's forward computes with a part of a weight."""
+    is_spread = weight is not None and weight.shape != parameter.shape
+    return is_spread or Role.TENSOR.value in _spec(parameter).mesh.mesh_dim_names
 
 
 class _Mean(torch.autograd.Function):

@@ -27,6 +27,7 @@ from torchacc.engines.native import (
     script_reads,
     split_layers,
     split_sequence,
+    spread_experts,
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
@@ -109,6 +110,8 @@ class NativeEngine(Engine):
             split_layers.check(model, make_plan(model, self.config, self.mesh))
         if self.mesh.size(Role.SEQUENCE) > 1:
             split_sequence.check(self.config, self.mesh, model)
+        if self.mesh.size(Role.EXPERT) > 1:
+            spread_experts.check(self.config, self.mesh, model)
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -156,6 +159,11 @@ class NativeEngine(Engine):
     def tp_mesh(self) -> Any:
         """The DeviceMesh of the processes that share layers."""
         return self._process_mesh[Role.TENSOR.value]
+
+    @cached_property
+    def expert_mesh(self) -> Any:
+        """The DeviceMesh (replicate, expert, shard), whose shards are of the same experts. Made by a collective."""
+        return spread_experts.make_mesh(self.mesh, self.device.type)
 
     @cached_property
     def _process_mesh(self) -> Any:
@@ -237,6 +245,8 @@ class NativeModel(ShardedModel):
         attention, group = None, self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SEQUENCE))
         if group is not None:
             attention = split_sequence.install(self.model, self.engine.mesh, group, self.engine.job.rank)
+        for experts in self.plan.experts:
+            spread_experts.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)
@@ -282,6 +292,11 @@ class NativeModel(ShardedModel):
         materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
         if self.plan.tensor_parallel.size > 1:
             split_layers.distribute(self.model, unit.parameters, self.plan.tensor_parallel, self.engine.tp_mesh)
+        mesh = self.engine.device_mesh
+        experts = next((each for each in self.plan.experts if each.module == unit.name), None)
+        if experts is not None:
+            mesh = self.engine.expert_mesh[mesh.mesh_dim_names]
+            spread_experts.keep_own(module, experts, self.engine.expert_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -289,13 +304,15 @@ class NativeModel(ShardedModel):
         with self._on_device(own):
             fully_shard(
                 module,
-                mesh=self.engine.device_mesh,
+                mesh=mesh,
                 # What the inputs are cast to is left to autocast: a float input may be a target or a position.
                 mp_policy=MixedPrecisionPolicy(self._lowered, self._reduced, cast_forward_inputs=False),
                 offload_policy=offload,
                 ignored_params=set(module.parameters()) - set(own),
                 reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
+        if experts is not None:
+            spread_experts.finish(module, unit.parameters, self.engine.device_mesh, experts)
         _keep_class_name(module)
 
     def _take_over_groups(self) -> None:

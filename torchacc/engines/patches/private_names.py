@@ -89,6 +89,7 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
 _GROUPS = "native/parameter_groups.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
+_EXPERTS = "native/spread_experts.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
@@ -138,6 +139,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_sharded_param_data": "the shard that is rounded, with its padding",
         "padded_sharded_param_size": "the shape of the padded shard",
     }, of_instances=True),
+    *_of(_PARAMETER, _EXPERTS, {"reset_sharded_param": "after a shard of some experts has become one of all"}),
+    *_of(_GROUP, _EXPERTS, {"fsdp_params": "the parameters of a module of experts"}, of_instances=True),
+    *_of(_STATE, _EXPERTS, {"_fsdp_param_group": "the group of a module of experts"}, of_instances=True),
     *_of(_STATE, _GROUPS, {
         "_root_post_backward_final_callback": "wrapped: says that no more gradients of a backward are to come",
         "_register_root_post_backward_final_callback": "sees to it that a backward with a graph ends with it",

@@ -1,0 +1,253 @@
+"""Experts spread over devices, beside the unsharded model on the whole batch."""
+
+import copy
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, RANK, RELATIVE, check_parameters
+from casekit import case as case_of
+from sequence_cases import Batch, labelled_unevenly, make, packed, padded, part_of, plain, step
+from torch import nn
+
+import torchacc
+from torchacc.engines.base import sharded_model
+
+case = partial(case_of, (NATIVE,), num_devices=4)
+case_of_two = partial(case_of, (NATIVE,), num_devices=2)
+DEEPSEEK = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "mixtral": {"family": "mixtral", "kv_heads": 2},
+    "qwen3-moe": {"family": "qwen3_moe", "kv_heads": 2},
+    "deepseek-v3": {"family": "deepseek_v3", **DEEPSEEK},
+    "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+WINDOW = [labelled_unevenly(), padded(left=True)]
+
+
+def accelerate(
+    model: nn.Module, *, ep: int, dp: int = 1, num_devices: int = 4, dist: Any = None, **options: Any
+) -> nn.Module:
+    fsdp = {"size": num_devices // ep // dp, **options.pop("fsdp", {})}
+    axes = {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}
+    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": axes, **options}))
+
+
+def with_random_numbers(model: nn.Module) -> nn.Module:
+    """Return a model whose routers and biases are no zeros, with which all experts would tie."""
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any() or not parameter.std():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) -> None:
+    """Train a model and its unsharded copy; compare losses, norms and parameters."""
+    plain_model = copy.deepcopy(model)
+    accelerate(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
+    for _ in range(steps):
+        found = step(model, [part_of(model, batch) for batch in batches], optimizer)
+        whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
+        expected = step(plain_model, whole, plain_optimizer)
+        assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
+    check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
+
+
+def trained(model: nn.Module, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    accelerate(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    step(model, [part_of(model, plain())], optimizer)
+    return model, optimizer
+
+
+@case_of_two(each=FAMILIES)
+def spread_over_two_devices_experts_train_as_unsharded(options: dict[str, Any]) -> None:
+    compare(with_random_numbers(make(**options)), WINDOW, ep=2, num_devices=2)
+
+
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "and-fsdp": {"ep": 2},
+    "over-all": {"ep": 4},
+    "and-replicas": {"ep": 2, "dp": 2},
+    "in-another-order": {"ep": 2, "dist": {"topology": ["dp", "ep", "fsdp", "pp", "sp", "tp"]}},
+    "recomputed": {"ep": 2, "memory": {"gc": True}},
+    "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
+    "kept": {"ep": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
+    "with-the-loss-in-chunks": {"ep": 2, "compute": {"chunked_loss": 3}},
+    "fewer-than-devices": {"ep": 2, "num_local_experts": 2},
+}
+
+
+@case(each=LAYOUTS)
+def experts_train_as_unsharded(how: dict[str, Any]) -> None:
+    options = {"num_local_experts": how.get("num_local_experts", 4)}
+    model = make(**FAMILIES["mixtral"], **options)
+    compare(model, WINDOW, **{name: value for name, value in how.items() if name not in options})
+
+
+@case(each={"eager": "eager", "batched": "batched_mm", "grouped": "grouped_mm"})
+def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
+    model = make(**FAMILIES["qwen3-moe"])
+    model.set_experts_implementation(name)
+    compare(model, [padded(left=False), packed()], ep=2, steps=1)
+
+
+@case(each={"kept": {}, "recomputed": {"memory": {"gc": True}}})
+def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
+    """All tokens go to the first two experts: of one device here, which all others wait for."""
+    for frozen in (False, True):
+        model = make(**FAMILIES["mixtral"])
+        model.model.layers[0].mlp.gate.register_forward_hook(_send_to_first)
+        if frozen:  # nothing before the experts has a gradient
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".layers.1." in name or "experts" in name)
+        compare(model, [plain()], ep=4, **how)
+
+
+def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    logits, scores, indices = output
+    return logits, scores, torch.arange(indices.shape[1]).expand_as(indices)
+
+
+@case()
+def the_loss_that_balances_experts_is_over_all_tokens() -> None:
+    for family in ("mixtral", "qwen3-moe"):
+        model = make(**FAMILIES[family], output_router_logits=True, router_aux_loss_coef=0.5)
+        compare(model, [padded(left=True)], ep=2)
+
+
+@case()
+def spread_experts_train_in_bfloat16_as_over_shards() -> None:
+    batch, losses = padded(left=False), []
+    for ep in (1, 4):
+        model = accelerate(make(**FAMILIES["mixtral"]), ep=ep, compute={"bf16": True})
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
+    assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+
+
+@case()
+def a_device_holds_and_gathers_its_experts_only() -> None:
+    model = make(**FAMILIES["mixtral"])
+    experts = model.model.layers[0].mlp.experts
+    full = {name: parameter.detach().clone() for name, parameter in experts.named_parameters()}
+    seen: list[dict[str, torch.Tensor]] = []
+    accelerate(model, ep=2)
+
+    def look(module: nn.Module, args: Any) -> None:
+        seen.append({name: parameter.detach().clone() for name, parameter in experts.named_parameters()})
+
+    experts.act_fn.register_forward_pre_hook(look)
+    model(plain()["input_ids"])
+    held = sharded_model(model).plan.experts[0].held[RANK % 2]
+    assert len(held) == 2
+    for name, parameter in experts.named_parameters():
+        assert parameter.shape == full[name].shape, "a script sees the full shape"
+        assert parameter.to_local().numel() == full[name].numel() // 4
+        assert torch.equal(seen[0][name], full[name][list(held)])
+        assert torch.equal(parameter.full_tensor(), full[name])
+        assert torch.equal(parameter.detach() * 2 + 1, full[name] * 2 + 1)
+
+
+@case(each={"to-fsdp": {"ep": 1}, "to-more": {"ep": 4}, "to-replicas": {"ep": 2, "dp": 2}})
+def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
+    folder = Path(sys.argv[2]) / f"ep-saved-{'-'.join(map(str, after.values()))}"
+    make_model = partial(make, **FAMILIES["mixtral"])
+    saved, optimizer = trained(make_model(), ep=2)
+    torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
+    expected = torchacc.full_state_dict(saved)
+    state = torchacc.optim_state_dict(saved, optimizer)
+    loaded = accelerate(torchacc.deferred_init(make_model), **after)
+    new_optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
+    torchacc.checkpoint.load(folder, model=loaded, optimizer=new_optimizer)
+    _check_same(torchacc.full_state_dict(loaded), expected)
+    _check_same(torchacc.optim_state_dict(loaded, new_optimizer)["state"], state["state"])
+    following = [step(each, [part_of(each, plain())], o) for each, o in ((saved, optimizer), (loaded, new_optimizer))]
+    assert following[1] == pytest.approx(following[0], rel=RELATIVE)
+    again = folder.with_name(f"{folder.name}-again")
+    torchacc.checkpoint.save(again, model=loaded, optimizer=new_optimizer)
+    back = accelerate(torchacc.deferred_init(make_model), ep=2)
+    torchacc.checkpoint.load(again, model=back)
+    _check_same(torchacc.full_state_dict(back), torchacc.full_state_dict(loaded))
+
+
+def _check_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        for key in expected:
+            _check_same(found[key], expected[key])
+    else:
+        assert found == expected
+
+
+@case()
+def spread_experts_evaluate_and_generate_ragged_samples() -> None:
+    model = make(**FAMILIES["qwen3-moe"])
+    whole = copy.deepcopy(model).eval()
+    accelerate(model, ep=4).eval()
+    ids = plain()["input_ids"][:1, : 5 + 2 * RANK]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, whole(ids).logits)
+        generated = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, whole.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
+
+
+@case()
+def what_spread_experts_cannot_do_is_refused() -> None:
+    mixtral = partial(make, **FAMILIES["mixtral"])
+    for options, expected in (
+        ({"ep": 2, "compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
+        ({"ep": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
+        ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
+        ({"ep": 2, "fsdp": {"cpu_offload": True}}, "cpu_offload"),
+        ({"ep": 2, "fsdp": {"size": 1}, "dist": {"tp": {"size": 2}}}, "dist.tp.size"),
+        ({"ep": 2, "fsdp": {"size": 1}, "dist": {"sp": {"size": 2}}}, "dist.sp.size"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(mixtral(), **options)
+    tied, mine = mixtral(), mixtral()
+    tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
+    mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
+    for model, ep, expected in (
+        (make("llama"), 2, "no module of experts"),
+        (make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), 4, "the 6 experts of"),
+        (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
+        (tied, 2, "tied"),
+        (mine, 2, "not transformers' own"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(model, ep=ep)
+    model = accelerate(mixtral(), ep=2)
+    loss = model(**part_of(model, plain())).loss
+    with pytest.raises(torchacc.EngineError, match="dist.ep"):
+        torch.autograd.grad(loss, model.model.layers[0].mlp.experts.down_proj)
+
+
+def _olmoe() -> Any:
+    size = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.AutoConfig.for_model("olmoe", vocab_size=96, num_experts=4, num_experts_per_tok=2, **size)

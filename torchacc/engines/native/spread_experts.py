@@ -1,0 +1,208 @@
+"""Spread the experts of models of transformers over devices (expert parallelism): tokens go to the device of theirs.
+
+A module of experts is a unit of FSDP2's that is gathered by the devices that hold the same experts only. At rest its
+parameters are shards of the full ones over all devices, as those of every unit. The model's own forward of the module
+computes the tokens of all devices with the experts that are gathered here.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.engines.native.expert_collectives import exchange_counts, exchange_rows
+from torchacc.engines.patches import transformers_attention
+from torchacc.engines.process_group import gloo_silenced
+from torchacc.errors import ConfigError
+from torchacc.parallel.axes import Role
+from torchacc.parallel.experts import Experts, count_experts
+from torchacc.parallel.mesh import STRATEGIES, Mesh
+from torchacc.parallel.plan import PlannedParameter
+
+_FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+"""Model families that tests show to match the unsharded run, by transformers' `model_type`."""
+_LIBRARY = "transformers."
+
+
+def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """Refuse what would not compute the unsharded numbers, or is not known to.
+
+    Args:
+        config: A resolved config.
+        mesh: Its mesh.
+        model: The model; it is only read.
+
+    Raises:
+        ConfigError: It would not.
+    """
+    dist_, compute, memory = config.dist, config.compute, config.memory
+    asked = f"config.dist.ep.size = {mesh.size(Role.EXPERT)}"
+    refused = {
+        f"config.dist.tp.size = {dist_.tp.size}": dist_.tp.size > 1,
+        f"config.dist.sp.size = {dist_.sp.size}": dist_.sp.size > 1,
+        f"config.dist.pp.size = {dist_.pp.size}": dist_.pp.size > 1,
+        f"config.dist.fsdp.sharding_strategy = {dist_.fsdp.sharding_strategy!r}": not STRATEGIES[
+            dist_.fsdp.sharding_strategy
+        ].shards,
+        "config.dist.fsdp.cpu_offload = True": dist_.fsdp.cpu_offload,
+        "config.compute.compile = True": compute.compile,
+        "config.compute.fp8 = True": compute.fp8,
+        "config.compute.fp16 = True": compute.fp16,
+        f"config.memory.gc_policy = {memory.gc_policy!r}": memory.gc_policy != "full",
+    }
+    for option, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    if type(model) is nn.Module:  # the trainer asks before it has a model
+        return
+    models = transformers_attention.models_of(model)
+    for name, module in model.named_modules():
+        if count_experts(module) is None:
+            continue
+        family = next((each.config.model_type for each in models if module in set(each.modules())), None)
+        if family not in _FAMILIES:
+            raise ConfigError(
+                f"{asked}: the families of transformers whose experts are spread are {', '.join(_FAMILIES)}, and "
+                f"{name!r} is of {family or type(model).__name__!r}: use config.dist.fsdp.size"
+            )
+        if not type(module).__module__.startswith(_LIBRARY) or "forward" in vars(module):
+            raise ConfigError(
+                f"{asked}: {name!r} has a forward that is not transformers' own, which may look for all experts: use "
+                "config.dist.fsdp.size"
+            )
+        tied = [each for each in module.parameters() if sum(each is other for other in _all_parameters(model)) > 1]
+        if tied:
+            raise ConfigError(
+                f"{asked}: parameters of {name!r} are tied to others of the model, which need all of their experts: "
+                "use config.dist.fsdp.size"
+            )
+    adapted = next(
+        (name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None
+    )
+    if adapted is not None:
+        raise ConfigError(
+            f"{asked}: {adapted!r} is of peft, whose adapters with spread experts no test shows to be right: use "
+            "config.dist.fsdp.size"
+        )
+
+
+def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+
+
+def make_mesh(mesh: Mesh, device_type: str) -> Any:
+    """Return the DeviceMesh (replicate, expert, shard), whose shards are of the same experts. Collective."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    roles = (Role.REPLICATE, Role.EXPERT, Role.SHARD)
+    ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.index(rank, role) for role in roles])
+    grid = torch.tensor(ranks, dtype=torch.int).view(mesh.size(Role.REPLICATE), mesh.size(Role.EXPERT), -1)
+    with gloo_silenced():
+        return DeviceMesh(device_type, grid, mesh_dim_names=tuple(role.value for role in roles))
+
+
+def install(module: nn.Module, experts: Experts, mesh: Any) -> None:
+    """Let a module's forward send tokens to the devices of their experts, and bring back what these compute.
+
+    Args:
+        module: The module, which is changed in place.
+        experts: Which experts lie where.
+        mesh: What `make_mesh()` made.
+    """
+    group: dist.ProcessGroup = mesh.get_group(Role.EXPERT.value)
+    forward: Callable[..., torch.Tensor] = module.forward
+    positions = torch.tensor(experts.positions, device=mesh.device_type)
+    module.num_experts = experts.num_held  # type: ignore[assignment]
+
+    @functools.wraps(forward)
+    def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return _run(forward, module, positions, group, hidden, chosen, weights)
+
+    module.forward = run
+
+
+def _run(
+    forward: Callable[..., torch.Tensor],
+    module: nn.Module,
+    positions: torch.Tensor,
+    group: dist.ProcessGroup,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute tokens with the experts of all devices. Collective.
+
+    Args:
+        forward: The module's own, which computes with the experts of this device.
+        module: The module.
+        positions: For each expert its position where the experts of all devices lie one after another.
+        group: The devices.
+        hidden: This device's tokens, of shape (tokens, width).
+        chosen: Which experts each token has, of shape (tokens, experts per token).
+        weights: With which weights, of the same shape.
+    """
+    wanted = positions[chosen.reshape(-1)]
+    order = wanted.argsort(stable=True)
+    counts = torch.bincount(wanted, minlength=len(positions)).view(group.size(), -1)
+    received = exchange_counts(counts, group)
+    num_sent, num_received = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+    tokens, token_weights = exchange_rows(
+        (hidden[order // chosen.shape[1]], weights.reshape(-1)[order]), group, sent=num_sent, received=num_received
+    )
+    own = torch.arange(received.shape[1], device=hidden.device).repeat(group.size())
+    own = own.repeat_interleave(received.reshape(-1))
+    computed = forward(tokens, own[:, None], token_weights[:, None]) if len(tokens) else tokens
+    (back,) = exchange_rows(
+        (computed,),
+        group,
+        sent=num_received,
+        received=num_sent,
+        after=(tokens, token_weights, *module.parameters()),
+    )
+    of_tokens = torch.empty_like(order)
+    of_tokens[order] = torch.arange(len(order), device=order.device)
+    summed = back[of_tokens].view(*chosen.shape, -1).sum(1, dtype=torch.promote_types(back.dtype, torch.float32))
+    return summed.to(hidden.dtype)
+
+
+def keep_own(module: nn.Module, experts: Experts, mesh: Any) -> None:
+    """Replace the parameters of a module by those of the experts that are gathered here, on the device."""
+    held = list(experts.held[mesh.get_local_rank(Role.EXPERT.value)])
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        own = parameter.detach()[held].to(mesh.device_type).contiguous()
+        module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, experts: Experts) -> None:
+    """Let a module that `fully_shard()` has sharded show shards of the full parameters, and average their gradients.
+
+    Its shards are those: which rows a device has of the experts that are gathered here is which it has of all.
+
+    A gradient is the sum over the tokens of all devices that send some here, and FSDP2 divides by the number of those
+    that it sums over. That is not said by `set_gradient_divide_factor()`, as torch 2.13 divides twice where it is one.
+
+    Args:
+        module: The module.
+        parameters: Its parameters as planned.
+        mesh: The DeviceMesh over which full parameters are sharded.
+        experts: Which experts lie where.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    for planned in parameters:
+        name = planned.name.rpartition(".")[2]
+        shard = module._parameters[name]
+        full = torch.empty(planned.shape, device="meta")
+        whole = DTensor.from_local(
+            shard.detach().to_local(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+        )
+        module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+    for parameter in fully_shard.state(module)._fsdp_param_group.fsdp_params:  # type: ignore[attr-defined]
+        parameter.reset_sharded_param()
+    module.set_all_reduce_hook(lambda gradients: gradients.div_(len(experts.held)))
