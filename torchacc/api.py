@@ -300,8 +300,8 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 def _describe_loader(loader: data.AsyncLoader, engine: Engine) -> None:
     """Log once how a loader's batches are dealt out: a script may make the same one for each evaluation."""
     described = loader.describe()
-    if described not in engine.described:
-        engine.described.add(described)
+    if described not in engine.logged_loaders:
+        engine.logged_loaders.add(described)
         _log.info("loader: %s", described)
 
 

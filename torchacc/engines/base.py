@@ -66,8 +66,8 @@ class Engine(ABC):
         self.mesh = mesh
         self.job = job
         self.group = ProcessGroup(job)
-        self.described: set[str] = set()
-        """What has been logged of its loaders."""
+        self.logged_loaders: set[str] = set()
+        """The descriptions of its loaders that have been logged."""
 
     def options_without_effect(self) -> Mapping[str, str]:
         """Return `no_effect`, and what means nothing on the devices that this machine has."""

@@ -43,7 +43,8 @@ class Rule:
 
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
-PARTIAL = "replicated_with_grad_allreduce"
+SUMMED_GRADIENT = "replicated_with_grad_allreduce"
+"""The style of a weight that each process has in full, and whose gradients of all processes are added up."""
 _GATHERED = "colwise_gather_output"
 _EXPERTS = "moe_tp_experts"
 _VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED)
@@ -59,7 +60,7 @@ _LLAMA = (
     Rule(r"\.(gate|up)_proj\.bias$", (_TP,)),
     Rule(r"\.down_proj\.weight$", _BY_INPUT),
 )
-_QWEN3 = (*_LLAMA, Rule(r"\.[qk]_norm\.weight$", (), style=PARTIAL))  # of each head: a process norms its own
+_QWEN3 = (*_LLAMA, Rule(r"\.[qk]_norm\.weight$", (), style=SUMMED_GRADIENT))  # of each head: a process norms its own
 
 _GPT2 = (  # whose Conv1D has its weight as (input, output)
     Rule(r"(wte|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED),
@@ -119,7 +120,7 @@ _DECLARED = {
     "packed_rowwise": _BY_INPUT,
     "embedding_rowwise": _BY_OUTPUT,
     "embedding_colwise": _BY_INPUT,
-    PARTIAL: (),
+    SUMMED_GRADIENT: (),
     "mla_kv_a_proj": (),
 }
 
@@ -130,7 +131,7 @@ class TensorParallelPlan:
 
     size: int = 1
     """Devices that share a layer."""
-    source: str = ""
+    declared_by: str = ""
     """Whose plan it is: a family's name, or what else."""
     specs: Mapping[str, ParameterSpec] = field(default_factory=dict)
     """First name of each parameter that the plan says something of -> the axis of each dimension."""
@@ -156,7 +157,7 @@ class TensorParallelPlan:
 
     def __str__(self) -> str:
         activations = ", activations between units along their length" if self.sequence_parallel else ""
-        lines = [f"  layers split over tp {self.size} by the plan of {self.source}{activations}"]
+        lines = [f"  layers split over tp {self.size} by the plan of {self.declared_by}{activations}"]
         lines += _listed(
             {
                 name: f"({', '.join(' '.join(named(entry)) or '-' for entry in spec)})"
@@ -170,7 +171,7 @@ class TensorParallelPlan:
 SHARED_HEADS = "shared_heads"
 """The style of projections to fewer key-value heads than devices: several compute with the same head."""
 OWN_PLAN = "config.dist.tp.plan"
-"""The source of a plan that the user has written."""
+"""Who declares a plan that the user has written."""
 
 Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
@@ -200,9 +201,9 @@ def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shape
     specs, unsplit, styles = _by_rules(rules, size, described, shapes)
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
-    source = family or type(model).__name__
+    declared_by = family or type(model).__name__
     num_key_value_heads = getattr(described, _KV_HEADS, None) or 0
-    return TensorParallelPlan(size, source, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
+    return TensorParallelPlan(size, declared_by, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
 
 
 def _by_rules(
@@ -309,7 +310,8 @@ def _declared_rules(model: nn.Module, described: Any) -> list[Rule]:
         if spec == _BY_OUTPUT:
             rules.append(Rule(rf"{place}\.bias$", (_TP,), count, may_stay_unsplit, word))
         if style == "colwise" and re.search(r"\b[qk]_proj$", path):  # norms of each head, which plans may leave out
-            norms.append(Rule(place.removesuffix("_proj") + r"_(layer)?norm\.(weight|bias)$", (), style=PARTIAL))
+            norm = place.removesuffix("_proj") + r"_(layer)?norm\.(weight|bias)$"
+            norms.append(Rule(norm, (), style=SUMMED_GRADIENT))
     return rules + norms
 
 

@@ -202,7 +202,7 @@ def test_a_layer_that_does_not_divide_is_refused():
 def test_the_first_pattern_that_fits_decides():
     found = plan(Mlp(), plan={r"up\.weight": [None, None], r"weight$": ["tp", "fsdp"]}, fsdp=2).tensor_parallel
     assert found.specs == {"up.weight": (None, None), "down.weight": ("tp", "fsdp")}
-    assert found.source == "config.dist.tp.plan"
+    assert found.declared_by == "config.dist.tp.plan"
 
 
 def test_a_tied_parameter_is_found_by_each_of_its_names():

@@ -15,15 +15,15 @@ from torch import nn
 
 from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.native.compiled_units import regions
-from torchacc.engines.native.proved_plans import PLANS, fingerprint
+from torchacc.engines.native.proved_plans import PROVED_PLANS, fingerprint
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, restricted
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.tensor_parallel import (
     FAMILIES,
     OWN_PLAN,
-    PARTIAL,
     SHARED_HEADS,
+    SUMMED_GRADIENT,
     TensorParallelPlan,
     find_config,
 )
@@ -34,7 +34,6 @@ _HEAD_WIDTHS = ("n_heads", "split_size")
 """The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 _NORM_OF_HEADS = re.compile(r"(\.[qk])_(?:layer)?norm\.\w+$")
-_OR_MULTIPLE = ", or a multiple of it"
 
 
 def check(model: nn.Module, plan: ShardingPlan) -> None:
@@ -49,17 +48,18 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     """
     tp, instead = plan.tensor_parallel, "use config.backend = 'xla' with config.dist.fsdp.use_spmd = True"
     _check_family(model, tp, instead)
-    if tp.source != OWN_PLAN:
+    if tp.declared_by != OWN_PLAN:
         _check_options(model, plan, instead)
     _check_modules(model, tp, instead)
     if tp.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
+    is_ours = tp.declared_by in FAMILIES
     for name, reason in tp.unsplit.items():
-        shares_heads = tp.styles.get(name) == SHARED_HEADS and tp.source in FAMILIES
+        shares_heads = tp.styles.get(name) == SHARED_HEADS and is_ours
         if _KEYS_OR_VALUES.search(name) and not shares_heads:
             raise ConfigError(
                 f"config.dist.tp.size = {tp.size}, and {reason}: the native engine splits keys and values as "
-                f"queries. Choose a size that divides it{_OR_MULTIPLE if tp.source in FAMILIES else ''}, or {instead}"
+                f"queries. Choose a size that divides it{', or a multiple of it' if is_ours else ''}, or {instead}"
             )
 
 
@@ -87,19 +87,19 @@ def _check_modules(model: nn.Module, tp: TensorParallelPlan, instead: str) -> No
 
 
 def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
-    if tp.source in FAMILIES:
+    if tp.declared_by in FAMILIES:
         return
-    if tp.source == OWN_PLAN:
+    if tp.declared_by == OWN_PLAN:
         _check_own_plan(model, tp, instead)
         return
-    given = f"config.dist.tp.size = {tp.size} by the plan that {tp.source} declares"
-    if tp.source not in PLANS:
+    given = f"config.dist.tp.size = {tp.size} by the plan that {tp.declared_by} declares"
+    if tp.declared_by not in PROVED_PLANS:
         raise ConfigError(
             f"{given}: the native engine splits families for which it was shown that a process computes right with its "
-            f"part of the heads, {', '.join(sorted({*FAMILIES, *PLANS}))}. Write a plan of your own into "
+            f"part of the heads, {', '.join(sorted({*FAMILIES, *PROVED_PLANS}))}. Write a plan of your own into "
             f"config.dist.tp.plan, which is right for every model and sends more, or {instead}"
         )
-    if PLANS[tp.source] != fingerprint(find_config(model)):
+    if PROVED_PLANS[tp.declared_by] != fingerprint(find_config(model)):
         raise ConfigError(
             f"{given}: it is another one in this version of transformers than that which was shown to compute right. "
             f"Write a plan of your own into config.dist.tp.plan, or {instead}"
@@ -112,17 +112,17 @@ def _check_options(model: nn.Module, plan: ShardingPlan, instead: str) -> None:
     otherwise = f"Write a plan of your own into config.dist.tp.plan, which is right for every model, or {instead}"
     if any(getattr(find_config(model), "activation_sparsity_pattern", None) or ()):
         raise ConfigError(
-            f"config.dist.tp.size = {tp.size}, and activation_sparsity_pattern lets an MLP of {tp.source} keep what is "
-            f"large among all of its columns, of which a device has a part. {otherwise}"
+            f"config.dist.tp.size = {tp.size}, and activation_sparsity_pattern lets an MLP of {tp.declared_by} keep "
+            f"what is large among all of its columns, of which a device has a part. {otherwise}"
         )
     for planned in plan.parameters:
         projection = _NORM_OF_HEADS.sub(r"\1_proj.weight", planned.name)
         if projection == planned.name or tp.styles.get(projection) not in ("colwise", SHARED_HEADS):
             continue
-        if tp.styles.get(planned.name) != PARTIAL or len(planned.shape) != 1:
+        if tp.styles.get(planned.name) != SUMMED_GRADIENT or len(planned.shape) != 1:
             raise ConfigError(
                 f"config.dist.tp.size = {tp.size}, and {planned.name!r} of shape {planned.shape} norms heads, of which "
-                f"a device has a part, in a way that the plan of {tp.source} does not know. {otherwise}"
+                f"a device has a part, in a way that the plan of {tp.declared_by} does not know. {otherwise}"
             )
 
 
@@ -169,9 +169,9 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
         style = styles.get(module, "")
-        how = _use_of(leaf, style, tp.spec_of(each.name), tp.styles.get(each.name, ""))
+        how = _seen_as(leaf, style, tp.spec_of(each.name), tp.styles.get(each.name, ""))
         # Hide split weights from code that no test covers.
-        is_hidden = bool(style) and tp.source == OWN_PLAN and not is_compiled
+        is_hidden = bool(style) and tp.declared_by == OWN_PLAN and not is_compiled
         whole = module if is_hidden else inside_of.get(module, model)
         for at in {whole, module} if whole is model else {whole}:
             ordinary.setdefault(at, []).append(_OrdinaryTensor(module, leaf, how))
@@ -329,14 +329,14 @@ class _OrdinaryTensor(NamedTuple):
 
     module: nn.Module
     name: str
-    use: str
-    """How it computes with that: see `_ordinary()`."""
+    seen_as: str
+    """As what it computes with that: see `_ordinary()`."""
 
 
-def _use_of(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
+def _seen_as(leaf: str, style: str, spec: ParameterSpec, declared: str) -> str:
     """Return what a module sees of a parameter, by how it computes and by what the plan says of that."""
     is_split = dim_over(spec, Role.TENSOR) is not None
-    if declared == PARTIAL:
+    if declared == SUMMED_GRADIENT:
         return "copy"
     if declared == SHARED_HEADS:
         return declared
@@ -354,10 +354,10 @@ def _with_ordinary_tensors(
     """Run a forward with ordinary tensors in the place of parameters, or of what stands in for these by now."""
     before = [vars(module).get(name) for module, name, _ in slots]
     try:
-        for (module, name, use), stand_in in zip(slots, before, strict=True):
+        for (module, name, seen_as), stand_in in zip(slots, before, strict=True):
             found: Any = module._parameters[name] if stand_in is None else stand_in
             if hasattr(found, "placements"):  # else it is ordinary, as for the module around this one
-                vars(module)[name] = _ordinary(found, use, mesh, num_heads)
+                vars(module)[name] = _ordinary(found, seen_as, mesh, num_heads)
         return forward(*args, **kwargs)
     finally:
         for (module, name, _), stand_in in zip(slots, before, strict=True):
@@ -367,31 +367,31 @@ def _with_ordinary_tensors(
                 vars(module)[name] = stand_in
 
 
-def _ordinary(parameter: Any, use: str, mesh: Any, num_heads: int) -> torch.Tensor:
+def _ordinary(parameter: Any, seen_as: str, mesh: Any, num_heads: int) -> torch.Tensor:
     """Return a parameter as a module computes with it.
 
     Args:
         parameter: The distributed tensor, unsharded over all axes but `tp`.
-        use: `own`: what this process has. `copy`: all, of which each process uses something else. `cut`: a part of what
-            all have. `share`: a summand. `all`: put together. `shared_heads`: the rows of one head.
+        seen_as: `own`: what this process has. `copy`: all, of which each process uses something else. `cut`: a part of
+            what all have. `share`: a summand. `all`: put together. `shared_heads`: the rows of one head.
         mesh: The DeviceMesh of the axis `tp`.
         num_heads: The number of heads that are shared.
     """
     from torch.distributed.tensor import Replicate
 
-    if use in ("all", "share"):
+    if seen_as in ("all", "share"):
         parameter = parameter.redistribute(placements=[Replicate()])
     # Of a full tensor each process has all of the gradient: what split layers send back was added up over them.
     own: torch.Tensor = parameter.to_local(grad_placements=parameter.placements)
-    if use == "share":
+    if seen_as == "share":
         share: torch.Tensor = _Share.apply(own, mesh.size())
         return share
-    if use == SHARED_HEADS:
+    if seen_as == SHARED_HEADS:
         of_heads = _relaid(own, mesh, *_COPY).unflatten(0, (num_heads, -1))
         one: torch.Tensor = of_heads[mesh.get_local_rank() * num_heads // mesh.size()]
         return one
     moves = {"copy": _COPY, "cut": _CUT}
-    return _relaid(own, mesh, *moves[use]) if use in moves else own
+    return _relaid(own, mesh, *moves[seen_as]) if seen_as in moves else own
 
 
 class _Share(torch.autograd.Function):
