@@ -7,150 +7,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.specifiers import SpecifierSet
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import torchacc
 from tests import forkrun
+from tests.unit.checkpoint.hf_models import (
+    AUTO,
+    MODELS,
+    VOCAB,
+    accelerate,
+    change,
+    check_equal,
+    every_model,
+    loaded,
+    make,
+    tied,
+)
 from torchacc.checkpoint import hf
-from torchacc.engines.base import sharded_model
 from torchacc.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", minversion="5")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 core_model_loading = pytest.importorskip("transformers.core_model_loading")
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 PROGRAM = Path(__file__).with_name("hf_program.py")
-VOCAB = 60
-
-LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-MIXTRAL = {**LLAMA, "num_local_experts": 12}  # more than nine: "10" comes before "2" in the order of names
-QWEN2_MOE = {
-    **LLAMA,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "mlp_only_layers": [0],
-}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-
-MODELS = {
-    "mixtral": ("MixtralForCausalLM", MIXTRAL),
-    "mixtral-tied": ("MixtralForCausalLM", {**MIXTRAL, "tie_word_embeddings": True}),
-    "qwen2-moe": ("Qwen2MoeForCausalLM", QWEN2_MOE),
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-    "gpt2-untied": ("GPT2LMHeadModel", {**GPT2, "tie_word_embeddings": False}),
-    "llama": ("LlamaForCausalLM", LLAMA),
-    "llama-tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2ForCausalLM", LLAMA),
-    "qwen2-tied": ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "bert-masked-lm": ("BertForMaskedLM", BERT),
-    "bert-masked-lm-untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
-    "bert-classifier": ("BertForSequenceClassification", {**BERT, "num_labels": 5}),
-    "t5": ("T5ForConditionalGeneration", T5),
-    "t5-untied": ("T5ForConditionalGeneration", {**T5, "tie_word_embeddings": False}),
-}
-AUTO = {
-    "BertForMaskedLM": "AutoModelForMaskedLM",
-    "BertForSequenceClassification": "AutoModelForSequenceClassification",
-    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-}
-every_model = pytest.mark.parametrize("name", MODELS)
-
-
-def make(name, *, meta=False, **changes):
-    """Build a model whose every parameter is random, also those that are usually zero or one."""
-    class_name, options = MODELS[name]
-    model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**{**options, **changes})
-    if meta:
-        with torch.device("meta"):
-            return model_class(config)
-    torch.manual_seed(0)
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
-
-
-def accelerate(model, **fsdp):
-    config = torchacc.Config()
-    config.backend = "native"
-    for key, value in fsdp.items():
-        setattr(config.dist.fsdp, key, value)
-    return torchacc.accelerate(model, config=config)
-
-
-def loaded(folder, name, **changes):
-    """Return what is loaded into a sharded model that was built on the meta device."""
-    model = accelerate(make(name, meta=True, **changes))
-    torchacc.checkpoint.load(folder, model=model)
-    return torchacc.full_state_dict(model)
-
-
-def change(folder, edit):
-    """Change the tensors of a checkpoint in one file."""
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(
-        {key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
-
-
-def check_equal(state, wanted):
-    assert state.keys() == wanted.keys()
-    different = [key for key in wanted if not torch.equal(state[key], wanted[key])]
-    assert not different
-
-
-def tied(model):
-    """Return the names of each group of names that are one parameter."""
-    names = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-
-
-@pytest.fixture
-def register():
-    """Register a conversion for as long as a test takes."""
-    cache = conversion_mapping.get_checkpoint_conversion_mapping
-    cache("legacy")  # builds it
-    registered = conversion_mapping._checkpoint_conversion_mapping_cache
-    before = dict(registered)
-
-    def register_(class_name, *transforms):
-        conversion_mapping.register_checkpoint_conversion_mapping(class_name, [*transforms], overwrite=True)
-
-    yield register_
-    registered.clear()
-    registered.update(before)
-    conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
 
 
 class TestIntoAShardedModel:
@@ -361,97 +244,6 @@ class TestBuffers:
     def test_are_asked_for_where_nothing_was_computed(self, tmp_path):
         with pytest.raises(CheckpointError, match="lacks 1 of .*: count"):
             self.load(tmp_path, meta=True)
-
-
-class TestRefusals:
-    def test_an_expert_is_missing(self, tmp_path):
-        make("mixtral").save_pretrained(tmp_path)
-        change(tmp_path, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.4.w2.weight"))
-        with pytest.raises(
-            CheckpointError, match=r"made of .* has the shape \(11, 16, 24\), and the model's .*\(12, 16"
-        ):
-            loaded(tmp_path, "mixtral")
-
-    def test_an_expert_of_another_shape(self, tmp_path):
-        make("mixtral").save_pretrained(tmp_path)
-        key = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
-        change(tmp_path, lambda tensors: tensors.update({key: torch.zeros(2, 2)}))
-        with pytest.raises(CheckpointError, match=r"transformers cannot make model.layers.1.mlp.experts.down_proj of"):
-            loaded(tmp_path, "mixtral")
-
-    def test_a_tensor_and_what_it_is_made_of(self, tmp_path):
-        make("mixtral").save_pretrained(tmp_path)
-        key = "model.layers.1.mlp.experts.down_proj"
-        change(tmp_path, lambda tensors: tensors.update({key: torch.zeros(12, 16, 24)}))
-        with pytest.raises(CheckpointError, match="which is it"):
-            loaded(tmp_path, "mixtral")
-
-    def test_a_refused_checkpoint_leaves_the_model_usable(self, tmp_path):
-        make("llama").save_pretrained(tmp_path)
-        model = make("gpt2")
-        wanted = {key: value.clone() for key, value in model.state_dict().items()}
-        sharded = accelerate(model)
-        with pytest.raises(CheckpointError, match="lacks"):
-            torchacc.checkpoint.load(tmp_path, model=sharded)
-        check_equal(torchacc.full_state_dict(sharded), wanted)
-        assert sharded_model(sharded).status.has_weights
-
-    def test_a_pickle(self, tmp_path):
-        torch.save(make("gpt2").state_dict(), tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match="only pytorch_model.bin, a pickle.*convert it to safetensors"):
-            loaded(tmp_path, "gpt2")
-
-    def test_a_quantized_checkpoint(self, tmp_path):
-        make("gpt2").save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match="is quantized: .*dequantize"):
-            loaded(tmp_path, "gpt2")
-
-    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-    @pytest.mark.parametrize(
-        ("name", "end"), [("gpt2", "attn.c_attn.weight"), ("mixtral", "w1.weight")], ids=["as it is", "converted"]
-    )
-    def test_quantized_weights(self, tmp_path, name, end, dtype):
-        make(name).save_pretrained(tmp_path)
-        change(
-            tmp_path, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items() if k.endswith(end)})
-        )
-        with pytest.raises(CheckpointError, match=f"is {dtype}, and without what it was quantized with"):
-            loaded(tmp_path, name)
-
-
-class TestUnknownInternals:
-    @pytest.fixture(params=["version", "signature"])
-    def unknown(self, request, monkeypatch):
-        if request.param == "version":
-            monkeypatch.setattr(hf, "_CONVERSIONS", SpecifierSet("<5"))
-        else:
-            monkeypatch.setattr(core_model_loading, "rename_source_key", lambda source_key, mapping: None)
-
-    @pytest.mark.usefixtures("unknown")
-    def test_what_needs_them_is_refused(self, tmp_path):
-        make("mixtral").save_pretrained(tmp_path)
-        message = r"lacks 6 of .*gate_up_proj.*How transformers 5.* converts .*save_original_format=False"
-        with pytest.raises(CheckpointError, match=message):
-            loaded(tmp_path, "mixtral")
-
-    @pytest.mark.usefixtures("unknown")
-    def test_what_fits_by_name_is_loaded_with_a_warning(self, tmp_path, caplog, monkeypatch):
-        monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)
-        model = make("gpt2")
-        model.save_pretrained(tmp_path)
-        check_equal(loaded(tmp_path, "gpt2"), model.state_dict())
-        assert "is loaded by the names in it. How transformers" in caplog.text
-
-    @pytest.mark.usefixtures("unknown")
-    def test_torchacc_checkpoints_do_not_need_them(self, tmp_path, caplog, monkeypatch):
-        monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)
-        model = make("mixtral")
-        wanted = {key: value.clone() for key, value in model.state_dict().items()}
-        torchacc.checkpoint.save(tmp_path / "new", model=accelerate(model))
-        check_equal(loaded(tmp_path / "new", "mixtral"), wanted)
-        assert "How transformers" not in caplog.text
 
 
 class TestFromPretrained:

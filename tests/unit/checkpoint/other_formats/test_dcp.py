@@ -1,10 +1,8 @@
 """Folders of `torch.distributed.checkpoint`, written by PyTorch and read by it, against checkpoints of torchacc."""
 
 import os
-import pickle
 import re
 import runpy
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import torchacc
 from tests import forkrun
+from tests.unit.checkpoint.other_formats.made_dcp_folders import altered, write
 from torchacc.checkpoint import load, save, verify
 from torchacc.checkpoint.dcp import export_dcp, import_dcp
 from torchacc.checkpoint.other_formats.dcp_files import DcpFolder
@@ -300,10 +296,6 @@ def test_other_strides_and_dtypes_survive(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def write(path, state, planner=None):
-    dcp.save(state, checkpoint_id=path, no_dist=True, planner=planner)
-
-
 def test_a_tensor_cut_along_any_dim_is_put_together(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
     write(tmp_path / "dcp", {"model": {"w": whole}})
@@ -338,188 +330,10 @@ def test_groups_in_one_entry_are_read_too(tmp_path):
         assert list(saved.optimizer) == ["w/exp_avg"]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A small folder of PyTorch's."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    dcp.save({"model": model.state_dict(), "optim": {"state": {}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    return tmp_path / "dcp"
-
-
-def refused(folder, message):
-    target = folder.with_name("refused")
-    with pytest.raises(CheckpointError, match=message):
-        import_dcp(folder, target)
-    assert not target.exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["dcp"]
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/torchacc-was-here",)
-
-
-def test_metadata_that_could_run_code_is_refused(folder):
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = Evil()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(folder, r"\.metadata holds a posix\.system, which is no metadata")
-    assert not Path("/tmp/torchacc-was-here").exists()
-
-
-def test_an_entry_that_could_run_code_is_refused(tmp_path):
-    state = {"state": {}, "param_groups": [{"lr": Evil(), "params": ["0.weight"]}]}
-    weights = nn.Sequential(nn.Linear(2, 2)).state_dict()
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    refused(tmp_path / "dcp", r"__0_0\.distcp: optim\.param_groups.* holds a posix\.system: .*could run code")
-    assert not Path("/tmp/torchacc-was-here").exists()
-
-
-def test_a_missing_metadata_is_named(folder):
-    (folder / ".metadata").unlink()
-    refused(folder, r"dcp/\.metadata is missing: it is written last")
-    with pytest.raises(CheckpointError, match="there is no such folder"):
-        import_dcp(folder / "nowhere", folder.with_name("refused"))
-
-
-def test_a_damaged_metadata_is_named(folder):
-    path = folder / ".metadata"
-    path.write_bytes(path.read_bytes()[:-20])
-    refused(folder, r"dcp/\.metadata is damaged: its pickle ends with")
-    path.write_bytes(pickle.dumps({"model": 1}))
-    refused(folder, r"dcp/\.metadata holds a dict, not")
-
-
-def test_a_truncated_file_is_named_with_its_tensor(folder):
-    path = folder / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:-100])
-    refused(folder, r"__0_0\.distcp is truncated: model\.\d\.(weight|bias) ends at byte")
-    path.unlink()
-    refused(folder, r"__0_0\.distcp, which holds model\.0\.weight, cannot be read: No such file")
-
-
-def test_an_overwritten_entry_is_named_with_its_tensor(folder):
-    path = folder / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[:64] = bytes(64)
-    path.write_bytes(data)
-    refused(folder, r"__0_0\.distcp: model\.\d\.(weight|bias), at byte 0, is damaged")
-
-
-def altered(folder, change):
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def test_a_file_outside_of_the_folder_is_not_read(folder):
-    def point_elsewhere(metadata):
-        for info in metadata.storage_data.values():
-            info.relative_path = "../other.distcp"
-
-    altered(folder, point_elsewhere)
-    refused(folder, r"is in '\.\./other\.distcp': outside of the folder")
-
-
-def test_a_compressed_entry_is_refused(folder):
-    altered(
-        folder, lambda metadata: [setattr(i, "transform_descriptors", ["zstd"]) for i in metadata.storage_data.values()]
-    )
-    refused(folder, r"__0_0\.distcp: model\.0\.weight went through zstd")
-
-
-def test_a_part_of_another_save_is_noticed(folder):
-    def retype(metadata):
-        metadata.state_dict_metadata["model.0.weight"].properties.dtype = torch.int32
-
-    altered(folder, retype)
-    refused(
-        folder, r"the part of model\.0\.weight at \(0, 0\) is not as \.metadata there has it, torch\.int32 of shape"
-    )
-
-
-def test_a_part_that_is_no_plain_tensor_is_refused(folder):
-    with (folder / "sparse.distcp").open("wb") as file:
-        torch.save(torch.eye(4, 3).to_sparse(), file)
-        size = file.tell()
-
-    def point_there(metadata):
-        for index, info in metadata.storage_data.items():
-            if index.fqn == "model.0.weight":
-                info.relative_path, info.offset, info.length = "sparse.distcp", 0, size
-
-    altered(folder, point_there)
-    refused(folder, r"the part of model\.0\.weight at \(0, 0\) is not as \.metadata there has it")
-
-
-@pytest.mark.parametrize("key", ["0.weight", 0])
-def test_a_container_in_an_optimizers_state_is_refused(tmp_path, key):
-    model = nn.Sequential(nn.Linear(3, 4))
-    state = {key: {"exp_avg": torch.ones(4, 3), "factors": {"left": torch.ones(4, 4)}}}
-    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [key]}]}
-    dcp.save({"model": model.state_dict(), "optim": optim}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    refused(tmp_path / "dcp", r"factors\.left lies in a container in the optimizer's state of 0")
-
-
-def test_a_shape_that_no_file_can_hold_takes_no_memory(folder):
-    def grow(metadata):
-        entry = metadata.state_dict_metadata["model.0.weight"]
-        entry.size = torch.Size((1 << 40, 3))
-        entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), entry.size)]
-
-    altered(folder, grow)
-    refused(folder, r"model\.0\.weight, at byte \d+, is damaged: its shape needs more bytes")
-
-
-def test_parts_that_are_missing_are_noticed(folder):
-    altered(folder, lambda metadata: metadata.state_dict_metadata["model.0.weight"].chunks.clear())
-    refused(folder, r"the parts of model\.0\.weight, of shape \(4, 3\), have 0 elements")
-
-
-@pytest.mark.parametrize(
-    ("size", "parts"),
-    [
-        ((4, 6), [((0, 0), (2, 6)), ((1, 0), (2, 6))]),
-        ((4, 6), [((0, 0), (4, 3)), ((0, 2), (4, 3))]),
-        ((4, 6), [((0, 0), (2, 3)), ((0, 3), (2, 3)), ((2, 0), (2, 4)), ((1, 4), (2, 2))]),
-        ((2, 2, 2), [((0, 0, 0), (2, 2, 1)), ((0, 0, 1), (1, 2, 1)), ((0, 1, 1), (2, 1, 1))]),
-        ((4,), [((0,), (2,)), ((0,), (2,))]),
-    ],
-)
-def test_parts_that_overlap_are_noticed(tmp_path, size, parts):
-    assert sum(prod(sizes) for _, sizes in parts) == prod(size)
-    folder = in_parts(tmp_path, torch.randn(size), parts)
-    with pytest.raises(CheckpointError, match="parts of w, of shape .*, overlap"):
-        folder.read("w")
-
-
-def test_parts_of_any_form_that_fill_a_tensor_are_taken(tmp_path):
-    for size, parts in (
-        ((5, 6), [((0, 0), (2, 4)), ((0, 4), (3, 2)), ((2, 0), (3, 2)), ((3, 2), (2, 4)), ((2, 2), (1, 2))]),
-        ((3, 2), [((0, 0), (2, 2)), ((2, 0), (1, 2)), ((3, 0), (0, 2)), ((3, 0), (0, 2))]),
-        ((), [((), ())]),
-        ((0, 4), [((0, 0), (0, 4))]),
-    ):
-        full = torch.randn(size)
-        assert torch.equal(in_parts(tmp_path, full, parts).read("w"), full)
-
-
-def in_parts(path, full, parts):
-    """Return a folder with a tensor that lies in parts, each of which is what the full one has there."""
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
-    found = Metadata({"w": TensorStorageMetadata(TensorProperties(full.dtype), full.shape, chunks)}, storage_data={})
-    with (path / "data.distcp").open("wb") as file:
-        for offsets, sizes in parts:
-            start, where = file.tell(), tuple(slice(b, b + n) for b, n in zip(offsets, sizes, strict=True))
-            torch.save(full[where].clone(), file)
-            found.storage_data[MetadataIndex("w", offsets)] = _StorageInfo("data.distcp", start, file.tell() - start)
-    (path / ".metadata").write_bytes(pickle.dumps(found))
-    return DcpFolder(path)
-
-
-def test_what_is_there_is_not_overwritten(saved, folder):
+def test_what_is_there_is_not_overwritten(saved, tmp_path):
+    (tmp_path / "mine").write_text("")
     with pytest.raises(CheckpointError, match="is there already"):
-        export_dcp(saved[0], folder)
+        export_dcp(saved[0], tmp_path)
 
 
 def test_an_altered_checkpoint_is_not_exported(saved, tmp_path):
