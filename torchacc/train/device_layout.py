@@ -14,7 +14,7 @@ from torchacc.engines import registry
 from torchacc.engines.process_group import accelerator_kind
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
-from torchacc.parallel.axes import AXES, Role, axes_with
+from torchacc.parallel.axes import AXES, Role, axis_with
 from torchacc.parallel.mesh import Mesh
 from torchacc.train.config import DistributedConfig, StageFSDPConfig
 
@@ -154,7 +154,8 @@ def _set_sharding(
             "strategy: ddp, or leave enabled out"
         )
     total, dist = num_nodes * devices, config.dist
-    others = prod(getattr(dist, axis).size for axis in AXES.keys() - axes_with(Role.BATCH))
+    filled_up = {axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)}
+    others = prod(getattr(dist, axis).size for axis in AXES.keys() - filled_up)
     if is_sharded:
         for name in StageFSDPConfig.model_fields.keys() - {"enabled"}:
             setattr(into, name, getattr(fsdp, name))

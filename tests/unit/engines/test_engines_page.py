@@ -61,6 +61,7 @@ ASKED = {
     "memory.gpu_preallocate": {"memory.gpu_preallocate": False},
     "dist.pp.size": {"dist.pp.size": 2, "dist.fsdp.size": 1},
     "dist.sp.size": {"dist.sp.size": 2, "dist.fsdp.size": 1},
+    "dist.ep.size": {"dist.ep.size": 2, "dist.fsdp.size": 1},
     "compute.acc_scaled_dot_attn": {"compute.acc_scaled_dot_attn": True},
     'compute.attention = "sdpa"': {"compute.attention": "sdpa"},
     "compute.attention": {"compute.attention": "sdpa_math"},

@@ -98,6 +98,8 @@ def test_a_hybrid_shards_inside_of_each_node(make):
 def test_other_axes_leave_fsdp_the_rest(make):
     run = make(stage="torchacc: {dist: {dp: {size: 2}}}")
     assert run.layout.mesh.describe() == "dp 2 x fsdp 1"
+    run = make(stage="torchacc: {dist: {ep: {size: 2}}}")
+    assert run.layout.mesh.describe() == "dp 1 x fsdp 1 x ep 2"
 
 
 @pytest.mark.xla
