@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +12,7 @@ import torchacc
 from tests import forkrun
 from torchacc.checkpoint import CheckpointManager, loader, saver
 from torchacc.engines.base import sharded_model
+from torchacc.errors import CheckpointError
 
 
 class Run:
@@ -69,6 +71,18 @@ def test_saves_that_are_pending_at_once_have_memory_of_their_own(tmp_path):
     found = [tensors(tmp_path / name) for name in pending]
     assert found == [tensors(tmp_path / f"{name}-now") for name in pending]
     assert found[0] != found[1] != found[2]
+
+
+def test_a_copy_that_fails_leaves_nothing_and_the_next_save_is_whole(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "_copied", lambda *_: [0] * 2**62)
+        with pytest.raises(CheckpointError, match="MemoryError"):
+            run.manager.save(1)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    run.manager.save(1)
+    run.manager.close()
+    loader.verify(tmp_path / "step-00000001")
 
 
 def test_what_is_saved_may_change_between_saves(tmp_path):
