@@ -436,6 +436,21 @@ def trained_on_after_a_forward_that_raised(script: Script) -> None:
         script.evaluate()
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@order()
+def trained_on_after_a_forward_that_was_interrupted(script: Script) -> None:
+    optimizer = script.optimizer()
+    handle = script.model.layers[1].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        script.model(script.x)
+    handle.remove()
+    script.train(optimizer)
+    script.evaluate()
+
+
 @order()
 def trained_on_after_a_backward_that_raised(script: Script) -> None:
     optimizer = script.optimizer()

@@ -390,6 +390,7 @@ class NativeModel(ShardedModel):
             if self._compiled is not None:
                 stack.enter_context(self._compiled.of_call(kwargs))
             stack.enter_context(script_reads.inside())
+            stack.enter_context(self._groups.ending_interrupted())
             output = inner(*args, **kwargs)
         let_pytree_see(output)
         if self._has_numbers:

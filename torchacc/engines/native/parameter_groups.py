@@ -431,7 +431,21 @@ class Groups:
         if self._root._is_root is not None and self._root._state_ctx.post_backward_final_callback_queued:
             self.abandon_backward()
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    @contextmanager
+    def ending_interrupted(self) -> Iterator[None]:
+        """Hold a context in which the model's forward runs, and end it where it is interrupted, as by Ctrl-C.
+
+        Of other errors PyTorch calls the hook.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._end(None, None, None)
+            raise
+
+    def _end(self, module: nn.Module | None, args: Any, output: Any) -> None:
         has_begun = self._root._is_root is not None
         if has_begun and not _is_in_backward() and not _has_graph(output):  # None after an error
             self._rest()
