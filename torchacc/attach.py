@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
+from torchacc.engines import outside_gradients
 from torchacc.engines.base import HANDLE, ShardedModel
 from torchacc.engines.patches import safetensors_writing, torch_patches
 from torchacc.errors import CheckpointError, ConfigError
@@ -80,9 +81,14 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     closure = _closure_of(args, kwargs)
     models = _models_of(optimizer)
+    if not models:
+        outside_gradients.note_step(optimizer)
     for sharded in models:
         progress.stepping()
+        compares = sharded.is_in_first_steps and sharded is models[0]
         sharded.before_step(optimizer, makes_gradients=closure is not None)
+        if compares:
+            outside_gradients.compare(optimizer, sharded.engine)
     if closure is None or not models:
         return None
     averaged = models[0].with_mean_loss(closure)

@@ -17,6 +17,7 @@ from casekit import (
     accelerate,
     adamw,
     case,
+    check_equal,
     check_parameters,
     check_training,
     loss_of,
@@ -28,6 +29,8 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from tests.logged import heard
+from torchacc import EngineError
 
 
 class Lamb(torch.optim.Optimizer):
@@ -208,3 +211,44 @@ def flattened_groups_made_after_are_refused() -> None:
     loss_of(model(part(X))).backward()
     with pytest.raises(torchacc.ConfigError, match="flatten_parameters"):
         optimizer.step()
+
+
+def _beside(model: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 2).to(next(model.parameters()).device)
+
+
+@case([NATIVE, MULTIPROCESS])
+def gradients_beside_the_model_are_averaged_by_the_script_or_refused() -> None:
+    model, plain = sharded_and_plain()
+    head, plain_head = _beside(model), _beside(plain)
+    optimizer, plain_optimizer = (
+        torch.optim.SGD([*each.parameters(), *other.parameters()], lr=0.1)
+        for each, other in ((model, head), (plain, plain_head))
+    )
+    loss_of(head(model(part(X)))).backward()
+    with pytest.raises(EngineError, match="in no model of accelerate"):
+        optimizer.step()
+    for parameter in head.parameters():
+        parameter.grad = torchacc.dist.all_gather(parameter.grad[None]).mean(0)
+    optimizer.step()
+    loss_of(plain_head(plain(X))).backward()
+    plain_optimizer.step()
+    for parameter, expected in zip(head.parameters(), plain_head.parameters(), strict=True):
+        check_equal(parameter.detach().cpu(), expected.detach(), "a parameter beside the model")
+    check_parameters(model, plain)
+
+
+@case([NATIVE, MULTIPROCESS])
+def gradients_of_an_optimizer_beside_the_models_are_warned_of() -> None:
+    model, _ = sharded_and_plain()
+    head = _beside(model)
+    optimizer, others = adamw(model), torch.optim.SGD(head.parameters(), lr=0.1)
+    with heard() as lines:
+        for _ in range(2):
+            loss_of(head(model(part(X)))).backward()
+            optimizer.step()
+            others.step()
+            optimizer.zero_grad()
+            others.zero_grad()
+    assert sum("in no model of accelerate" in line for line in lines) == 1

@@ -486,6 +486,11 @@ class ShardedModel(ABC):
             self._watch_zero_grad(optimizer)
             self._prepared.add(optimizer)
 
+    @property
+    def is_in_first_steps(self) -> bool:
+        """Whether what the processes train with is compared before the next step."""
+        return self._first_steps is not None
+
     def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure of an optimizer's step with the loss of all devices, where it computes one device's."""
         return closure
