@@ -105,7 +105,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     options = {"num_local_experts": how.get("num_local_experts", 4)}
     model = make(**FAMILIES["mixtral"], **options)
-    compare(model, WINDOW, **{name: value for name, value in how.items() if name not in options})
+    compare(model, WINDOW, steps=1, **{name: value for name, value in how.items() if name not in options})
 
 
 @case(each={"eager": "eager", "batched": "batched_mm", "grouped": "grouped_mm"})
@@ -124,7 +124,7 @@ def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
         if frozen:  # nothing before the experts has a gradient
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".layers.1." in name or "experts" in name)
-        compare(model, [plain()], ep=4, **how)
+        compare(model, [plain()], steps=1, ep=4, **how)
 
 
 def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -170,6 +170,24 @@ def a_device_holds_and_gathers_its_experts_only() -> None:
         assert torch.equal(seen[0][name], full[name][list(held)])
         assert torch.equal(parameter.full_tensor(), full[name])
         assert torch.equal(parameter.detach() * 2 + 1, full[name] * 2 + 1)
+
+
+@case()
+def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
+    spread, gathered = (accelerate(make(**FAMILIES["mixtral"]), ep=ep) for ep in (2, 1))
+    found, expected = sharded_model(spread), sharded_model(gathered)
+    assert found.placement == expected.placement
+    for parameter, other in zip(spread.parameters(), gathered.parameters(), strict=True):
+        assert found.local_shards[parameter] == expected.local_shards[other]
+        assert parameter.placements == other.placements
+        assert torch.equal(parameter.to_local(), other.to_local())
+    optimizer = torch.optim.SGD(gathered.parameters(), lr=0.1)
+    step(gathered, [part_of(gathered, plain())], optimizer)
+    spread.load_state_dict(torchacc.full_state_dict(gathered))
+    _check_same(torchacc.full_state_dict(spread), torchacc.full_state_dict(gathered))
+    with torch.inference_mode():
+        logits = [model(plain()["input_ids"]).logits for model in (spread, gathered)]
+    torch.testing.assert_close(*logits)
 
 
 @case(each={"to-fsdp": {"ep": 1}, "to-more": {"ep": 4}, "to-replicas": {"ep": 2, "dp": 2}})

@@ -1,4 +1,5 @@
-"""Layers split over four devices, what a step sends between them, and samples split over them; checkpoints of both.
+"""Layers split over four devices, and what a step sends between them; samples split and experts spread over them;
+checkpoints of all.
 
 That models with split layers train as the unsharded model does is seen in `test_engines.py`.
 """
