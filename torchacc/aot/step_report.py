@@ -1,6 +1,8 @@
 """What a compiled step says of itself: memory, exchanges between devices, and bounds of its time."""
 
 import html
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +25,9 @@ class LargeValue:
     num_bytes: int
     shape: str
     module: str
-    """Whose forward computes it, by the module's name in the model, or what follows the forward."""
+    """Whose forward computes it, by the module's name in the model with `*` for a layer's number; or what follows."""
+    count: int
+    """How many there are, not all at the same time."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,17 @@ class StepReport:
 
     def as_text(self) -> str:
         """Return it for a terminal."""
-        parts = ", ".join(f"{name} {in_gigabytes(size)}" for name, size in self.memory.items())
+        parts = ", ".join(f"{name} {in_gibibytes(size)}" for name, size in self.memory.items())
         share = self.peak_bytes / self.device_bytes
         lines = [
             f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
             f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
-            f"fits: {in_gigabytes(self.peak_bytes)} of {in_gigabytes(self.device_bytes)} on each device ({share:.0%}): "
+            f"fits: {in_gibibytes(self.peak_bytes)} of {in_gibibytes(self.device_bytes)} on each device ({share:.0%}): "
             + parts,
         ]
         if self.planned_bytes is not None:
             lines.append(
-                f"planned without a compiler: {in_gigabytes(self.planned_bytes)}, "
+                f"planned without a compiler: {in_gibibytes(self.planned_bytes)}, "
                 f"{self.planned_bytes / self.peak_bytes:.2f} of that"
             )
         lines += ["", "largest values", *_table(self._values())]
@@ -96,7 +100,7 @@ class StepReport:
 
     def as_html(self, title: str) -> str:
         """Return it as a page of its own."""
-        parts = [(name, float(size), in_gigabytes(size)) for name, size in self.memory.items()]
+        parts = [(name, float(size), in_gibibytes(size)) for name, size in self.memory.items()]
         parts.append(("free", float(max(0, self.device_bytes - self.peak_bytes)), ""))
         times = [(row[0], seconds, row[1]) for row, seconds in zip(self._bounds(), self._seconds(), strict=True)]
         body = [
@@ -107,7 +111,7 @@ class StepReport:
                 [
                     *parts,
                     *(
-                        [("planned", float(self.planned_bytes), in_gigabytes(self.planned_bytes))]
+                        [("planned", float(self.planned_bytes), in_gibibytes(self.planned_bytes))]
                         if self.planned_bytes
                         else []
                     ),
@@ -123,14 +127,14 @@ class StepReport:
         return _PAGE.format(title=html.escape(title), body="\n".join(body))
 
     def _values(self) -> list[list[str]]:
-        return [[in_gigabytes(each.num_bytes), each.shape, each.module] for each in self.largest]
+        return [[f"{each.count} x", in_gibibytes(each.num_bytes), each.shape, each.module] for each in self.largest]
 
     def _exchanges(self) -> list[list[str]]:
         return [
             [
                 f"{each.count} {each.kind}",
                 f"of {each.group_size}" if each.group_size > 1 else "of two",
-                in_gigabytes(each.num_bytes),
+                in_gibibytes(each.num_bytes),
                 f"{each.num_asynchronous} beside work",
                 f"{each.exposed_seconds * 1e3:.2f} ms exposed",
             ]
@@ -143,8 +147,8 @@ class StepReport:
     def _bounds(self) -> list[list[str]]:
         what = (
             f"compute, {self.flops / 1e12:.2f} TFLOP",
-            f"memory, {in_gigabytes(self.bytes_accessed)} moved",
-            f"wire, {in_gigabytes(sum(each.num_bytes for each in self.exchanges))} sent",
+            f"memory, {in_gibibytes(self.bytes_accessed)} moved",
+            f"wire, {in_gibibytes(sum(each.num_bytes for each in self.exchanges))} sent",
             f"compiler, {self.cycles / 1e6:.1f} M cycles",
         )
         return [[name, f"{seconds * 1e3:.2f} ms"] for name, seconds in zip(what, self._seconds(), strict=True)]
@@ -170,7 +174,7 @@ def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int |
             "outputs": compiled.output_bytes - compiled.alias_bytes,
         },
         peak_bytes=compiled.peak_bytes,
-        device_bytes=int(chip.memory_bytes),
+        device_bytes=chip.memory_bytes,
         planned_bytes=planned_bytes,
         largest=_largest(program),
         exchanges=exchanges,
@@ -186,19 +190,19 @@ def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int |
     )
 
 
-def in_gigabytes(num_bytes: float) -> str:
-    """Return a number of bytes in units of 10**9, as accelerators' memory is sold, or of 10**6."""
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def in_gibibytes(num_bytes: float) -> str:
+    """Return a number of bytes as a person reads it."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _largest(program: ScheduledProgram) -> list[LargeValue]:
-    found: dict[LargeValue, None] = {}
+    found: Counter[tuple[int, str, str]] = Counter()
     for each, _ in program.runs():
         if each.op not in _IN_PLACE and each.array_bytes and not each.op.endswith(("-start", "-done")):
             size = max(each.array_bytes)
             shape = each.arrays[each.array_bytes.index(size)]
-            found[LargeValue(size, shape, each.module or _AFTER_FORWARD)] = None
-    return sorted(found, key=lambda value: -value.num_bytes)[:NUM_VALUES]
+            found[size, shape, re.sub(r"\b\d+\b", "*", each.module) or _AFTER_FORWARD] += 1
+    return [LargeValue(*value, count) for value, count in sorted(found.items(), reverse=True)[:NUM_VALUES]]
 
 
 def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Exchange]:

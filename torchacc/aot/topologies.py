@@ -19,7 +19,7 @@ class Chip:
     """Of the torus, or mesh, in which the chips are connected."""
     flops_per_second: float
     """Of products in bfloat16."""
-    memory_bytes: float
+    memory_bytes: int
     memory_bytes_per_second: float
     wire_bytes_per_second: float
     """Of all links to other chips together, in one direction."""
@@ -31,10 +31,12 @@ class Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", 3, 275e12, 32e9, 1228e9, 300e9, 1.05e9, ("v4:2x2x1", "v4:4x4x4"), (2, 2, 1)),
-    "v5e": Chip("TPU v5e", 2, 197e12, 16e9, 819e9, 200e9, 1.5e9, ("v5e:2x2", "v5e:2x4", "v5e:16x16"), (2, 2)),
-    "v5p": Chip("TPU v5p", 3, 459e12, 95e9, 2765e9, 600e9, 1.75e9, ("v5p:2x2x1", "v5p:4x4x4", "v5p:8x8x8"), (2, 2, 1)),
-    "v6e": Chip("TPU v6e", 2, 918e12, 32e9, 1640e9, 448e9, 1.75e9, ("v6e:2x4", "v6e:4x4", "v6e:16x16"), (2, 2)),
+    "v4": Chip("TPU v4", 3, 275e12, 32 * 2**30, 1228e9, 300e9, 1.05e9, ("v4:2x2x1", "v4:4x4x4"), (2, 2, 1)),
+    "v5e": Chip("TPU v5e", 2, 197e12, 16 * 2**30, 819e9, 200e9, 1.5e9, ("v5e:2x2", "v5e:2x4", "v5e:16x16"), (2, 2)),
+    "v5p": Chip(
+        "TPU v5p", 3, 459e12, 95 * 2**30, 2765e9, 600e9, 1.75e9, ("v5p:2x2x1", "v5p:4x4x4", "v5p:8x8x8"), (2, 2, 1)
+    ),
+    "v6e": Chip("TPU v6e", 2, 918e12, 32 * 2**30, 1640e9, 448e9, 1.75e9, ("v6e:2x4", "v6e:4x4", "v6e:16x16"), (2, 2)),
 }
 """By the first part of a topology's name. The numbers are those that Google publishes for each generation; the clock is
 that which makes the published FLOP/s of its matrix units."""

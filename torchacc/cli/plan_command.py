@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import get_args
 
+from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _compile_step, _plan_input
 from torchacc.cli._options import named, path, positive, size
 from torchacc.config.sections import RecomputePolicy
@@ -123,7 +124,7 @@ def _as_text(
     head = ["strategy", *_PARTS, "total"] + (["fits"] if fewest else [])
     rows = [head]
     for name, needed in found.items():
-        row = [name, *(in_words(getattr(needed, part)) for part in _PARTS), in_words(needed.total)]
+        row = [name, *(in_gibibytes(getattr(needed, part)) for part in _PARTS), in_gibibytes(needed.total)]
         rows.append(row + ([_fits(fewest[name])] if fewest else []))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     for row in rows:
@@ -140,7 +141,7 @@ def _as_text(
             "XLA's CPU client holds bfloat16 in float32; --platform tpu plans for devices that have it, and need less",
         ]
     if fewest:
-        lines += ["", f"fits: the fewest devices with {in_words(args.memory)} each"]
+        lines += ["", f"fits: the fewest devices with {in_gibibytes(args.memory)} each"]
     return "\n".join(lines)
 
 
@@ -172,8 +173,3 @@ def _as_json(
         "strategies": strategies,
     }
     return json.dumps(described, indent=2)
-
-
-def in_words(nbytes: int) -> str:
-    """Return a number of bytes as a person reads it."""
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

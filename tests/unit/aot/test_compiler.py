@@ -66,6 +66,7 @@ def test_a_step_is_compiled_once_and_told_as_text_json_and_a_page(model, tmp_pat
     assert 0 < found["peak_bytes"] < 1e7
     assert {each["kind"] for each in found["exchanges"]} & {"all-gather", "collective-permute"}
     assert any(each["module"].startswith("transformer") for each in found["largest"])
+    assert found["device_bytes"] == 16 * 2**30
     assert len(list((tmp_path / "cache" / "torchacc" / "compiled").iterdir())) == 1
 
 
