@@ -30,6 +30,8 @@ _VARIABLES = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_LINES_OF_MEMORY = 25
+"""Of the compiler's list: what is used, and three lines for each of eight allocations."""
 
 
 @dataclass(frozen=True)
@@ -181,4 +183,6 @@ def _failed(status: int, printed: str, topology: str) -> str:
 def _explain_memory(printed: str) -> str:
     """Return the compiler's own words of what it has no memory for, from the line that says so."""
     lines = printed[printed.index(_OUT_OF_MEMORY) :].splitlines()
-    return "\n".join(line.rstrip() for line in lines[:60])
+    wanted = ("Operator:", "Shape:", "Size:", "Used")
+    told = [line.strip() for line in lines if line.strip() and any(word in line for word in wanted)]
+    return "\n  ".join(["the step does not fit a device, as its compiler says:", *told[:_LINES_OF_MEMORY]])
