@@ -8,7 +8,6 @@ from typing import Any
 
 from torchacc.cli.main import COMMANDS, command_module
 from torchacc.config import Config
-from torchacc.config.resolve import NOT_YET
 from torchacc.engines.registry import ENGINES, engine_class
 from torchacc.train.config import StageConfig, TopConfig
 
@@ -58,8 +57,8 @@ def _page(beginning: str, *parts: Iterator[str]) -> str:
 
 
 def _remarks() -> dict[str, list[str]]:
-    """Return what is said of an option beside its own sentence: that it is not available, or has no effect, and why."""
-    remarks = {option.path: [f"Not available yet: {option.instead}."] for option in NOT_YET}
+    """Return what is said of an option beside its own sentence: that it has no effect, and why."""
+    remarks: dict[str, list[str]] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
     for kind in ENGINES:
         for path, reason in engine_class(kind).no_effect.items():

@@ -160,15 +160,17 @@ def sharded_state_dict(sharded: ShardedModel) -> dict[str, Any]:
 
 
 def refuse_split(sharded: ShardedModel, what: str) -> None:
-    """Refuse a form of a state that has one slice of each tensor for each process, where processes split layers.
+    """Refuse a form of a state that has one slice of each tensor for each process, where processes split layers, or the
+    list of them.
 
     Raises:
         CheckpointError: They do.
     """
     if not sharded.placement.is_contiguous:
         raise CheckpointError(
-            f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers: a "
-            "process holds a part of each row. Use torchacc.checkpoint.save() and load(), or a full state"
+            f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers, "
+            "or config.dist.pp.size the list of them: a process holds a part of each row, or of the layers. Use "
+            "torchacc.checkpoint.save() and load(), or a full state"
         )
 
 

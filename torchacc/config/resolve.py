@@ -1,11 +1,8 @@
-"""Turn the user's config into a frozen, complete copy; refuse contradictions, and options not available yet."""
+"""Turn the user's config into a frozen, complete copy; refuse contradictions."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import reduce
 from math import prod
-from typing import Any
 
 from torchacc.config.root import Config
 from torchacc.config.sections import Section
@@ -20,22 +17,6 @@ _NO_OTHER_KERNEL = ("auto", "sdpa")
 _RECOMPUTE_OPTIONS = ("gc_cls", "gc_every", "gc_cnt", "gc_policy")
 
 
-@dataclass(frozen=True)
-class _NotYet:
-    """An option that the config knows, and no engine carries out so far."""
-
-    path: str
-    is_asked: Callable[[Any], bool]
-    instead: str
-
-
-def _is_split(size: int) -> bool:
-    return size > 1
-
-
-NOT_YET = (_NotYet("dist.pp.size", _is_split, "use config.dist.fsdp.size"),)
-
-
 def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
     """Return a frozen copy with every axis sized; the config itself stays as it is.
 
@@ -46,10 +27,9 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
             together.
 
     Raises:
-        ConfigError: The config contradicts itself or the job, or asks for what is not available yet.
+        ConfigError: The config contradicts itself or the job.
     """
     _refuse_contradictions(config)
-    _refuse_not_yet(config)
     resolved = deepcopy(config)
     resolved.dist.dp.size = _dp_size(config, job, num_devices)
     resolved.memory.gc = config.memory.gc or config.dist.fsdp.activation_checkpointing
@@ -92,6 +72,11 @@ def _refuse_contradictions(config: Config) -> None:
     _refuse_choice_without_compile(config)
     _refuse_choice_without_float8(config)
     _refuse_two_kernels(config)
+    if config.dist.pp.size == 1 and config.dist.pp.num_microbatches is not None:
+        raise ConfigError(
+            f"dist.pp.num_microbatches = {config.dist.pp.num_microbatches} with dist.pp.size = 1, so that there are no "
+            "stages to keep busy: leave it out, or set config.dist.pp.size"
+        )
     if config.memory.gc_policy != "full" and config.memory.offload_activations:
         raise ConfigError(
             f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "
@@ -149,13 +134,6 @@ def _refuse_two_kernels(config: Config) -> None:
             f"compute.acc_scaled_dot_attn = True with compute.attention = {compute.attention!r}: the first is an older "
             "name of attention = 'sdpa'. Leave acc_scaled_dot_attn out"
         )
-
-
-def _refuse_not_yet(config: Config) -> None:
-    for option in NOT_YET:
-        value = reduce(getattr, option.path.split("."), config)
-        if option.is_asked(value):
-            raise ConfigError(f"{option.path} = {shown(value)} is not available yet: {option.instead}")
 
 
 def _refuse_lone_hybrid(config: Config) -> None:

@@ -415,7 +415,10 @@ class PPConfig(Section):
     path = "dist.pp"
 
     size: Count = 1
-    """Number of stages."""
+    """Number of stages, each on devices of its own."""
+    num_microbatches: Count | None = None
+    """Number of parts into which the rows of each batch are split, so that the stages compute at the same time; at most
+    as many as there are rows. None for twice as many as there are stages."""
 
 
 class SPConfig(Section):

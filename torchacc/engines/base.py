@@ -333,7 +333,7 @@ class ShardedModel(ABC):
 
     @cached_property
     def _shard_group(self) -> Any:
-        return self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SHARD, Role.TENSOR))
+        return self.engine.group.own_subgroup(self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR))
 
     @abstractmethod
     def local_numel(self) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,17 +15,19 @@ from torchacc.engines.patches import torch_patches
 TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
 """Returns the norm of full gradients, of an order, from their shards; None where they belong to another engine."""
 
-_norms: WeakKeyDictionary[ShardedModel, TotalNorm] = WeakKeyDictionary()
+_norms: WeakKeyDictionary[ShardedModel, tuple[bool, TotalNorm]] = WeakKeyDictionary()
+"""For each model the norm, and whether it is asked after others, as it takes all shards for its own."""
 
 
-def note_total_norm(model: ShardedModel, total_norm: TotalNorm) -> None:
+def note_total_norm(model: ShardedModel, total_norm: TotalNorm, *, knows_its_own: bool = False) -> None:
     """Let PyTorch's clipping, however a script has imported it, take the norm of a model's gradients from their shards.
 
     Args:
         model: The model.
         total_norm: Of its engine: it knows the gradients of other models of the engine, too.
+        knows_its_own: Whether it returns None of others' gradients, so that it can be asked first.
     """
-    _norms[model] = total_norm
+    _norms[model] = not knows_its_own, total_norm
     _hold_patch()
     nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_  # torch_xla's import, which may come late, puts its own there
 
@@ -44,5 +47,5 @@ def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     for model in _norms:
         if any(id(parameter.grad) in given for parameter in model.model.parameters()):
             model.status.check_window("clip_grad_norm_()")
-    found = (total_norm(gradients, norm_type) for total_norm in set(_norms.values()))
+    found = (total_norm(gradients, norm_type) for _, total_norm in sorted(set(_norms.values()), key=itemgetter(0)))
     return next((norm for norm in found if norm is not None), None)

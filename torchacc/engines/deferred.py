@@ -79,6 +79,11 @@ def take_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if recipe is None else recipe.values().to(tensor.dtype)
 
 
+def forget_values(tensor: torch.Tensor) -> None:
+    """Forget how a tensor's values are initialised, where another process has them."""
+    vars(tensor).pop(_RECIPE, None)
+
+
 def check_unchanged(model: nn.Module) -> None:
     """Refuse a model that was changed after `deferred_init()`, in a way that was not recorded.
 

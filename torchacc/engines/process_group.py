@@ -156,11 +156,16 @@ class ProcessGroup:
         """Return the mean of a tensor over all processes. Collective: every process."""
         return self.sum(value) / self.job.num_processes if self.job.launched else value
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest that any process has of each number. Collective: every process, with as many."""
+    def largest(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+        """Return the largest that any process has of each number. Collective: every process, with as many.
+
+        Args:
+            numbers: This process's.
+            group: Of `own_subgroup()`; None for all processes.
+        """
         found = torch.tensor(numbers, dtype=torch.int64)
         if self.job.launched and numbers:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return [int(number) for number in found]
 
     def expect_all(self, call: str) -> None:

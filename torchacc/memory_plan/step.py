@@ -147,6 +147,11 @@ def study(
             f"config.dist.sp.size = {config.dist.sp.size} is not in the memory plan: leave it at 1, with a batch of "
             "1/sp.size of the tokens"
         )
+    if config.dist.pp.size > 1:
+        raise ConfigError(
+            f"config.dist.pp.size = {config.dist.pp.size} is not in the memory plan: leave it at 1, with a model of as "
+            "many layers as a stage has"
+        )
     config = deepcopy(config)
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
     config = resolve(config, Job(), num_devices=1)

@@ -5,7 +5,7 @@ which unit, what is tied and what is frozen, and the dtypes. Engines carry it ou
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torchacc.parallel.experts import Experts, select_experts
 from torchacc.parallel.float8_layers import Float8Layers, select_float8
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
+from torchacc.parallel.pipeline_plan import PipelinePlan, plan_pipeline
 from torchacc.parallel.tensor_parallel import TensorParallelPlan, plan_tensor_parallel
 from torchacc.parallel.units import has_forward, select_recomputed, select_units
 
@@ -104,6 +105,18 @@ class ShardingPlan:
     """The linear layers that compute in float8."""
     experts: tuple[Experts, ...] = ()
     """The units whose experts are spread over devices: no device gathers those that others compute."""
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    """How the layers are split into stages."""
+
+    def of_stage(self, stage: int) -> "ShardingPlan":
+        """Return the plan of what one stage computes: its units and parameters, and what it computes again."""
+        units = []
+        for unit in self.units:
+            own = tuple(each for each in unit.parameters if stage in self.pipeline.stages_of(each.names))
+            if own or not unit.name:
+                units.append(replace(unit, parameters=own))
+        recomputed = tuple(name for name in self.recomputed if self.pipeline.stage_of(name) == stage)
+        return replace(self, units=tuple(units), recomputed=recomputed)
 
     @property
     def keeps_products(self) -> bool:
@@ -164,6 +177,7 @@ class ShardingPlan:
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
+        lines += [str(self.pipeline)] if self.pipeline.size > 1 else []
         but = " but for matrix products" if self.keeps_products else ""
         lines += [f"  computed again in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
@@ -223,6 +237,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
         float8=select_float8(model, config) if config.compute.fp8 else None,
         experts=experts,
+        pipeline=plan_pipeline(model, config.dist.pp, mesh, [(p.names, p.numel) for p in parameters]),
     )
 
 

@@ -250,6 +250,11 @@ def local_shard(name: str, shape: tuple[int, ...], mesh: Mesh, device: int, spec
     return LocalShard(name, ((name, shape),), rows.shard_numel, mesh.index(device, Role.SHARD), within)
 
 
+def without_elements(shard: LocalShard, mesh: Mesh) -> LocalShard:
+    """Return the shard of a device that holds nothing of a parameter, as another stage does: one after the last."""
+    return replace(shard, index=mesh.num_shards)
+
+
 def replicated_over(shard: LocalShard) -> tuple[Role, ...]:
     """Return the roles of the axes along which all devices hold this same shard, one that `local_shard()` made."""
     roles = [Role.REPLICATE]

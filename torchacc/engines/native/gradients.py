@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchacc.engines.base import HANDLE
 from torchacc.engines.native.shard_arithmetic import (
     OWNER,
     cut,
@@ -83,6 +84,7 @@ def _run_graph(
     global _num_without_accumulation
     options = keep_graph, create_graph
     try:
+        _refuse_some_of_stages(inputs)
         if accumulate_grad:
             inputs = tuple(_with_unsharded_weights(inputs))
             return original(
@@ -106,6 +108,17 @@ def _run_graph(
             for model in _taking_part:
                 model.end_failed_backward()
         raise
+
+
+def _refuse_some_of_stages(inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients of some parameters of a model in stages, on which a stage without them would not take part."""
+    models = (getattr(each, "__dict__", {}).get(HANDLE) for each in inputs)
+    if any(model is not None and model.plan.pipeline.size > 1 for model in models):
+        raise EngineError(
+            "torch.autograd.grad() or backward(inputs=…) of parameters of a model in stages (config.dist.pp.size): a "
+            "gradient is computed by one of them, and all have to take part. Call loss.backward(), and read "
+            "parameter.grad"
+        )
 
 
 def _averaged(

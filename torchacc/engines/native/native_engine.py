@@ -27,6 +27,7 @@ from torchacc.engines.native import (
     script_reads,
     split_layers,
     split_sequence,
+    split_stages,
     spread_experts,
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
@@ -112,6 +113,8 @@ class NativeEngine(Engine):
             split_sequence.check(self.config, self.mesh, model)
         if self.mesh.size(Role.EXPERT) > 1:
             spread_experts.check(self.config, self.mesh, model)
+        if self.mesh.size(Role.PIPELINE) > 1:
+            split_stages.check(self.config, self.mesh, model)
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -170,7 +173,8 @@ class NativeEngine(Engine):
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = self.mesh
-        roles = [r for r in (Role.REPLICATE, Role.SHARD, Role.TENSOR) if r is Role.SHARD or mesh.size(r) > 1]
+        order = (Role.PIPELINE, Role.REPLICATE, Role.SHARD, Role.TENSOR)
+        roles = [role for role in order if role is Role.SHARD or mesh.size(role) > 1]
         ranks = sorted(range(mesh.num_devices), key=lambda rank: mesh.index(rank, *roles))
         grid = torch.tensor(ranks, dtype=torch.int).view([mesh.size(role) for role in roles])
         with gloo_silenced():
@@ -211,9 +215,11 @@ class NativeEngine(Engine):
 
     def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "NativeModel":
         """Shard a model in place with `fully_shard`, or leave it as it is where nobody shares its parameters."""
+        from torchacc.engines.native.pipelined_model import PipelinedModel
         from torchacc.engines.native.plain_model import PlainModel
 
-        sharded = (PlainModel if plan.is_plain else NativeModel)(self, model, plan)
+        is_split = plan.pipeline.size > 1
+        sharded = (PlainModel if plan.is_plain else PipelinedModel if is_split else NativeModel)(self, model, plan)
         sharded.shard(optimizer)
         return sharded
 
@@ -229,9 +235,22 @@ class NativeModel(ShardedModel):
     _compiled: compiled_units.CompiledUnits | None = None
     """What `compute.compile` compiles."""
 
+    @property
+    def _own_plan(self) -> ShardingPlan:
+        """The plan of what this process computes."""
+        return self.plan
+
+    @property
+    def _root(self) -> nn.Module:
+        """The module that FSDP2 takes for the model."""
+        return self.model
+
+    def _module_of(self, unit: Unit) -> nn.Module:
+        return self.model.get_submodule(unit.name) if unit.name else self._root
+
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device and shard its units."""
-        from torchacc.engines.native.gradients import average_ordinary_gradients, total_norm
+        from torchacc.engines.native.gradients import average_ordinary_gradients
 
         _refuse_without_gradients(self.model)
         self._move_buffers()
@@ -250,17 +269,16 @@ class NativeModel(ShardedModel):
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)
-        if self._has_numbers:
-            number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
+        self._prepare_parameters()
         # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
         # would not find one that is tied between two units, and is therefore the model's.
-        for unit in (self.plan.units[-1], *self.plan.units[:-1]):
+        for unit in (self._own_plan.units[-1], *self._own_plan.units[:-1]):
             self._shard_unit(unit)
         self._set_prefetch()
-        average_ordinary_gradients(self.model, self.plan)
+        average_ordinary_gradients(self.model, self._own_plan)
         self._take_over_groups()
         if torch_patches.knows_clipping():
-            note_total_norm(self, total_norm)
+            self._note_total_norm()
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
             if self.engine.device.type == "cpu":
@@ -270,9 +288,20 @@ class NativeModel(ShardedModel):
         }
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
-        if self.plan.recomputed:
-            install_recompute(self.model, self.plan)
+        if self._own_plan.recomputed:
+            install_recompute(self.model, self._own_plan)
         return shards
+
+    def _prepare_parameters(self) -> None:
+        """Make distributed tensors of the parameters that `fully_shard()` does not take."""
+        if self._has_numbers:
+            number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
+
+    def _note_total_norm(self) -> None:
+        """Let PyTorch's own clipping take norms over all shards."""
+        from torchacc.engines.native.gradients import total_norm
+
+        note_total_norm(self, total_norm)
 
     def _compile_units(self) -> None:
         if self.engine.config.compute.compile:
@@ -287,7 +316,7 @@ class NativeModel(ShardedModel):
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        module = self.model.get_submodule(unit.name)
+        module = self._module_of(unit)
         # Here and not for all of the model, so that no more than one unit is ever unsharded.
         materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
         if self.plan.tensor_parallel.size > 1:
@@ -320,21 +349,25 @@ class NativeModel(ShardedModel):
         from torchacc.engines.native.parameter_groups import Groups
 
         shard_updates.install()
-        units = [self.model.get_submodule(unit.name) for unit in self.plan.units]
-        agree = self.engine.group.largest if self.engine.job.launched else None
+        units = [self._module_of(unit) for unit in self._own_plan.units]
         is_split, float8 = self.engine.mesh.size(Role.SHARD) > 1, self.plan.float8
         self._groups = Groups(
-            self.model,
+            self._root,
             units,
-            agree,
+            self._agree,
             is_split,
             float8=float8.weights if float8 is not None and float8.are_gathered else (),
             shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
         )
 
+    @property
+    def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
+        """Returns the largest of numbers of the processes that have the same units; None where there is one."""
+        return self.engine.group.largest if self.engine.job.launched else None
+
     def _set_prefetch(self) -> None:
-        modules: dict[str, Any] = {unit.name: self.model.get_submodule(unit.name) for unit in self.plan.units}
-        for name, following in self.plan.prefetched_in_forward.items():
+        modules: dict[str, Any] = {unit.name: self._module_of(unit) for unit in self._own_plan.units}
+        for name, following in self._own_plan.prefetched_in_forward.items():
             modules[name].set_modules_to_forward_prefetch([modules[following]])
         if not self.plan.backward_prefetch:
             for module in modules.values():
@@ -432,11 +465,12 @@ class NativeModel(ShardedModel):
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         """Keep full gradients until the first backward outside of the context reduces their sum."""
-        self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        root: Any = self._root
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+            root.set_requires_gradient_sync(True)
 
     @cached_property
     def placement(self) -> ShardPlacement:
@@ -461,9 +495,9 @@ class NativeModel(ShardedModel):
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
-        if self.plan.tensor_parallel.size == 1:
+        if self.placement.is_contiguous:
             return super()._joined(local_shard, shards)
-        groups = self.engine.mesh.groups(Role.SHARD, Role.TENSOR)
+        groups = self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR)
         ranks = next(group for group in groups if self.engine.job.rank in group)
         held = [self._shard_of(*local_shard.members[0], rank) for rank in ranks]
         return sharding.unshard(zip(held, shards.view(len(ranks), -1), strict=True))

@@ -36,6 +36,11 @@ def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
 def _check_shards(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Warn of an optimizer that gathers unsharded weights; refuse it where layers are split."""
     name, is_split = type(optimizer).__name__, sharded.plan.tensor_parallel.size > 1
+    if sharded.plan.pipeline.size > 1 and not is_elementwise(optimizer):
+        raise ConfigError(
+            f"{name} is not known to update each element by itself, as it would have to where layers are in stages of "
+            "dist.pp, none of which sees all: use an element-wise optimizer such as AdamW, or config.dist.fsdp.size"
+        )
     if is_elementwise(optimizer) or (is_of_torchao(optimizer) and not is_split):
         return
     if is_split:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
@@ -52,9 +51,7 @@ class PlainModel(NativeModel):
             assert group is not None
             self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, group)
         if torch_patches.knows_clipping():
-            from torchacc.engines.native.gradients import total_norm
-
-            note_total_norm(self, total_norm)
+            self._note_total_norm()
         if self.plan.recomputed:
             install_recompute(self.model, self.plan)
         return moved

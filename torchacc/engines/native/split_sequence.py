@@ -6,7 +6,7 @@ and labels shifted, before the cut; attention is `sequence_attention`'s.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
+from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.sequence_collectives import cut, exchange, join, total
 from torchacc.engines.patches import sequence_attention, transformers_attention
 from torchacc.engines.patches.sequence_attention import WHOLE, CutForward
 from torchacc.engines.patches.versions import PATCHES, is_for_installed
-from torchacc.errors import ConfigError, DataError, EngineError, UnknownNameError
+from torchacc.errors import ConfigError, DataError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
@@ -248,7 +249,7 @@ class _SplitModel:
         if is_tuple:
             return whole.to_tuple()
         if not torch.is_grad_enabled() and self._caches(given):
-            whole["past_key_values"] = _NotCached("past_key_values")
+            whole["past_key_values"] = _NotCached()
         return whole
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +266,7 @@ class _SplitModel:
         """
         cache = given.get("past_key_values")
         if isinstance(cache, _NotCached):
-            raise EngineError(cache._explain())
+            raise EngineError(cache.why)
         kept = given.get("logits_to_keep", 0)
         asked = [name for name in ("past_key_values", "use_cache") if given.get(name) not in (None, False)]
         asked += ["logits_to_keep"] if isinstance(kept, torch.Tensor) or kept else []
@@ -392,7 +393,7 @@ class _SplitModel:
         """
         for name, value in list(output.items()):
             if name in _JOINED_OUTPUTS:
-                output[name] = _NotJoined(name) if is_kept else self._joined(value, of)
+                output[name] = _not_joined(name) if is_kept else self._joined(value, of)
             elif name != "loss":
                 raise self._refuse(f"the output {name!r}")
         return output
@@ -403,47 +404,22 @@ class _SplitModel:
         return join(value, of, self._group) if isinstance(value, torch.Tensor) else value  # the loss in chunks has none
 
 
-class _NotJoined:
-    """Stands for an output of which each device has computed a part, and that nobody has put together."""
-
-    def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UnknownNameError(self._explain())
-
-    def __getitem__(self, index: Any) -> Any:
-        raise EngineError(self._explain())
-
-    def __iter__(self) -> Iterator[Any]:
-        raise EngineError(self._explain())
-
-    def __len__(self) -> int:
-        raise EngineError(self._explain())
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse every function of PyTorch."""
-        raise EngineError(next(each for each in args if isinstance(each, cls))._explain())
-
-    def __repr__(self) -> str:
-        return f"<{self._explain()}>"
-
-    def _explain(self) -> str:
-        return (
-            f"the {self.name} of a forward with labels are not put together, where samples are split over devices "
-            "(config.dist.sp.size): they would take the memory that splitting saves. Call the model without labels "
-            "and compute the loss from them, or under torch.no_grad()"
-        )
+def _not_joined(name: str) -> MissingOutput:
+    """Stand for an output of which each device has computed a part, and that nobody has put together."""
+    return MissingOutput(
+        name,
+        f"the {name} of a forward with labels are not put together, where samples are split over devices "
+        "(config.dist.sp.size): they would take the memory that splitting saves. Call the model without labels "
+        "and compute the loss from them, or under torch.no_grad()",
+    )
 
 
-class _NotCached(_NotJoined):
+class _NotCached(MissingOutput):
     """Stands for the keys and values that the unsharded model would have returned to generate with."""
 
-    def _explain(self) -> str:
-        return (
-            f"the {self.name} of a forward whose samples are split over devices (config.dist.sp.size) were not kept: "
-            "pass use_cache=True, also in the first call, or call generate()"
+    def __init__(self) -> None:
+        super().__init__(
+            "past_key_values",
+            "the past_key_values of a forward whose samples are split over devices (config.dist.sp.size) were not "
+            "kept: pass use_cache=True, also in the first call, or call generate()",
         )

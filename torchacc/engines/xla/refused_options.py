@@ -55,6 +55,11 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
         "and state in place; from the host all of them would travel both ways in each step. Shard over more devices "
         '(config.dist.fsdp.size), or use config.backend = "native"'
     ),
+    "dist.pp.size": RefusedOption(
+        "is not available under XLA, whose processes run one program, and stages run different ones: use "
+        'config.dist.fsdp.size, or config.backend = "native"',
+        lambda size: size > 1,
+    ),
     "memory.gc_policy": RefusedOption(
         "is not available under XLA, where a module is computed again from what goes into it, and no single result is "
         "kept: leave it at 'full', and choose fewer modules by config.memory.gc_every or gc_cls, or use "

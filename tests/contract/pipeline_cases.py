@@ -1,0 +1,277 @@
+"""Layers in stages over two and four devices, beside the unsharded model on the whole batch."""
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, NUM_DEVICES, RANK, RELATIVE, case, check_parameters
+from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain
+from torch import nn
+
+import torchacc
+
+
+def make(family: str = "llama", layers: int = 3, **options: Any) -> nn.Module:
+    """Return a tiny model of a family, the same on each rank."""
+    torch.manual_seed(1)
+    names = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 1}
+    if family == "gpt2":
+        size = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32}
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**names, **size, **{**dropouts, **options}))
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(family, **names, **size, **heads, **options)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def config(pp: int, *, dp: int = 1, microbatches: int | None = None, **options: Any) -> torchacc.Config:
+    fsdp = {"size": NUM_DEVICES // pp // dp, **options.pop("fsdp", {})}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": {"size": pp, "num_microbatches": microbatches}}
+    return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
+
+
+def step(
+    model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer, *, in_windows: bool = False
+) -> tuple[float, float]:
+    """Make a step of several micro-batches; return the mean loss and the norm of the gradients."""
+    total = 0.0
+    for index, batch in enumerate(batches):
+        if in_windows and index < len(batches) - 1 and hasattr(model, "_torchacc"):
+            with torchacc.accumulate(model):
+                loss = model(**batch).loss / len(batches)
+                loss.backward()
+        else:
+            loss = model(**batch).loss / len(batches)
+            loss.backward()
+        total += loss.item()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, float(norm)
+
+
+def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: bool = False, **how: Any) -> None:
+    """Train a model and its unsharded copy; compare losses, norms and parameters, and an evaluation between."""
+    plain_model = copy.deepcopy(model)
+    torchacc.accelerate(model, None, config(**how))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
+    for _ in range(steps):
+        own = [part_of(model, batch) for batch in batches]
+        whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
+        found = step(model, own, optimizer, in_windows=in_windows)
+        expected = step(plain_model, whole, plain_optimizer)
+        assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
+        with torch.no_grad():
+            logits, own_rows = model(**own[0]).logits, plain_model(**part_of(model, batches[0])).logits
+            torch.testing.assert_close(logits, own_rows, rtol=1e-4, atol=ADAM_ABSOLUTE * 10)
+    check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
+
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2"},
+    "gpt2-untied": {"family": "gpt2", "tie_word_embeddings": False},
+    "llama": {"family": "llama"},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "mistral": {"family": "mistral", "sliding_window": 5},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+}
+
+
+@case([NATIVE], each=FAMILIES)
+def a_family_in_two_stages_trains_as_the_unsharded_model(options: dict[str, Any]) -> None:
+    compare(make(**options), [padded(14, left=True)], pp=2)
+
+
+BATCHES: Mapping[str, Callable[[], Batch]] = {
+    "uneven-labels": labelled_unevenly,
+    "packed": packed,
+    "masked-by-hand": masked_by_hand,
+}
+
+
+@case([NATIVE], each=BATCHES)
+def stages_train_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
+    compare(make("gpt2"), [make_batch()], pp=2, steps=1, microbatches=3)
+
+
+WINDOW = [labelled_unevenly(), padded(left=True)]
+
+
+@case([NATIVE], each={"windows": True, "sums": False})
+def stages_accumulate_in(in_windows: bool) -> None:
+    compare(make("gpt2"), WINDOW, pp=2, in_windows=in_windows)
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={
+        "shards": {"pp": 2},
+        "shards-recomputed": {"pp": 2, "memory": {"gc": True}},
+        "kept-weights": {"pp": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+        "copies": {"pp": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}},
+        "replicas": {"pp": 2, "dp": 2},
+        "nothing": {"pp": 4, "microbatches": 3},
+    },
+)
+def stages_of_four_devices_accumulate_with(how: dict[str, Any]) -> None:
+    compare(make("gpt2", layers=5), WINDOW, in_windows=True, **how)
+
+
+@case([NATIVE])
+def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients() -> None:
+    model, plain_model = make("gpt2"), make("gpt2")
+    torchacc.accelerate(model, None, config(2))
+    batch = padded(left=False)
+    for each in (model, plain_model):
+        each(**batch)  # without a backward: nothing is left of it
+        decay = 1e-3 * sum(parameter.square().sum() for parameter in each.parameters())
+        (decay + each(**batch).loss * 3 + each(**plain()).loss.square()).backward()
+    norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, plain_model))
+    assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)
+    for order in (1.0, float("inf")):
+        norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9, order) for each in (model, plain_model))
+        assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)
+
+
+@case([NATIVE])
+def stages_hold_their_own_layers_and_start_from_the_deferred_initialisation() -> None:
+    model, plain_model = torchacc.deferred_init(make, "gpt2", 4), make("gpt2", 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = [{name: value[0] for name, value in plain().items()}] * 8
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    model, loader, optimizer = torchacc.accelerate(model, loader, config(2), optimizer)
+    check_parameters(model, plain_model, absolute=0.0)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    assert held == torchacc.describe(model).num_parameters_per_device < 0.6 * 13_000 * 4
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain_model.named_parameters()]
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), lr=0.1)
+    for batch in loader:
+        for each, own in ((model, optimizer), (plain_model, plain_optimizer)):
+            each(**batch).loss.backward()
+            own.step()
+            own.zero_grad()
+    assert len(loader) == 2, "all stages see the same batches"
+    model.eval(), plain_model.eval()
+    with torch.no_grad():
+        found, expected = model(**plain()), plain_model(**plain())
+    assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    full = torchacc.optim_state_dict(
+        model, optimizer, torchacc.StateDictType.FULL_STATE_DICT, torchacc.FullStateDictConfig(rank0_only=False)
+    )
+    return torchacc.full_state_dict(model), full
+
+
+def check_exactly(found: tuple[dict[str, Any], ...], expected: tuple[dict[str, Any], ...]) -> None:
+    assert found[1]["param_groups"] == expected[1]["param_groups"]
+    pairs = [(each[0], each[1]["state"]) for each in (found, expected)]
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
+
+
+@case([NATIVE], num_devices=4)
+def a_checkpoint_of_stages_is_that_of_shards() -> None:
+    """Save in stages and in shards, and load each of them in the other, with the optimizer."""
+    models, optimizers, batch = [], [], plain()
+    for pp in (2, 1):
+        model = make("gpt2", layers=4)
+        torchacc.accelerate(model, None, config(pp) if pp > 1 else config(1))
+        models.append(model)
+        optimizers.append(torch.optim.AdamW(model.parameters(), **ADAM))
+        step(model, [part_of(model, batch)], optimizers[-1])
+    root = Path(sys.argv[2]) / "stages"
+    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        torchacc.checkpoint.save(root / str(index), model=model, optimizer=optimizer)
+        torchacc.checkpoint.verify(root / str(index))
+    saved = [states_of(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    for index in (0, 1):
+        torchacc.checkpoint.load(root / str(1 - index), model=models[index], optimizer=optimizers[index])
+        check_exactly(states_of(models[index], optimizers[index]), saved[1 - index])
+    models[0].load_state_dict(saved[0][0])
+    optimizers[0].load_state_dict(saved[0][1])
+    check_exactly(states_of(models[0], optimizers[0]), saved[0])
+    torchacc.checkpoint.load(root / "0", model=models[1], optimizer=optimizers[1])
+    losses = [step(model, [part_of(model, batch)], own) for model, own in zip(models, optimizers, strict=True)]
+    assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
+
+
+@case([NATIVE])
+def bfloat16_in_stages_trains_as_in_shards() -> None:
+    batch, losses = padded(left=False), []
+    for pp in (1, 2):
+        model = make()
+        torchacc.accelerate(model, None, config(pp, compute={"bf16": True}))
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
+    assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+
+
+@case([NATIVE])
+def what_stages_cannot_do_is_refused() -> None:
+    for options, expected in (
+        ({"compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
+        ({"compute": {"chunked_loss": True}}, "compute.chunked_loss"),
+        ({"compute": {"fp16": True}}, "compute.fp16"),
+        ({"fsdp": {"cpu_offload": True}}, "cpu_offload"),
+        ({"memory": {"offload_activations": True}}, "offload_activations"),
+        ({"memory": {"gc": True, "gc_cls": ["GPT2Model"]}}, "which is no layer"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            torchacc.accelerate(make("gpt2"), None, config(2, **options))
+    mine = type("MineForCausalLM", (transformers.LlamaForCausalLM,), {"forward": lambda self, ids: self.model(ids)})
+    odd, own_loss, shared = make(), make(), make()
+    odd.model.layers[0].mlp = type("Odd", (nn.Linear,), {"__module__": "odd"})(32, 32)
+    own_loss.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    shared.model.layers[0].mlp = shared.model.layers[2].mlp
+    encoder = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=VOCAB)
+    for model, expected in (
+        (nn.Sequential(make()), "no model of transformers|no list of layers"),
+        (transformers.BertForMaskedLM(encoder), "'bert'"),
+        (transformers.LlamaForSequenceClassification(make().config), "each next token"),
+        (mine(make().config), "the script's own"),
+        (odd, "Odd of odd"),
+        (own_loss, "loss_function"),
+        (shared, "one parameter, which several stages"),
+        (make(layers=1), "choose at most 1 stages"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            torchacc.accelerate(model, None, config(2))
+    model, batch = make("gpt2"), plain()
+    torchacc.accelerate(model, None, config(2))
+    ids = batch["input_ids"]
+    with pytest.raises(torchacc.DataError, match="different inputs"):
+        model(input_ids=ids.roll(RANK, 0), labels=ids)
+    for call, expected in (
+        (lambda: model(ids), "without labels that records gradients"),
+        (lambda: model(**batch, past_key_values=transformers.DynamicCache()), "'past_key_values'"),
+        (lambda: model(inputs_embeds=torch.ones(4, 8, 32), labels=ids), "without input_ids"),
+        (lambda: model(**batch, output_hidden_states=True), "'output_hidden_states'"),
+        (lambda: model(**batch, more=1), "'more'"),
+        (lambda: model.transformer(ids), "called by itself"),
+        (lambda: model(**batch).logits.argmax(-1), "on the last stage only"),
+        (lambda: torch.autograd.grad(model(**batch).loss, [model.transformer.wpe.weight]), "backward"),
+        (lambda: model(**batch).loss.backward(inputs=[model.transformer.wpe.weight]), "backward"),
+        (lambda: model.generate(ids, max_new_tokens=2), "To generate, load a checkpoint"),
+        (lambda: model.clip_grad_norm_(1.0, 0.0), "orders above 0"),
+    ):
+        model(**batch).loss.backward()
+        with pytest.raises((torchacc.EngineError, torchacc.ConfigError), match=expected):
+            call()
+        model.zero_grad()
+    for form in (torchacc.StateDictType.SHARDED_STATE_DICT, torchacc.StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(torchacc.CheckpointError, match=r"torchacc\.checkpoint\.save"):
+            torchacc.state_dict(model, form)
+    whole = torch.optim.LBFGS(model.parameters())
+    model(**batch).loss.backward()
+    with pytest.raises(torchacc.ConfigError, match="element-wise optimizer"):
+        whole.step(lambda: 0.0)

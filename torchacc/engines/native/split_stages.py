@@ -1,0 +1,194 @@
+"""Split a model of transformers into the stages of a pipeline: its own forward runs on each, with its own layers only.
+
+The modules of other stages stay in the model, under their names, and pass on what they are given. Their parameters have
+no elements, so that an optimizer or a checkpoint meets the same names on every process.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.engines.deferred import forget_values
+from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.initial_values import kept_dtype
+from torchacc.engines.patches import transformers_attention
+from torchacc.errors import ConfigError, EngineError
+from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
+
+_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Model families that tests show to match the unsharded run, by transformers' `model_type`."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the classes end that predict each next token."""
+_LIBRARY = "transformers."
+_MODULES = (_LIBRARY, "torch.nn.")
+"""Packages of which all modules have to be."""
+
+
+def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """Refuse what would not compute the unsharded numbers, or was not shown to.
+
+    Args:
+        config: A resolved config.
+        mesh: Its mesh.
+        model: The model; it is only read.
+
+    Raises:
+        ConfigError: It would not.
+    """
+    asked = f"config.dist.pp.size = {mesh.size(Role.PIPELINE)}"
+    compute, memory, dist = config.compute, config.memory, config.dist
+    refused = {
+        f"config.dist.tp.size = {dist.tp.size}": dist.tp.size > 1,
+        f"config.dist.sp.size = {dist.sp.size}": dist.sp.size > 1,
+        f"config.dist.ep.size = {dist.ep.size}": dist.ep.size > 1,
+        "config.dist.fsdp.cpu_offload = True": dist.fsdp.cpu_offload,
+        "config.compute.compile = True": compute.compile,
+        "config.compute.fp8 = True": compute.fp8,
+        "config.compute.fp16 = True": compute.fp16,
+        f"config.compute.chunked_loss = {compute.chunked_loss!r}": bool(compute.chunked_loss),
+        "config.memory.offload_activations = True": memory.offload_activations,
+    }
+    for option, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    if type(model) is nn.Module:  # the trainer asks before it has a model
+        return
+    why = _why_it_cannot(model)
+    if why is not None:
+        raise ConfigError(f"{asked} with {type(model).__name__}: {why}. Use config.dist.fsdp.size")
+    _check_plan(asked, model, make_plan(model, config, mesh))
+
+
+def _why_it_cannot(model: Any) -> str | None:
+    """Return why a model cannot be split into stages; None where it can."""
+    if model not in transformers_attention.models_of(model):
+        return "it is no model of transformers, of which it is known what runs before and after the layers"
+    config, forward = model.config, inspect.unwrap(type(model).forward)
+    if config.model_type not in _FAMILIES:
+        return f"the families that are split into stages are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
+    if not type(model).__name__.endswith(_CAUSAL):
+        return "it does not predict each next token by transformers' own head"
+    if not forward.__module__.startswith(_LIBRARY) or "forward" in vars(model):
+        return f"its forward is the script's own ({forward.__module__})"
+    if not transformers_attention.has_loss_of_next_tokens(model):
+        return "its loss_function is not transformers' loss of causal language models"
+    if getattr(config, "add_cross_attention", False):
+        return "its layers look at another model's tokens, too"
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith(_MODULES):
+            return f"{name!r} is a {type(module).__name__} of {type(module).__module__}, which is not known"
+    return None
+
+
+def _check_plan(asked: str, model: nn.Module, plan: ShardingPlan) -> None:
+    around = next((name for name in plan.recomputed if not plan.pipeline.is_layer(name)), None)
+    if around is not None:
+        raise ConfigError(
+            f"{asked}, and memory.gc computes {around!r} again in backward, which is no layer: name the class of the "
+            "layers in config.memory.gc_cls, or leave it out"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or parameter.dtype == torch.float64:
+            raise ConfigError(
+                f"{asked}, and the parameter {name!r} has the shape {tuple(parameter.shape)} in {parameter.dtype}: "
+                "stages hold parameters with dimensions, in float32 or below"
+            )
+
+
+class StageModules:
+    """The modules of a model on one stage: what others compute passes on what it is given.
+
+    Args:
+        model: The model, which is changed in place.
+        plan: Its plan.
+        stage: Which of the stages this is.
+        dtype: The dtype in which embeddings would come.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, stage: int, dtype: torch.dtype) -> None:
+        self.is_running = False
+        """Whether a forward of the model runs."""
+        self.received: torch.Tensor | None = None
+        """The hidden states with which this stage's first layer begins."""
+        self.computed: torch.Tensor | None = None
+        """Those that its last layer has returned."""
+        self._dtype = dtype
+        pipeline = plan.pipeline
+        own = pipeline.layers_of(stage)
+        for number, layer in enumerate(model.get_submodule(pipeline.layers).children()):
+            if number not in own:
+                special = {own.start - 1: self._enter, own.stop: self._leave}
+                self._let_run(layer, special.get(number, _pass_on))
+        for name in (*pipeline.before, *pipeline.after):
+            if pipeline.stage_of(name) != stage:
+                module: Any = model.get_submodule(name)
+                is_table = isinstance(module, nn.Embedding)
+                self._let_run(module, partial(self._embed, module.embedding_dim) if is_table else _pass_on)
+
+    def _let_run(self, module: Any, run: Callable[..., torch.Tensor]) -> None:
+        """Let a function run in the place of a module's forward, outside of a checkpoint of transformers' own."""
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if not self.is_running:
+                raise EngineError(
+                    f"a part of a model in stages (config.dist.pp.size) was called by itself, and this stage has no "
+                    f"{type(module).__name__} there: call the whole model, on all ranks"
+                )
+            return run(*args, **kwargs)
+
+        module.forward = forward
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+
+    def _enter(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert self.received is not None
+        return self.received
+
+    def _leave(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.computed = hidden_states
+        return hidden_states
+
+    def _embed(self, width: int, input: torch.Tensor) -> torch.Tensor:
+        """Return zeros in the shape of embeddings, in next to no memory."""
+        return torch.zeros((), dtype=self._dtype, device=input.device).expand(*input.shape, width)
+
+
+def _pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def leave_out(
+    model: nn.Module, parameters: list[PlannedParameter], plan: ShardingPlan, mesh: Any, device: torch.device
+) -> list[nn.Parameter]:
+    """Replace the parameters of other stages by distributed tensors without elements.
+
+    Args:
+        model: The model, which is changed in place.
+        parameters: Those parameters.
+        plan: The model's plan.
+        mesh: The DeviceMesh over which the parameters of this stage are sharded.
+        device: This process's.
+
+    Returns:
+        The new parameters.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    made = []
+    for planned in parameters:
+        old = model.get_parameter(planned.name)
+        forget_values(old)
+        empty = torch.empty(0, *planned.shape[1:], dtype=kept_dtype(old.dtype, plan), device=device)
+        new = nn.Parameter(DTensor.from_local(empty, mesh, placements, run_check=False), planned.trainable)
+        for owner, leaf in find_slots(model, planned.names):
+            owner._parameters[leaf] = new
+        made.append(new)
+    return made

@@ -1,0 +1,153 @@
+"""What the stages of a pipeline send one another: hidden states forward, their gradients backward, the loss to all.
+
+Autograd carries the schedule. The nodes that receive and send are part of each stage's graph, so that a script's
+`loss.backward()` runs the backward of all microbatches, from the last to the first, whatever it has done to the loss.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NEXT, _PREVIOUS = 1, -1
+_HEADER = 8
+"""Numbers that describe a tensor: its dtype, its dimensions and their sizes."""
+
+
+class StageLink:
+    """The connections of one stage.
+
+    Args:
+        group: The processes of all stages, in their order.
+        stage: This one's.
+        device: Where tensors lie.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stage: int, device: torch.device) -> None:
+        self.stage = stage
+        self.size = group.size()
+        self._group = group
+        self._device = device
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+        """Lets received tensors have a gradient, and sent ones a backward."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage begins with the model's inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage == self.size - 1
+
+    def send(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        """Send hidden states to the next stage. In backward their gradient is received.
+
+        Args:
+            hidden: The hidden states.
+            number: Which microbatch they are of.
+
+        Returns:
+            Zero, without dimensions, for the sum that backward begins with.
+        """
+        token: torch.Tensor = _Send.apply(hidden, self._anchor, self, number)
+        return token
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, number: int) -> torch.Tensor:
+        """Return the hidden states that the previous stage sends. In backward their gradient is sent."""
+        hidden: torch.Tensor = _Receive.apply(self._anchor, self, tuple(shape), dtype, number)
+        return hidden
+
+    def send_dtype(self, dtype: torch.dtype) -> None:
+        """Say in which dtype hidden states come."""
+        self._begin_send(torch.tensor(_DTYPES.index(dtype), device=self._device), _NEXT, 0)
+
+    def receive_dtype(self) -> torch.dtype:
+        """Return in which dtype hidden states come from the previous stage."""
+        return _DTYPES[int(self._receive((), torch.int64, _PREVIOUS, 0))]
+
+    def scalar_from_last(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's number on all stages. Collective: all stages."""
+        value = own.detach().to(self._device, torch.float32).clone()
+        dist.broadcast(value, dist.get_global_rank(self._group, self.size - 1), group=self._group)
+        return value
+
+    def from_last(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Return a tensor of the last stage, which alone has it, on all stages. Collective: all stages."""
+        source = dist.get_global_rank(self._group, self.size - 1)
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        if tensor is not None:
+            described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            header[: len(described)] = torch.tensor(described)
+        header = header.to(self._device)
+        dist.broadcast(header, source, group=self._group)
+        kind, dims, *sizes = header.tolist()
+        if tensor is None:
+            tensor = torch.empty(sizes[:dims], dtype=_DTYPES[kind], device=self._device)
+        full = tensor.detach().contiguous()
+        dist.broadcast(full, source, group=self._group)
+        return full
+
+    def compare(self, own: str) -> bool:
+        """Return whether all stages pass the same text. Collective: all stages."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._group)
+        return len(set(found)) == 1
+
+    def combined_norm(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the norm of the tensors of all stages from those of each. Collective: all stages."""
+        own = own.to(self._device)
+        found = own.new_empty(self.size)
+        dist.all_gather_into_tensor(found, own.view(1), group=self._group)
+        norm: torch.Tensor = torch.linalg.vector_norm(found, norm_type)
+        return norm
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        tensor = tensor.detach().contiguous()
+        rank = dist.get_global_rank(self._group, self.stage + to)
+        self._sent.append((dist.isend(tensor, rank, group=self._group, tag=tag), tensor))
+
+    def _receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, dist.get_global_rank(self._group, self.stage + source), group=self._group, tag=tag)
+        return tensor
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, link: StageLink, number: int) -> torch.Tensor:
+        ctx.how = link, number, hidden.shape, hidden.dtype
+        link._begin_send(hidden, _NEXT, 2 * number + 1)
+        return torch.zeros((), device=hidden.device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        link, number, shape, dtype = ctx.how
+        return link._receive(shape, dtype, _NEXT, 2 * number + 2), None, None, None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, link: StageLink, shape: tuple[int, ...], dtype: torch.dtype, number: int
+    ) -> torch.Tensor:
+        ctx.how = link, number
+        return link._receive(shape, dtype, _PREVIOUS, 2 * number + 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
+        link, number = ctx.how
+        link._begin_send(gradient, _PREVIOUS, 2 * number + 2)
+        return None, None, None, None, None
