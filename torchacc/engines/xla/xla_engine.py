@@ -224,7 +224,8 @@ class XlaModel(ShardedModel):
 
     def _install_recompute(self) -> None:
         """Let the plan's modules be computed again in backward, once their units are installed."""
-        recompute.install(self.model, self.plan.recomputed, self._recompute)
+        if self.plan.recomputed:
+            recompute.install(self.model, self.plan.recomputed, self._recompute)
 
     def _move_buffers(self) -> None:
         """Move the buffers to the device, a buffer that several modules share once."""
