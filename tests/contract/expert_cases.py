@@ -248,7 +248,8 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)
-    tied, mine = mixtral(), mixtral()
+    tied, mine, around = mixtral(), mixtral(), mixtral()
+    around.model.layers[1].mlp.forward = lambda hidden: hidden
     tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
     mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
     for model, ep, expected in (
@@ -257,6 +258,7 @@ def what_spread_experts_cannot_do_is_refused() -> None:
         (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
         (tied, 2, "tied"),
         (mine, 2, "not transformers' own"),
+        (around, 2, "not transformers' own"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(model, ep=ep)

@@ -69,11 +69,13 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
                 f"{asked}: the families of transformers whose experts are spread are {', '.join(_FAMILIES)}, and "
                 f"{name!r} is of {family or type(model).__name__!r}: use config.dist.fsdp.size"
             )
-        if not type(module).__module__.startswith(_LIBRARY) or "forward" in vars(module):
-            raise ConfigError(
-                f"{asked}: {name!r} has a forward that is not transformers' own, which may look for all experts: use "
-                "config.dist.fsdp.size"
-            )
+        around = model.get_submodule(name.rpartition(".")[0])  # which may read the weights by itself, as kernels do
+        for each in (module, around):
+            if not type(each).__module__.startswith(_LIBRARY) or "forward" in vars(each):
+                raise ConfigError(
+                    f"{asked}: {name!r}, or the module around it, has a forward that is not transformers' own, which "
+                    "may look for all experts: use config.dist.fsdp.size"
+                )
         tied = [each for each in module.parameters() if sum(each is other for other in _all_parameters(model)) > 1]
         if tied:
             raise ConfigError(
