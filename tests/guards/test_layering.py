@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,14 @@ def parts(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the full name of everything that a module imports, also inside of functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -123,7 +129,7 @@ def test_only_env_touches_the_environment(path):
 def test_only_the_registry_compares_the_name_of_an_engine(path):
     if parts(path) == ("engines", "registry"):
         return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
             # `device.type == "xla"` asks about a device.
@@ -136,7 +142,7 @@ def test_only_the_registry_compares_the_name_of_an_engine(path):
 def test_an_axis_of_the_mesh_is_asked_for_by_its_role(path):
     if parts(path) in {("parallel", "axes"), *NAMES_OTHER_THINGS} or parts(path)[0] == "config":
         return
-    named = {node.lineno for node in constants(ast.parse(path.read_text(encoding="utf-8"))) if node.value in AXES}
+    named = {node.lineno for node in constants(parsed(path)) if node.value in AXES}
     assert not named, f"lines {sorted(named)} name an axis: ask the mesh by a Role, as in mesh.size(Role.SHARD)"
 
 
@@ -144,14 +150,14 @@ def test_no_class_and_no_file_has_the_name_of_another():
     classes, files = Counter(), Counter()
     for path in MODULES:
         files[path.name] += not path.stem.startswith("__")
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     twice = {name for names in (classes, files) for name, count in names.items() if count > 1}
     assert not twice, f"{twice}: one name for one thing"
 
 
 def attributes(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
