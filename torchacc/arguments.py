@@ -134,7 +134,9 @@ def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:
         device: Where it is.
         dtype: The name of its parameters' dtype.
     """
-    vars(model)["__deepcopy__"] = functools.partial(_refuse_copy, type(model).__name__)
+    for module in model.modules():
+        if module is model or "FSDPModule" in (each.__name__ for each in type(module).__mro__):  # or FSDP2 asserts
+            vars(module)["__deepcopy__"] = functools.partial(_refuse_copy, type(module).__name__)
     model._apply = functools.partial(_refuse_move, model, device, dtype)  # type: ignore[method-assign]
     vars(model)["__reduce_ex__"] = functools.partial(_refuse_pickling, type(model).__name__)
     if hasattr(model, "resize_token_embeddings"):

@@ -320,6 +320,8 @@ def deepcopy_is_refused() -> None:
         copy.deepcopy(model)
     with pytest.raises(torchacc.EngineError, match="deepcopy"):
         copy.deepcopy(sharded_module_of(model))
+    with pytest.raises(torchacc.EngineError, match="deepcopy"):
+        copy.deepcopy(model.layers)
 
 
 MOVES = {
