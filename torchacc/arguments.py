@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from torchacc.config import Config
-from torchacc.engines.base import HANDLE
+from torchacc.engines.sharded_model import HANDLE
 from torchacc.errors import CheckpointError, ConfigError, EngineError, UnknownNameError, shown
 from torchacc.logging import get_logger
 

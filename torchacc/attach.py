@@ -13,8 +13,8 @@ from torch.utils.weak import TensorWeakRef
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.engines import outside_gradients
-from torchacc.engines.base import HANDLE, ShardedModel
 from torchacc.engines.patches import safetensors_writing, torch_patches
+from torchacc.engines.sharded_model import HANDLE, ShardedModel
 from torchacc.errors import CheckpointError, ConfigError
 from torchacc.launch import progress
 

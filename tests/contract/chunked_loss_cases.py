@@ -14,7 +14,7 @@ from torch import nn
 
 import torchacc
 from torchacc.engines import registry
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 TOKENS = 9
 """Of a chunk: 2 rows of 12 tokens on a device make three, the last one smaller."""

@@ -16,7 +16,7 @@ from sequence_cases import Batch, labelled_unevenly, make, packed, padded, part_
 from torch import nn
 
 import torchacc
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 case = partial(case_of, (NATIVE,), num_devices=4)
 case_of_two = partial(case_of, (NATIVE,), num_devices=2)

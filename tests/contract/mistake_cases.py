@@ -36,8 +36,8 @@ from torch import nn
 import torchacc
 from tests.logged import heard
 from torchacc.engines import process_group
-from torchacc.engines.base import sharded_model
 from torchacc.engines.native import script_reads
+from torchacc.engines.sharded_model import sharded_model
 
 
 @case()

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 
 import torchacc
 from torchacc.engines import registry
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.env import read_job
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 4

@@ -15,7 +15,7 @@ from casekit import case as case_of
 from torch import nn
 
 import torchacc
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 case = partial(case_of, (NATIVE,), num_devices=4)
 VOCAB = 96

@@ -32,7 +32,7 @@ from torch import nn
 
 import torchacc
 from torchacc import StateDictType
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 
 class Odd(nn.Module):

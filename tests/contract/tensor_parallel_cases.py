@@ -17,7 +17,7 @@ from torch import nn
 
 import torchacc
 from torchacc.engines import registry
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 PROGRAMS = Path(os.environ.get("TORCHACC_TEST_PROGRAMS", os.devnull))
 """Where XLA writes the programs that it compiles."""

@@ -103,7 +103,7 @@ def digest_of(model: Any, optimizer: Any) -> str:
     import xxhash
 
     from torchacc.checkpoint import model_state
-    from torchacc.engines.base import sharded_model
+    from torchacc.engines.sharded_model import sharded_model
 
     sharded = sharded_model(model)
     drawn = sharded.engine.random_state()  # which fetching moves under XLA

@@ -25,7 +25,7 @@ from torch import nn
 
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
-from torchacc.engines.base import ShardedModel
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError, listed
 from torchacc.logging import get_logger
 

@@ -17,8 +17,8 @@ from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.own_format.manifest import token_of
 from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
-from torchacc.engines.base import ShardedModel, sharded_model
 from torchacc.engines.optimizers import is_for_each_element
+from torchacc.engines.sharded_model import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import LocalShard
 

@@ -26,7 +26,7 @@ from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
 from torchacc.checkpoint.own_format.removal import foreign_names, remove, settle
 from torchacc.checkpoint.saver import free_copies, save_silently, snapshot
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError, ConfigError, listed
 from torchacc.launch import progress
 from torchacc.logging import get_logger

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchacc.engines.base import HANDLE, ShardedModel
 from torchacc.engines.patches import module_states
+from torchacc.engines.sharded_model import HANDLE, ShardedModel
 from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 

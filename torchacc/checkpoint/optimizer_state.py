@@ -11,8 +11,8 @@ from torch import nn
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import ShardedModel
 from torchacc.engines.optimizers import is_for_each_element, is_quantized
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError, listed
 from torchacc.parallel.sharding import LocalShard, TensorSlice
 

@@ -16,7 +16,7 @@ from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.save_plan import TensorWrite
-from torchacc.engines.base import ShardedModel
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, in_one_line
 from torchacc.logging import get_logger
 

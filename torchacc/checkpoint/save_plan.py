@@ -15,7 +15,7 @@ from torchacc.checkpoint.own_format.safetensors_files import (
     plan_safetensors,
     safetensors_index,
 )
-from torchacc.engines.base import ShardedModel
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import TensorSlice
 

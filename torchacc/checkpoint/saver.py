@@ -18,7 +18,7 @@ from torchacc.checkpoint.hf import pretrained_files
 from torchacc.checkpoint.own_format.commit import FolderWriter
 from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
 from torchacc.checkpoint.save_plan import TensorWrite, index_files, plan_save
-from torchacc.engines.base import ShardedModel, sharded_model
+from torchacc.engines.sharded_model import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from torchacc.engines.base import ShardedModel
 from torchacc.engines.patches import torch_patches
+from torchacc.engines.sharded_model import ShardedModel
 
 TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
 """Returns the norm of full gradients, of an order, from their shards; None where they belong to another engine."""

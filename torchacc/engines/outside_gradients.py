@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torchacc.engines.base import HANDLE, Engine
+from torchacc.engines.base import Engine
+from torchacc.engines.sharded_model import HANDLE
 from torchacc.errors import EngineError
 from torchacc.logging import get_logger
 

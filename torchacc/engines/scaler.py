@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.amp import grad_scaler
 
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchacc.data import AsyncLoader
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.train.batches import take_counts
 from torchacc.train.config import EarlyStoppingConfig
 from torchacc.train.models import loss_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 
 PEAK_FLOPS: Mapping[str, float] = {
     r"B200": 2250e12,

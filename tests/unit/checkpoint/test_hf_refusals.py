@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 import torchacc
 from tests.unit.checkpoint.hf_models import accelerate, change, check_equal, loaded, make
 from torchacc.checkpoint import hf
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", minversion="5")

@@ -11,7 +11,7 @@ from torch import nn
 import torchacc
 from tests import forkrun
 from torchacc.checkpoint import CheckpointManager, loader, saver
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError
 
 

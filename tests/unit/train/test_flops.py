@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from torchacc.config import Config
 from torchacc.engines import registry
-from torchacc.engines.base import HANDLE
+from torchacc.engines.sharded_model import HANDLE
 from torchacc.env import Job
 from torchacc.parallel.plan import make_plan
 from torchacc.train.flops import flops_per_token, peak_flops

@@ -17,8 +17,8 @@ from torchacc.checkpoint.other_formats.pth import load_pth, read_pth
 from torchacc.checkpoint.own_format.manifest import as_bytes, digest
 from torchacc.checkpoint.own_format.unfinished import clear_unfinished, unfinished
 from torchacc.data.tree import map_tensors, tensors_in
-from torchacc.engines.base import ShardedModel
 from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.env import Job, read_job
 from torchacc.errors import CheckpointError
 

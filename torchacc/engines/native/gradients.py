@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchacc.engines.base import HANDLE
 from torchacc.engines.native.shard_arithmetic import (
     OWNER,
     cut,
@@ -24,6 +23,7 @@ from torchacc.engines.native.shard_arithmetic import (
     mean_over_data,
 )
 from torchacc.engines.patches import torch_patches
+from torchacc.engines.sharded_model import HANDLE
 from torchacc.errors import EngineError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan

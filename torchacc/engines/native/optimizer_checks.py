@@ -2,9 +2,9 @@
 
 import torch
 
-from torchacc.engines.base import ShardedModel
 from torchacc.engines.fused_steps import faster_choice
 from torchacc.engines.optimizers import is_elementwise, is_of_torchao
+from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 

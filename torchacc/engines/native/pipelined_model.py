@@ -16,7 +16,8 @@ from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.native.gradients import accumulates, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
-from torchacc.engines.native.native_engine import NativeEngine, NativeModel
+from torchacc.engines.native.native_engine import NativeEngine
+from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.split_stages import StageModules, leave_out
 from torchacc.engines.native.stage_collectives import StageLink
 from torchacc.errors import DataError, EngineError

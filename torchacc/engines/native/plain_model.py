@@ -18,7 +18,7 @@ from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.averaged_gradients import AveragedGradients
 from torchacc.engines.native.gradients import accumulates
-from torchacc.engines.native.native_engine import NativeModel
+from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.process_group import gloo_silenced

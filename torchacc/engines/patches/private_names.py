@@ -177,7 +177,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_execution_engine": "calls back when a backward has run",
     }),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
-    *_of("torch._C", "base.py", {"_functorch": "tells a transform of torch.func"}),
+    *_of("torch._C", "sharded_model.py", {"_functorch": "tells a transform of torch.func"}),
     *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
     *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),

@@ -16,7 +16,7 @@ from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import recompute
-from torchacc.engines.base import HANDLE, NO_GPU, Engine, ShardedModel
+from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
@@ -25,6 +25,7 @@ from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
 from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
+from torchacc.engines.sharded_model import HANDLE, ShardedModel
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.compile_watch import CompileWatch
 from torchacc.engines.xla.gather import (

@@ -9,7 +9,8 @@ from torch import nn
 
 from torchacc import api
 from torchacc.data.tree import map_tensors
-from torchacc.engines.base import Engine, ShardedModel
+from torchacc.engines.base import Engine
+from torchacc.engines.sharded_model import ShardedModel
 
 
 class GradientState:

@@ -16,7 +16,7 @@ from torchacc.checkpoint import model_state
 from torchacc.checkpoint.own_format.manifest import MANIFEST
 from torchacc.checkpoint.own_format.removal import settle
 from torchacc.checkpoint.run_state import random_state, set_random_state
-from torchacc.engines.base import sharded_model
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 

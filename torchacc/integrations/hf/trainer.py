@@ -19,8 +19,9 @@ from torchacc.checkpoint.run_state import random_state
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
-from torchacc.engines.base import Engine, sharded_model
+from torchacc.engines.base import Engine
 from torchacc.engines.device_losses import kept_by_devices, weighed
+from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.accelerator import AcceleratorAdapter

@@ -1,0 +1,373 @@
+"""A model that FSDP2 has sharded, one process per device."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.device_losses import average_scalars, mean_of_closure
+from torchacc.engines.initial_values import materialise_parameters
+from torchacc.engines.native import (
+    compiled_units,
+    device_copies,
+    float8_training,
+    number_parameters,
+    optimizer_checks,
+    script_reads,
+    split_layers,
+    split_sequence,
+    spread_experts,
+)
+from torchacc.engines.native.activation_offload import SaveActivationsOnHost
+from torchacc.engines.native.autocast import autocast_to
+from torchacc.engines.native.native_engine import NativeEngine
+from torchacc.engines.native.norm_statistics import keep_precision_of_statistics, lower_inputs_of_norms
+from torchacc.engines.native.recomputed_forward import install_recompute
+from torchacc.engines.patches import torch_patches
+from torchacc.engines.sharded_model import ShardedModel
+from torchacc.errors import ConfigError
+from torchacc.parallel import sharding
+from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import ShardingPlan, Unit
+from torchacc.parallel.sharding import LocalShard, ShardPlacement
+
+
+class NativeModel(ShardedModel):
+    """A model whose parameters are DTensors."""
+
+    engine: NativeEngine
+    _compiled: compiled_units.CompiledUnits | None = None
+    """What `compute.compile` compiles."""
+
+    @property
+    def _own_plan(self) -> ShardingPlan:
+        """The plan of what this process computes."""
+        return self.plan
+
+    @property
+    def _root(self) -> nn.Module:
+        """The module that FSDP2 takes for the model."""
+        return self.model
+
+    def _module_of(self, unit: Unit) -> nn.Module:
+        return self.model.get_submodule(unit.name) if unit.name else self._root
+
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
+        """Move the model to the device and shard its units."""
+        from torchacc.engines.native.gradients import average_ordinary_gradients
+
+        _refuse_without_gradients(self.model)
+        self._move_buffers()
+        originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
+        if self.plan.float8 is not None:
+            float8_training.convert(self.model, self.plan.float8)
+        self._compile_units()
+        if self.plan.tensor_parallel.size > 1:
+            is_compiled = self._compiled is not None
+            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
+        attention, group = None, self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SEQUENCE))
+        if group is not None:
+            attention = split_sequence.install(self.model, self.engine.mesh, group, self.engine.job.rank)
+        for experts in self.plan.experts:
+            spread_experts.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
+        self._install_forward(self._run)
+        if attention is not None:  # last: _install_forward() sets the kernel that the config names
+            split_sequence.choose_attention(self.model, attention)
+        self._prepare_parameters()
+        # The model itself first: fully_shard looks for a module's parameters outside of what is sharded already, and so
+        # would not find one that is tied between two units, and is therefore the model's.
+        for unit in (self._own_plan.units[-1], *self._own_plan.units[:-1]):
+            self._shard_unit(unit)
+        self._set_prefetch()
+        average_ordinary_gradients(self.model, self._own_plan)
+        self._take_over_groups()
+        if torch_patches.knows_clipping():
+            self._note_total_norm()
+        if self._lowered is not None:
+            keep_precision_of_statistics(self.model)
+            if self.engine.device.type == "cpu":
+                lower_inputs_of_norms(self.model, self._lowered)
+        shards: dict[torch.Tensor, nn.Parameter] = {
+            original: self.model.get_parameter(name) for name, original in originals.items()
+        }
+        for original, new in shards.items():
+            vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
+        if self._own_plan.recomputed:
+            install_recompute(self.model, self._own_plan)
+        return shards
+
+    def _prepare_parameters(self) -> None:
+        """Make distributed tensors of the parameters that `fully_shard()` does not take."""
+        if self._has_numbers:
+            number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
+
+    def _note_total_norm(self) -> None:
+        """Let PyTorch's own clipping take norms over all shards."""
+        from torchacc.engines.native.gradients import total_norm
+
+        note_total_norm(self, total_norm)
+
+    def _compile_units(self) -> None:
+        if self.engine.config.compute.compile:
+            self._compiled = compiled_units.CompiledUnits(self.model, self.plan, self.engine.config)
+
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""
+        flat = full.reshape(-1)
+        parts = [flat[piece.start : piece.stop] for piece in self.local_shards[shard].slices]
+        return self.place(shard, torch.cat(parts) if parts else flat[:0])
+
+    def _shard_unit(self, unit: Unit) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        module = self._module_of(unit)
+        # Here and not for all of the model, so that no more than one unit is ever unsharded.
+        materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
+        if self.plan.tensor_parallel.size > 1:
+            split_layers.distribute(self.model, unit.parameters, self.plan.tensor_parallel, self.engine.tp_mesh)
+        mesh = self.engine.device_mesh
+        experts = next((each for each in self.plan.experts if each.module == unit.name), None)
+        if experts is not None:
+            mesh = self.engine.expert_mesh[mesh.mesh_dim_names]
+            spread_experts.keep_own(module, experts, self.engine.expert_mesh)
+        own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
+        offload = OffloadPolicy()
+        if self.plan.shards_on_host:
+            offload = CPUOffloadPolicy(pin_memory=self.engine.device.type != "cpu")
+        with self._on_device(own):
+            fully_shard(
+                module,
+                mesh=mesh,
+                # What the inputs are cast to is left to autocast: a float input may be a target or a position.
+                mp_policy=MixedPrecisionPolicy(self._lowered, self._reduced, cast_forward_inputs=False),
+                offload_policy=offload,
+                ignored_params=set(module.parameters()) - set(own),
+                reshard_after_forward=self.plan.is_resharded_after_forward(unit),
+            )
+        if experts is not None:
+            spread_experts.finish(module, unit.parameters, self.engine.device_mesh, experts)
+        _keep_class_name(module)
+
+    def _take_over_groups(self) -> None:
+        from torchacc.engines.native import shard_updates
+        from torchacc.engines.native.parameter_groups import Groups
+
+        shard_updates.install()
+        units = [self._module_of(unit) for unit in self._own_plan.units]
+        is_split, float8 = self.engine.mesh.size(Role.SHARD) > 1, self.plan.float8
+        self._groups = Groups(
+            self._root,
+            units,
+            self._agree,
+            is_split,
+            float8=float8.weights if float8 is not None and float8.are_gathered else (),
+            shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
+        )
+
+    @property
+    def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
+        """Returns the largest of numbers of the processes that have the same units; None where there is one."""
+        return self.engine.group.largest if self.engine.job.launched else None
+
+    def _set_prefetch(self) -> None:
+        modules: dict[str, Any] = {unit.name: self._module_of(unit) for unit in self._own_plan.units}
+        for name, following in self._own_plan.prefetched_in_forward.items():
+            modules[name].set_modules_to_forward_prefetch([modules[following]])
+        if not self.plan.backward_prefetch:
+            for module in modules.values():
+                # Where nothing is named FSDP2 gathers the next unit. This one is unsharded by then: it ends there.
+                module.set_modules_to_backward_prefetch([module])
+
+    @contextmanager
+    def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Hold a context with full parameters on the device, contiguous, while fully_shard() cuts them."""
+        parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # DTensors are there
+        before = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.engine.device).contiguous()
+        try:
+            yield
+        finally:
+            for parameter, data in zip(parameters, before, strict=True):
+                parameter.data = data
+
+    @cached_property
+    def _has_numbers(self) -> bool:
+        """Whether the model has parameters without dimensions."""
+        return any(not planned.shape for planned in self.plan.parameters)
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.engine.device)
+
+    @property
+    def _lowered(self) -> torch.dtype | None:
+        return None if self.plan.compute_dtype == "float32" else getattr(torch, self.plan.compute_dtype)
+
+    @property
+    def _reduced(self) -> torch.dtype | None:
+        """The dtype of gradients between devices; None where they have it already, or are in float64."""
+        if self._lowered is None and self.plan.reduce_dtype == "float32":
+            return None
+        return getattr(torch, self.plan.reduce_dtype)  # type: ignore[no-any-return]
+
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
+        from torchacc.engines.native.outputs import let_pytree_see, with_full_numbers
+
+        device = self.engine.device.type
+        if self.plan.tensor_parallel.size > 1 and any(module.training for module in self.model.modules()):
+            split_layers.agree_on_random_numbers(self.engine.device, self.engine.tp_mesh)
+        with ExitStack() as stack:
+            stack.enter_context(autocast_to(self._lowered, device))
+            if self.plan.activations_on_host and device != "cpu":
+                stack.enter_context(SaveActivationsOnHost(device))
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.of_call(kwargs))
+            stack.enter_context(script_reads.inside())
+            stack.enter_context(self._groups.ending_interrupted())
+            output = inner(*args, **kwargs)
+        let_pytree_see(output)
+        if self._has_numbers:
+            if torch.is_grad_enabled():
+                number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
+            output = with_full_numbers(output)
+        return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`."""
+        norm = super().clip_grad_norm_(max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # where PyTorch's own norm was taken
+
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what an optimizer cannot do with shards, and say what it does slowly."""
+        optimizer_checks.check(self, optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+        """Make an optimizer of this model ready for its next step."""
+        super().before_step(optimizer, makes_gradients=makes_gradients)
+        script_reads.begin()
+
+    def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose loss is the mean over all devices, by which each takes the same decisions."""
+        return mean_of_closure(closure, self.engine.group.mean) if self.engine.job.launched else closure
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
+        script_reads.end()
+        if self.plan.recomputed or not self.plan.is_plain:  # else autograd does as it does for the unsharded model
+            fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+            increment_version([each for group in fused for each in group if each.grad is not None])
+        if self._compiled is not None:
+            compiled_units.watch.after_step(optimizer)
+
+    def _drop_window(self) -> None:
+        self._groups.drop_gradients()
+
+    @contextmanager
+    def _hold_gradients(self) -> Iterator[None]:
+        """Keep full gradients until the first backward outside of the context reduces their sum."""
+        root: Any = self._root
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
+        mesh, rank = self.engine.mesh, self.engine.job.rank
+        replica, num_replicas = _place_among(mesh, rank, Role.REPLICATE)
+        shard_index, _ = _place_among(mesh, rank, Role.SHARD)
+        is_contiguous = self.plan.tensor_parallel.size == 1
+        return ShardPlacement(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
+
+    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
+        """Return this process's place among those with the same shard."""
+        return _place_among(self.engine.mesh, self.engine.job.rank, *sharding.replicated_over(local_shard))
+
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
+        rank = self.engine.job.rank
+        for planned in self.plan.parameters:
+            yield self.model.get_parameter(planned.name), self._shard_of(planned.name, planned.shape, rank)
+
+    def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
+        return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.tensor_parallel.spec_of(name))
+
+    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
+        if self.placement.is_contiguous:
+            return super()._joined(local_shard, shards)
+        groups = self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR)
+        ranks = next(group for group in groups if self.engine.job.rank in group)
+        held = [self._shard_of(*local_shard.members[0], rank) for rank in ranks]
+        return sharding.unshard(zip(held, shards.view(len(ranks), -1), strict=True))
+
+    @torch.no_grad()
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the local tensors of DTensors, flat, on the host."""
+        return [tensor.reshape(-1) for tensor in device_copies.to_host([_local(each).detach() for each in tensors])]
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor that is sharded like a parameter."""
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(parameter, DTensor)
+        spec = parameter._spec
+        if local.dtype != parameter.dtype:
+            assert spec.tensor_meta is not None
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        # DTensor.from_local() takes ten times as long, and brings shards that are kept on the host to the device.
+        return DTensor(local.view(_local(parameter).shape).to(parameter.device), spec, requires_grad=False)
+
+    @torch.no_grad()
+    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Copy new values into the shard that is there."""
+        shard = _local(parameter)
+        shard.copy_(local.view(shard.shape))
+        increment_version(parameter)
+
+    def local_numel(self) -> int:
+        """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
+        return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
+
+
+@cache
+def _place_among(mesh: Mesh, rank: int, *roles: Role) -> tuple[int, int]:
+    """Return a process's place among those that differ from it only along axes with these roles, and their number."""
+    return mesh.index(rank, *roles), mesh.size(*roles)
+
+
+def _refuse_without_gradients(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"the parameter {name!r} is of {parameter.dtype}, which FSDP2 does not shard: keep its parts as a real "
+                "parameter, and compute with torch.view_as_complex(parameter); or set "
+                "config.dist.fsdp.sharding_strategy = 'NO_SHARD', with which it stays as it is"
+            )
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"the parameter {name!r} is of {parameter.dtype}, and FSDP2 shards only what may have a gradient: keep "
+                "it as a buffer (register_buffer)"
+            )
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Give the subclass that FSDP2 makes the name of the class, by which libraries look models up."""
+    made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
+    made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,362 @@
+"""What an engine knows of a model that it has sharded: the interface by which scripts and checkpoints meet it."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.utils.clip_grad import clip_grad_norm_
+
+from torchacc.chunked_loss.model_loss import ModelLoss
+from torchacc.data.tree import map_tensors
+from torchacc.engines import attention_kernels
+from torchacc.engines.base import Engine
+from torchacc.engines.device_losses import warn_of_sums
+from torchacc.engines.first_steps import FirstSteps
+from torchacc.engines.forward_inputs import InputMover, explain, takes_half
+from torchacc.engines.full_precision import returns_float32
+from torchacc.engines.held_parameters import HeldParameters
+from torchacc.engines.initial_values import is_without_weights
+from torchacc.engines.optimizers import remap_optimizer
+from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
+from torchacc.engines.status import ModelStatus
+from torchacc.errors import ConfigError, EngineError
+from torchacc.launch import progress
+from torchacc.parallel.axes import Role
+from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.sharding import LocalShard, ShardPlacement
+
+HANDLE = "_torchacc"
+"""The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
+
+
+class ShardedModel(ABC):
+    """A model that an engine has sharded, with the operations that need more than the module."""
+
+    def __init__(self, engine: Engine, model: nn.Module, plan: ShardingPlan) -> None:
+        self.engine = engine
+        self.model = model
+        self.plan = plan
+        self.parameter_names = tuple(name for name, _ in model.named_parameters())
+        """Original names in the order of `named_parameters()`, a tied parameter under its first."""
+        self.status = ModelStatus(has_weights=not is_without_weights(model))
+        """What may be done with the model now."""
+        self._has_looked_for_sums = False
+        self._has_clipped = False
+        self._came_in_half = {each.dtype for each in model.parameters()} & {torch.bfloat16, torch.float16}
+        """The low precisions that the model's parameters came in."""
+        self._first_steps: FirstSteps | None = None
+        self._prepared: WeakSet[torch.optim.Optimizer] = WeakSet()
+        """Optimizers that have made a step."""
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Shard the model in place. Collective: every process.
+
+        Args:
+            optimizer: An optimizer that already holds the model's parameters; its groups and state move to the shards.
+        """
+        shards = self._shard(optimizer)
+        if optimizer is not None:
+            remap_optimizer(optimizer, shards, lambda original, full: self._shard_state(shards[original], full))
+
+    @abstractmethod
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
+        """Move the model to the device, shard its units, and call `_install_forward()`.
+
+        Args:
+            optimizer: Whose groups flattened parameters go by.
+
+        Returns:
+            Original parameter -> the parameter that takes its place; the same one where it stays.
+        """
+
+    @abstractmethod
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return what this process holds of an optimizer's tensor for a parameter; its shape is the original's."""
+
+    @cached_property
+    def local_shards(self) -> dict[nn.Parameter, LocalShard]:
+        """What this process holds of each parameter that an optimizer sees."""
+        return dict(self._local_shards())
+
+    @abstractmethod
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]: ...
+
+    def check_call(self) -> None:
+        """Check that the model can be called here.
+
+        Raises:
+            EngineError: It has no weights yet, or is called inside of a transform of torch.func.
+        """
+        self.status.check_usable()
+        if torch._C._functorch.peek_interpreter_stack() is not None and not self.plan.is_plain:
+            raise EngineError(
+                "a sharded model cannot run inside of a transform of torch.func (grad, jvp, jacrev, vmap …), which "
+                "cannot follow where weights are gathered: take torch.autograd.grad(), or transform a copy of the "
+                "model that is not sharded, with torchacc.full_state_dict(model) loaded"
+            )
+
+    def check_parameters(self) -> None:
+        """Check that the model has the parameters that were sharded, before their values are handed out.
+
+        Raises:
+            EngineError: The script has put another one in the place of one, or given it another shape.
+        """
+        self.held_parameters.check()
+
+    @functools.cached_property
+    def held_parameters(self) -> HeldParameters:
+        """The parameters that the model has when this is first asked for, which is when it has been sharded."""
+        return HeldParameters(self.model)
+
+    @abstractmethod
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this process holds of tensors that are sharded like parameters, on the host.
+
+        Returns:
+            For each a tensor of one dimension, padding included or left out; it may share memory with the model.
+        """
+
+    @abstractmethod
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is sharded like a parameter.
+
+        Args:
+            parameter: One of `local_shards`.
+            local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements
+                as its pieces have.
+        """
+
+    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        """Give a parameter new values; the arguments are those of `place()`."""
+        parameter.copy_(self.place(parameter, local))
+
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """Which shards this process holds; all of them where one process drives all devices."""
+        return ShardPlacement()
+
+    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
+        """Return which copy of a parameter's shard this process holds, and how many there are."""
+        return self.placement.replica, self.placement.num_replicas
+
+    def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
+        """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
+
+        Args:
+            local_shard: The parameter's.
+            local: What `fetch()` gave.
+            rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
+        """
+        if self.placement.processes_per_replica == 1:
+            return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
+        padded = local if len(local) == local_shard.shard_numel else local.new_zeros(local_shard.shard_numel)
+        padded[: len(local)] = local
+        found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
+        return found if found is None else self._joined(local_shard, found)
+
+    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
+        """Return the full tensors from the shards of all processes of `_shard_group`, one after another."""
+        return shards[: local_shard.numel]
+
+    @cached_property
+    def _shard_group(self) -> Any:
+        return self.engine.group.own_subgroup(self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR))
+
+    @abstractmethod
+    def local_numel(self) -> int:
+        """Return the number of parameter elements that one device holds at rest, padding included."""
+
+    @abstractmethod
+    def _hold_gradients(self) -> AbstractContextManager[None]:
+        """Return the engine's part of `accumulate()`."""
+
+    def expect_all(self, call: str) -> None:
+        """Wait until every process has come to a call that puts shards together. Collective: every process.
+
+        Where each process has all of the model, nothing waits, and some may make the call by themselves.
+        """
+        if self.placement.processes_per_replica > 1:
+            self.engine.group.expect_all(call)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients in place so that their global norm is at most `max_norm`. Collective: every process.
+
+        Args:
+            max_norm: The largest norm to allow.
+            norm_type: The order of the norm; `inf` for the largest absolute value.
+
+        Returns:
+            The norm before clipping over all parameters of the unsharded model, a tensor without dimensions.
+
+        Raises:
+            EngineError: The gradients are those of an accumulation window that was not completed.
+        """
+        self.status.check_window("clip_grad_norm_()")
+        if not self._has_clipped:  # on some processes only it would be so from the first step on
+            self._has_clipped = True
+            self.expect_all("model.clip_grad_norm_()")
+        return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Hold a context in which backward() adds to the gradients without making them ready for a step."""
+        with self.status.accumulating(), self._hold_gradients():
+            yield
+
+    def _install_forward(self, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        """Replace the model's forward by one that calls `run`.
+
+        Args:
+            run: Called with the model's own forward, its positional and its keyword arguments; returns the output.
+        """
+        model = self.model
+        attention_kernels.install(self.engine.config, model, self.plan.recomputed)
+        inner = self._with_chunked_loss(model.forward)
+        if self.plan.compute_dtype != "float32":
+            inner = returns_float32(inner, getattr(torch, self.plan.compute_dtype))
+        elif self._came_in_half:
+            inner = takes_half(inner, self._came_in_half)
+        sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
+        balances = modules_with_balance(model) if sees_a_part else []
+        move = InputMover(self.engine.device, self.engine.put)
+        if sees_a_part:
+            self._first_steps = FirstSteps(model, self.engine.group.all_gather_objects, self.engine.copy_to_host)
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            progress.mark(progress.Phase.FORWARD)
+            if self._first_steps is not None and model.training and torch.is_grad_enabled():
+                self._first_steps.see(args, kwargs)
+            args, kwargs = move((args, kwargs))
+            with balanced_over_devices(balances, self.engine.all_gather, self.engine.group):
+                output = self._explaining(run, inner, args, kwargs)
+            if torch.is_grad_enabled():
+                if sees_a_part and model.training and not self._has_looked_for_sums:
+                    self._has_looked_for_sums = True
+                    warn_of_sums(model, output, (args, kwargs), self.engine.mesh.num_data_shards)
+                progress.mark(progress.Phase.BACKWARD)
+                map_tensors(self._watch_backward, output)
+            else:
+                progress.mark(progress.Phase.EVALUATION)
+            return output
+
+        model.forward = forward
+        self._watch_zero_grad(model)
+
+    def _explaining(self, run: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model; say what is wrong with its inputs where only an operation inside says that something is."""
+        try:
+            return run(inner, args, kwargs)
+        except (RuntimeError, ValueError) as error:
+            explained = explain(error, (args, kwargs), self.engine.device, self.plan.compute_dtype)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _with_chunked_loss(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        option = self.engine.config.compute.chunked_loss
+        if not option:
+            return forward
+        loss = ModelLoss(self.model, option, num_devices=len(self.engine.data_shards), after=self._after)
+        return functools.wraps(forward)(lambda *args, **kwargs: loss.run(forward, args, kwargs))
+
+    def _after(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor that waits for others, where an engine records what it runs."""
+        return tensor
+
+    def _watch_zero_grad(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        """Wrap `zero_grad()`, so that `on_zero_grad()` runs before it."""
+        zero_grad = owner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            self.on_zero_grad(owner if isinstance(owner, torch.optim.Optimizer) else None)
+            zero_grad(*args, **kwargs)
+
+        owner.zero_grad = watched  # type: ignore[method-assign]
+
+    def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop what an engine holds of gradients beside those of the parameters.
+
+        Args:
+            optimizer: Whose they are; None for all of the model's.
+
+        Raises:
+            EngineError: They are a part of those of an accumulation window, which can only be dropped together.
+        """
+        if self.status.has_incomplete_gradients:
+            trained = [each for each in self.model.parameters() if each.requires_grad]
+            if self.status.drop_gradients(optimizer, trained):
+                self._drop_window()
+
+    def _drop_window(self) -> None:
+        """Forget the unreduced gradients of an accumulation window that was not completed."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+        """Make an optimizer of this model ready for its next step.
+
+        Args:
+            optimizer: The optimizer.
+            makes_gradients: Whether the step calls a closure, which computes the gradients.
+
+        Raises:
+            EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
+                state were not loaded as a whole.
+        """
+        self.status.check_usable()
+        self.status.check_optimizer(optimizer)
+        self.status.check_window("optimizer.step()")
+        if self._first_steps is not None and self._first_steps.compare():
+            self._first_steps = None
+        if optimizer not in self._prepared:
+            self._before_first_step(optimizer)
+            self._watch_zero_grad(optimizer)
+            self._prepared.add(optimizer)
+
+    @property
+    def is_in_first_steps(self) -> bool:
+        """Whether what the processes train with is compared before the next step."""
+        return self._first_steps is not None
+
+    def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of an optimizer's step with the loss of all devices, where it computes one device's."""
+        return closure
+
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare an optimizer for its first step, or refuse it."""
+
+    def on_unscale(self) -> None:
+        """Note that PyTorch's own `GradScaler` is about to unscale the gradients of one of this model's optimizers."""
+        self.status.note_scaler()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what follows a step of an optimizer of this model."""
+
+    def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
+        def note(gradient: torch.Tensor) -> None:
+            self.status.on_backward()
+
+        if output.requires_grad:
+            output.register_hook(note)
+        return output
+
+
+def sharded_model(model: nn.Module) -> ShardedModel:
+    """Return what the engine knows of a model that it has sharded.
+
+    Raises:
+        ConfigError: The model was not sharded.
+    """
+    sharded = vars(model).get(HANDLE) if isinstance(model, nn.Module) else None
+    if sharded is None:
+        first = ", the first of its tuple" if isinstance(model, tuple) else ""
+        raise ConfigError(
+            f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{first}"
+        )
+    return sharded  # type: ignore[no-any-return]
