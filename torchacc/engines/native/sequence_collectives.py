@@ -21,7 +21,7 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, *, split: int, join
         split: The dimension to split; it must divide.
         joined: The dimension to put together.
     """
-    exchanged: torch.Tensor = _Exchange.apply(tensor, group, split, joined)
+    exchanged: torch.Tensor = _AllToAll.apply(tensor, group, split, joined)
     return exchanged
 
 
@@ -43,7 +43,7 @@ def total(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return summed
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, split: int, joined: int) -> torch.Tensor:
         ctx.how = group, split, joined
