@@ -118,11 +118,18 @@ def install(module: nn.Module, experts: Experts, mesh: Any) -> None:
     group: dist.ProcessGroup = mesh.get_group(Role.EXPERT.value)
     forward: Callable[..., torch.Tensor] = module.forward
     positions = torch.tensor(experts.positions, device=mesh.device_type)
-    module.num_experts = experts.num_held  # type: ignore[assignment]
+    attributes: dict[str, Any] = vars(module)
+
+    def compute(tokens: torch.Tensor, own: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        attributes["num_experts"] = experts.num_held  # here only: a script that counts loads looks for all
+        try:
+            return forward(tokens, own, weights)
+        finally:
+            attributes["num_experts"] = experts.num_experts
 
     @functools.wraps(forward)
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _run(forward, module, positions, group, hidden, chosen, weights)
+        return _run(compute, module, positions, group, hidden, chosen, weights)
 
     module.forward = run
 
