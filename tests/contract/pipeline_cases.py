@@ -143,6 +143,31 @@ def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients() -> None:
 
 
 @case([NATIVE])
+def norms_of_stages_are_of_all_of_them_or_refused() -> None:
+    model, plain_model = make("gpt2"), make("gpt2")
+    torchacc.accelerate(model, None, config(2))
+    for each in (model, plain_model):
+        each(**padded(left=False)).loss.backward()
+    for order in (1.0, 2.0, float("inf")):
+        for choose in (lambda each: each.grad, lambda each: each):
+            own, expected = ([choose(each) for each in of.parameters()] for of in (model, plain_model))
+            norm, expected_norm = nn.utils.get_total_norm(own, order), nn.utils.get_total_norm(expected, order)
+            assert float(norm) == pytest.approx(float(expected_norm), rel=RELATIVE)
+    parameters = list(model.parameters())
+    for read in (
+        lambda: sum(each.grad.norm() ** 2 for each in parameters),
+        lambda: [each.grad.pow(2).sum() for each in parameters],
+        lambda: [each.grad.isfinite().all() for each in parameters],
+        lambda: [each.norm() for each in parameters],
+        lambda: torch._foreach_norm([each.grad for each in parameters]),
+        lambda: nn.utils.get_total_norm([each.grad.detach() for each in parameters]),
+        lambda: nn.utils.parameters_to_vector(parameters),
+    ):
+        with pytest.raises(torchacc.EngineError, match="of another stage"):
+            read()
+
+
+@case([NATIVE])
 def stages_hold_their_own_layers_and_start_from_the_deferred_initialisation() -> None:
     model, plain_model = torchacc.deferred_init(make, "gpt2", 4), make("gpt2", 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -14,10 +14,12 @@ from torch import nn
 
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.native import script_reads
 from torchacc.engines.native.gradients import accumulates, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.engines.native.native_model import NativeModel
+from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_stages import StageModules, leave_out
 from torchacc.engines.native.stage_collectives import StageLink
 from torchacc.errors import DataError, EngineError
@@ -97,6 +99,7 @@ class PipelinedModel(NativeModel):
     def _prepare_parameters(self) -> None:
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]
+        script_reads.note_stage(self.engine.device_mesh)
         self.absent = leave_out(self.model, others, self.plan, self.engine.device_mesh, self.engine.device)
 
     # ---- A forward
@@ -253,13 +256,14 @@ class PipelinedModel(NativeModel):
             self._in_window = False
 
     def norm_of_all(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of full gradients over all stages, those of tied parameters once. Collective."""
+        """Return the norm of full gradients, or parameters, over all stages, those of tied ones once. Collective."""
         if norm_type <= 0:
             raise EngineError(
                 f"clip_grad_norm_(norm_type={norm_type}) of a model in stages (config.dist.pp.size): their norms are "
                 "put together for orders above 0: choose one, such as 2.0"
             )
-        elsewhere = {id(each.grad) for each in self._tied} if self._link.is_last else set()
+        tied = self._tied if self._link.is_last else []
+        elsewhere = {id(each) for each in tied} | {id(each.grad) for each in tied}
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
         own = total_norm(counted, norm_type) if counted else None
         return self._link.combined_norm(torch.zeros((), device=self.engine.device) if own is None else own, norm_type)
@@ -415,11 +419,13 @@ def _num_counted(given: Mapping[str, Any]) -> Any:
 
 
 def norm_over_stages(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-    """Return the norm of full gradients of all stages; None where they are of no model in stages. Collective."""
+    """Return the norm of full gradients, or parameters, of all stages; None of those of other models. Collective."""
     given = {id(gradient) for gradient in gradients}
     for model in _models:
-        if any(id(parameter.grad) in given for parameter in model.model.parameters()):
+        if any({id(parameter), id(parameter.grad)} & given for parameter in model.model.parameters()):
             return model.norm_of_all(gradients, norm_type)
+    # Of copies it is not known what they are of: the norm that other models ask for would be this stage's.
+    script_reads.refuse_other_stages("get_total_norm", [each for each in gradients if is_of_model(each)])
     return None
 
 

@@ -1,6 +1,6 @@
 """What a script reads of sharded tensors by itself, as every process has to: the first reads look whether all do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import read_job
+from torchacc.errors import EngineError
 
 _NUM_CHECKED = 64
 """How many reads of a process are checked: what only some processes read, they mostly do from the start."""
@@ -50,10 +51,47 @@ def expect_all(mesh: Any) -> None:
     Raises:
         EngineError: Others do something else, as `ProcessGroup.expect_all()` finds it.
     """
-    is_of_script = not _reads.is_inside and torch._C._current_graph_task_id() == -1
-    if not is_of_script or not _reads.num_left or mesh.ndim != 1:
+    if not _is_of_script() or not _reads.num_left or mesh.ndim != 1:
         return
     job = read_job()
     if mesh.size() == job.num_processes:
         _reads.num_left -= 1
         ProcessGroup(job).expect_all("a read of a sharded parameter or gradient, as by parameter.norm()")
+
+
+def _is_of_script() -> bool:
+    return not _reads.is_inside and torch._C._current_graph_task_id() == -1
+
+
+_meshes_of_stages: set[Any] = set()
+
+
+def note_stage(mesh: Any) -> None:
+    """Note that parameters without elements on a mesh are those of other stages."""
+    _meshes_of_stages.add(mesh)
+
+
+def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
+    """Refuse what a script computes from tensors of other stages, of which this one has no elements.
+
+    A sum that becomes a part of the loss is let through: each stage has the gradients of its own parameters.
+
+    Args:
+        name: The function's.
+        shards: The distributed tensors that it is given.
+
+    Raises:
+        EngineError: One of them is another stage's.
+    """
+    if not _meshes_of_stages or not _is_of_script():
+        return
+    if name == "sum" and torch.is_grad_enabled() and any(each.requires_grad for each in shards):
+        return
+    if any(not each.numel() and each._spec.mesh in _meshes_of_stages for each in shards):
+        raise EngineError(
+            f"{name}() of a parameter or gradient of another stage (config.dist.pp.size), which has no elements here: "
+            "the stages would get different numbers. For a norm of all gradients, "
+            'model.clip_grad_norm_(float("inf")); of all weights, '
+            "torch.nn.utils.get_total_norm(model.parameters()); for their values, "
+            "torchacc.full_state_dict(model) on every process"
+        )

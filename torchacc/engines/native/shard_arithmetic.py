@@ -97,6 +97,8 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind is FunctionKind.ELEMENTWISE and not _asks_for_mean(func, shards) and _lie_alike(func, tensors, args):
         with suppress(NotImplementedError), _lists_may_be_unknown():  # of this function, or with this torch
             return _with_mark_of(args, _call_as_is(func, args, kwargs))
+    if not targets and kind not in (FunctionKind.ELEMENTWISE, FunctionKind.RANDOM):
+        script_reads.refuse_other_stages(func.__name__, shards)
     if kind is FunctionKind.RANDOM:
         return _draw(func, args, kwargs, shards[0])
     if kind is FunctionKind.NORM and _is_total_norm(args, kwargs) and all(map(_has_no_empty_part, shards)):

@@ -52,7 +52,9 @@ def knows_clipping() -> bool:
 def total_norm_over_shards(
     total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Let `torch.nn.utils.clip_grad_norm_()` take the norm of full gradients where it is given shards of them.
+    """Let `torch.nn.utils.clip_grad_norm_()` and `get_total_norm()` take the norm of full gradients from their shards.
+
+    The latter is a closure, of which a script may have a name of its own: what it calls is replaced.
 
     Args:
         total_norm: Returns the norm of gradients, given them and the norm's order; None where they are no shards.
@@ -67,7 +69,9 @@ def total_norm_over_shards(
 
     # torch_xla puts a copy of its own in place of this one when it is imported.
     replaced, utils.clip_grad_norm_ = utils.clip_grad_norm_, clip_grad.clip_grad_norm_
-    original = clip_grad._get_total_norm
+    closure: Any = clip_grad._get_total_norm
+    cell = next(cell for cell in closure.__closure__ if callable(cell.cell_contents))
+    original = cell.cell_contents
 
     def patched(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
@@ -80,11 +84,11 @@ def total_norm_over_shards(
             raise RuntimeError(f"the gradients' total norm of order {norm_type} is {norm.item()}")
         return norm
 
-    clip_grad._get_total_norm = patched
+    cell.cell_contents = patched
     try:
         yield
     finally:
-        clip_grad._get_total_norm = original
+        cell.cell_contents = original
         utils.clip_grad_norm_ = replaced
 
 
