@@ -241,6 +241,12 @@ def bfloat16_in_stages_trains_as_in_shards() -> None:
     assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
 
 
+def unscale(model: nn.Module) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+
+
 @case([NATIVE])
 def what_stages_cannot_do_is_refused() -> None:
     for options, expected in (
@@ -286,6 +292,8 @@ def what_stages_cannot_do_is_refused() -> None:
         (lambda: model(**batch).logits.argmax(-1), "on the last stage only"),
         (lambda: torch.autograd.grad(model(**batch).loss, [model.transformer.wpe.weight]), "backward"),
         (lambda: model(**batch).loss.backward(inputs=[model.transformer.wpe.weight]), "backward"),
+        (lambda: model(**batch).loss.backward(create_graph=True), "create_graph"),
+        (lambda: unscale(model), "a GradScaler"),
         (lambda: model.generate(ids, max_new_tokens=2), "To generate, load a checkpoint"),
         (lambda: model.clip_grad_norm_(1.0, 0.0), "orders above 0"),
     ):

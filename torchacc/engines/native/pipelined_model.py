@@ -96,6 +96,14 @@ class PipelinedModel(NativeModel):
     def _note_total_norm(self) -> None:
         note_total_norm(self, norm_over_stages, knows_its_own=True)
 
+    def on_unscale(self) -> None:
+        """Refuse PyTorch's `GradScaler`, by which a stage alone would skip a step where its gradients overflow."""
+        raise EngineError(
+            f"a GradScaler with a model in {self._link.size} stages (config.dist.pp.size): it looks for infinite "
+            "gradients in each stage by itself, so that some would step and others not. Leave it out, as "
+            f"config.compute.bf16 needs none, {_WITHOUT}"
+        )
+
     def _prepare_parameters(self) -> None:
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchacc.errors import EngineError
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NEXT, _PREVIOUS = 1, -1
 _HEADER = 8
@@ -123,6 +125,15 @@ class StageLink:
         return tensor
 
 
+def _refuse_graphs_of_gradients() -> None:
+    """Refuse `create_graph=True` on each stage, before it waits for another."""
+    if torch.is_grad_enabled():
+        raise EngineError(
+            "backward(create_graph=True) of a model in stages (config.dist.pp.size): gradients come from other "
+            "processes without a graph. Leave it out, or set config.dist.pp.size = 1"
+        )
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor, link: StageLink, number: int) -> torch.Tensor:
@@ -131,8 +142,8 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), device=hidden.device)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        _refuse_graphs_of_gradients()
         link, number, shape, dtype = ctx.how
         return link._receive(shape, dtype, _NEXT, 2 * number + 2), None, None, None
 
@@ -146,8 +157,8 @@ class _Receive(torch.autograd.Function):
         return link._receive(shape, dtype, _PREVIOUS, 2 * number + 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
+        _refuse_graphs_of_gradients()
         link, number = ctx.how
         link._begin_send(gradient, _PREVIOUS, 2 * number + 2)
         return None, None, None, None, None
