@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchacc import arguments
 from torchacc.checkpoint import model_state, optimizer_state
-from torchacc.engines import outside_gradients
+from torchacc.engines import outside_gradients, registry
 from torchacc.engines.patches import safetensors_writing, torch_patches
 from torchacc.engines.sharded_model import HANDLE, ShardedModel
 from torchacc.errors import CheckpointError, ConfigError
@@ -81,7 +81,8 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     closure = _closure_of(args, kwargs)
     models = _models_of(optimizer)
-    if not models:
+    engine = registry.active_engine()
+    if not models and engine is not None and engine.job.launched:
         outside_gradients.note_step(optimizer)
     for sharded in models:
         progress.stepping()

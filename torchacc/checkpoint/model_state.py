@@ -137,6 +137,7 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         return {}
     for planned in sharded.plan.parameters:
         full |= dict.fromkeys(planned.aliases, full[planned.name])
+    full = {name: full[name] for name in sharded.all_names}
     with module_states.saving_full(sharded.model, full):
         found: dict[str, Any] = sharded.model.state_dict()
     own = {id(tensor) for tensor in full.values()}

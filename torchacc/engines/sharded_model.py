@@ -42,6 +42,8 @@ class ShardedModel(ABC):
         self.engine = engine
         self.model = model
         self.plan = plan
+        self.all_names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+        """Original names in the order of the modules', a tied parameter under each of its own."""
         self.parameter_names = tuple(name for name, _ in model.named_parameters())
         """Original names in the order of `named_parameters()`, a tied parameter under its first."""
         self.status = ModelStatus(has_weights=not is_without_weights(model))

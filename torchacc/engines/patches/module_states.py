@@ -19,7 +19,7 @@ def saving_full(model: nn.Module, full: Mapping[str, torch.Tensor]) -> Iterator[
 
     Args:
         model: The model.
-        full: The full tensors by the names of the unsharded model.
+        full: The full tensors by the names of the unsharded model, those of a module in its order.
     """
     own_save: Any = nn.Module._save_to_state_dict
     modules = set(model.modules())
@@ -31,9 +31,7 @@ def saving_full(model: nn.Module, full: Mapping[str, torch.Tensor]) -> Iterator[
         if self not in modules:
             own_save(self, destination, prefix, keep_vars)
             return
-        own = by_module.get(prefix, {})
-        destination.update({prefix + name: own[prefix + name] for name in self._parameters if prefix + name in own})
-        destination.update(own)  # and those that are flattened with others, under another name here
+        destination.update(by_module.get(prefix, {}))
         for name, buffer in self._buffers.items():
             if buffer is not None and name not in self._non_persistent_buffers_set:
                 destination[prefix + name] = buffer if keep_vars else buffer.detach()
