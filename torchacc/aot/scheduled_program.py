@@ -121,15 +121,18 @@ class ScheduledProgram:
 
     def runs(self) -> Iterator[tuple[Instruction, int]]:
         """Yield each instruction of the entry and of its loops, and how often it runs."""
-        yield from self._runs(self.entry, 1)
+        for sequence, times in self._sequences(self.entry, 1):
+            yield from ((each, times) for each in sequence)
 
-    def _runs(self, computation: str, times: int) -> Iterator[tuple[Instruction, int]]:
-        for each in self.computations[computation]:
-            yield each, times
+    def _sequences(self, computation: str, times: int) -> Iterator[tuple[Sequence[Instruction], int]]:
+        """Yield a computation and the loops in it, and how often each runs."""
+        sequence = self.computations[computation]
+        yield sequence, times
+        for each in sequence:
             if each.op == "while":
                 body = re.search(r"body=%?([\w.\-]+)", each.rest)
                 assert body is not None, each
-                yield from self._runs(body[1], times * each.trips)
+                yield from self._sequences(body[1], times * each.trips)
 
     @cached_property
     def cycles(self) -> int:
@@ -138,22 +141,15 @@ class ScheduledProgram:
 
     def collectives(self) -> Iterator[Collective]:
         """Yield each exchange as often as it runs."""
-        yield from self._collectives(self.entry, 1)
-
-    def _collectives(self, computation: str, times: int) -> Iterator[Collective]:
-        sequence = self.computations[computation]
-        for place, each in enumerate(sequence):
-            if each.op == "while":
-                body = re.search(r"body=%?([\w.\-]+)", each.rest)
-                assert body is not None, each
-                yield from self._collectives(body[1], times * each.trips)
-            for kind, found in self._exchanged_by(each):
-                beside = sequence[place + 1 : _end(sequence, place)] if _is_start(each) else ()
-                num_bytes = max(found.array_bytes, default=0) if _is_start(found) else sum(found.array_bytes)
-                if kind == "reduce-scatter" and found.op == "all-reduce":  # fused with the slice of its result
-                    num_bytes //= found.group_size
-                cycles = sum(other.cycles for other in beside)
-                yield from [Collective(kind, num_bytes, found.group_size, _is_start(each), cycles)] * times
+        for sequence, times in self._sequences(self.entry, 1):
+            for place, each in enumerate(sequence):
+                for kind, found in self._exchanged_by(each):
+                    beside = sequence[place + 1 : _end(sequence, place)] if _is_start(each) else ()
+                    num_bytes = max(found.array_bytes, default=0) if _is_start(found) else sum(found.array_bytes)
+                    if kind == "reduce-scatter" and found.op == "all-reduce":  # fused with the slice of its result
+                        num_bytes //= found.group_size
+                    cycles = sum(other.cycles for other in beside)
+                    yield from [Collective(kind, num_bytes, found.group_size, _is_start(each), cycles)] * times
 
     def _exchanged_by(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Yield what an instruction exchanges by itself, or as a fusion; not what another has started."""

@@ -80,6 +80,13 @@ class StepReport:
 
     def as_text(self) -> str:
         """Return it for a terminal."""
+        lines = self._summary()
+        lines += ["", "largest values", *_table(self._values())]
+        lines += ["", "exchanges between devices", *_table(self._exchanges())]
+        lines += ["", "bounds of a step, by published speeds; the last by the compiler. Estimates, never run"]
+        return "\n".join([*lines, *_table(self._bounds())])
+
+    def _summary(self) -> list[str]:
         parts = ", ".join(f"{name} {in_gibibytes(size)}" for name, size in self.memory.items())
         share = self.peak_bytes / self.device_bytes
         lines = [
@@ -93,10 +100,7 @@ class StepReport:
                 f"planned without a compiler: {in_gibibytes(self.planned_bytes)}, "
                 f"{self.planned_bytes / self.peak_bytes:.2f} of that"
             )
-        lines += ["", "largest values", *_table(self._values())]
-        lines += ["", "exchanges between devices", *_table(self._exchanges())]
-        lines += ["", "bounds of a step, by published speeds; the last by the compiler. Estimates, never run"]
-        return "\n".join([*lines, *_table(self._bounds())])
+        return lines
 
     def as_html(self, title: str) -> str:
         """Return it as a page of its own."""
@@ -105,7 +109,7 @@ class StepReport:
         times = [(row[0], seconds, row[1]) for row, seconds in zip(self._bounds(), self._seconds(), strict=True)]
         body = [
             f"<h1>{html.escape(title)} on {self.topology}</h1>",
-            f"<pre>{html.escape(self.as_text().split(chr(10) * 2)[0])}</pre>",
+            f"<pre>{html.escape(chr(10).join(self._summary()))}</pre>",
             "<h2>Memory of a device</h2>",
             _bars(
                 [

@@ -9,13 +9,12 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
+from tests.unit.data.numbered_samples import Stream
 from torchacc.data import AsyncLoader, shard_loader
 from torchacc.errors import DataError
 
@@ -33,16 +32,6 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         self.loaded.append(index)
         return index
-
-
-class Stream(IterableDataset):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self):
-        info = get_worker_info()
-        start, step = (info.id, info.num_workers) if info else (0, 1)
-        yield from range(start, self.count, step)
 
 
 class ShuffledStream(Stream):

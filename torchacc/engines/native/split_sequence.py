@@ -17,6 +17,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.native.missing_output import MissingOutput
+from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.native.sequence_collectives import cut, exchange, join, total
 from torchacc.engines.patches import sequence_attention, transformers_attention
 from torchacc.engines.patches.sequence_attention import WHOLE, CutForward
@@ -90,9 +91,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,
         f"config.memory.gc_policy = {config.memory.gc_policy!r}": config.memory.gc_policy != "full",
     }
-    for option, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
     models = transformers_attention.models_of(model)

@@ -16,6 +16,7 @@ from torchacc.config import Config
 from torchacc.engines.deferred import forget_values
 from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.initial_values import kept_dtype
+from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
 from torchacc.errors import ConfigError, EngineError
 from torchacc.parallel.axes import Role
@@ -55,9 +56,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         f"config.compute.chunked_loss = {compute.chunked_loss!r}": bool(compute.chunked_loss),
         "config.memory.offload_activations = True": memory.offload_activations,
     }
-    for option, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
     why = _why_it_cannot(model)

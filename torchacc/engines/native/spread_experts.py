@@ -15,6 +15,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines.native.expert_collectives import exchange_counts, exchange_rows
+from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
 from torchacc.engines.process_group import gloo_silenced
 from torchacc.errors import ConfigError
@@ -54,9 +55,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         "config.compute.fp16 = True": compute.fp16,
         f"config.memory.gc_policy = {memory.gc_policy!r}": memory.gc_policy != "full",
     }
-    for option, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(f"{asked} with {option} is not available yet: leave one of them at its default")
+    refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
     models = transformers_attention.models_of(model)
