@@ -21,10 +21,12 @@ import torch
 from torch import nn
 
 import torchacc
+from tests import gpus
 from torchacc.engines import registry
 
 RANK = int(os.environ.get("RANK", "0"))
-ENGINE, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
+_KIND, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
+ENGINE = _KIND.removesuffix("-gpu")
 NUM_DEVICES = int(_NUMBER) if _NUMBER.isdigit() else 2
 NATIVE, MULTIPROCESS, SPMD = "native", "xla-multiprocess", "xla-spmd"
 ALL = (NATIVE, MULTIPROCESS, SPMD)
@@ -101,6 +103,8 @@ def main() -> None:
     """Run the cases that are asked for, in the table's order, once the runtime has started."""
     out, chosen = Path(sys.argv[2]), set(sys.argv[3:])
     assert chosen <= CASES.keys(), f"no such cases: {chosen - CASES.keys()}"
+    if ENGINE != _KIND:
+        gpus.join()
     torch.manual_seed(0)
     if ENGINE != REFERENCE:
         accelerate(MLP(), size=NUM_DEVICES)

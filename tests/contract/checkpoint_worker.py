@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import torchacc
+from tests import gpus
 
 GLOBAL_BATCH = 8
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -113,6 +114,8 @@ class Run:
 def main() -> None:
     what, name, folder, loads = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
     transformers.logging.set_verbosity_error()
+    if gpus.SWITCH in os.environ:
+        gpus.join()
     if what == "save":
         run = Run(LAYOUTS[name])
         batches = run.batches()

@@ -8,8 +8,9 @@ plain PyTorch, unsharded.
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
 test (see `covering.py`). `--full-contract` runs all.
 
-A file may say with `TABLE_ON` on which engines its tests are about all cases there are for these, which engines are
-launched `WITH_TORCHRUN`, and with `DUMPS` that XLA writes the programs that it compiles.
+A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
+`TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched
+`WITH_TORCHRUN`, and with `DUMPS` that XLA writes the programs that it compiles.
 """
 
 import sys
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are 
 
 from casekit import CASES, REFERENCE
 from launching import Launch, launch
-from matrix import TrainingCase, all_cases, chosen_cases
+from matrix import TrainingCase, cases_of, chosen_cases
 
 Launched = Callable[[str], Launch]
 
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--full-contract")
     if "case" in metafunc.fixturenames:
-        cases = dict.fromkeys(all_cases(metafunc.definition.iter_markers("covers")))
+        cases = cases_of(metafunc.function, metafunc.module)
         if not every:
             chosen = chosen_cases(metafunc.module)
             cases = [case for case in cases if case in chosen]
@@ -48,7 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(engine, name, id=f"{engine}-{name}", marks=marks_of(engine))
             for engine in metafunc.module.TABLE_ON
             for name, case in CASES.items()
-            if engine in {f"{kind}-{case.num_devices}" for kind in case.engines} and (every or not case.is_left_out)
+            if engine.replace("-gpu-", "-") in {f"{kind}-{case.num_devices}" for kind in case.engines}
+            and (every or not case.is_left_out)
         ]
         metafunc.parametrize(("engine", "name"), params)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests import forkrun
+from tests import forkrun, gpus
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("contract_worker.py")
@@ -18,12 +18,13 @@ SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores tha
 
 
 def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
-    """Return the variables, with this checkout and no network, and with more flags of XLA's.
+    """Return the variables, with this checkout, no network and no GPUs, and with more flags of XLA's.
 
     A process forgets old programs: each takes mappings of memory, of which a process may have 65,530.
     """
     flags = " ".join([os.environ["XLA_FLAGS"], *xla_flags])
-    return forkrun.environment(XLA_FLAGS=flags, XLA_COMPILATION_CACHE_SIZE="128", **variables)
+    chosen = {"XLA_FLAGS": flags, "XLA_COMPILATION_CACHE_SIZE": "128", "CUDA_VISIBLE_DEVICES": ""}
+    return forkrun.environment(**chosen, **variables)
 
 
 def run_all(
@@ -73,7 +74,7 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
     """Run cases on an engine.
 
     Args:
-        engine: Its kind and its number of devices, such as `native-2`.
+        engine: Its kind and its number of devices, such as `native-2`, or `native-gpu-2`.
         out: A folder for what they came to.
         names: The cases.
         with_torchrun: Whether ranks are started as users do, and not as forks.
@@ -88,8 +89,11 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
         programs = out / "programs"
         dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
         env = environment(dump, TORCHACC_TEST_PROGRAMS=str(programs))
-    if with_torchrun:
-        printed = _torchrun(int(number), env, engine, out, *names)
+    if kind.endswith("-gpu"):
+        is_launched = True
+        printed = launch_on_gpus(int(number), WORKER, engine, out, *names)
+    elif with_torchrun:
+        printed = _torchrun(int(number), env, WORKER, engine, out, *names)
     else:
         num_ranks = int(number) if is_launched else 0
         imports = ["torch_xla"] if kind.startswith("xla") else []
@@ -102,10 +106,21 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
     return Launch(engine, int(number) if is_launched else 1, outcomes, printed)
 
 
-def _torchrun(num_ranks: int, env: Mapping[str, str], *arguments: object) -> str:
+def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object) -> str:
+    """Run a worker on GPUs, to which it says `gpus.join()`, and return what it printed.
+
+    Not as forks: where a process has looked for GPUs, its forks cannot use them.
+    """
+    env = forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""})
+    if gpus.kind() == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return _torchrun(num_ranks, env, worker, *arguments)
+
+
+def _torchrun(num_ranks: int, env: Mapping[str, str], worker: Path, *arguments: object) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     process = subprocess.Popen(
-        [sys.executable, *launcher, *map(str, [WORKER, *arguments])],
+        [sys.executable, *launcher, *map(str, [worker, *arguments])],
         env=dict(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

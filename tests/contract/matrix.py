@@ -1,7 +1,7 @@
 """The runs of the contract: an engine, a model, and a variant of how it is trained; and which of them are chosen."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from types import ModuleType
@@ -115,7 +115,7 @@ class TrainingCase:
 
     @property
     def kind(self) -> str:
-        return self.engine.rpartition("-")[0]
+        return self.engine.rpartition("-")[0].removesuffix("-gpu")
 
     @property
     def num_devices(self) -> int:
@@ -195,6 +195,15 @@ def all_cases(marks: Iterable[pytest.Mark]) -> Iterator[TrainingCase]:
         yield from (TrainingCase(*each) for each in product(*(mark.kwargs[key] for key in FACTORS)))
 
 
+def cases_of(test: Any, module: ModuleType) -> dict[TrainingCase, None]:
+    """Return what a module's test is about: if that says `INSTEAD_OF`, on those engines in place of others only."""
+    every = all_cases(getattr(test, "pytestmark", []))
+    instead = getattr(module, "INSTEAD_OF", None)
+    if instead is not None:
+        every = (replace(case, engine=instead[case.engine]) for case in every if case.engine in instead)
+    return dict.fromkeys(every)
+
+
 @cache
 def chosen_cases(module: ModuleType) -> frozenset[TrainingCase]:
     """Return the cases that are run of those which a module's tests are about, whatever of it is selected."""
@@ -207,7 +216,7 @@ def cases_with_pairs(module: ModuleType) -> dict[TrainingCase, set[Pair]]:
     tests: dict[TrainingCase, list[str]] = {}
     for name, test in vars(module).items():
         if name.startswith("test_"):
-            for case in dict.fromkeys(all_cases(getattr(test, "pytestmark", []))):
+            for case in cases_of(test, module):
                 tests.setdefault(case, []).append(name)
     return {case: _pairs(case, names) for case, names in tests.items()}
 
