@@ -38,10 +38,11 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["pytorch", "torch_xla", "fsdp", "distributed training", "tpu", "transformers"],
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["torchacc", "torchacc.*"]),
-    package_data={"torchacc": ["py.typed", "train/*.html"]},
+    package_data={"torchacc": ["py.typed", "train/*.html", "cli/quickstart_files/*"]},
     entry_points={
         "console_scripts": [
             f"{name} = torchacc.cli.{name}:main"
@@ -84,6 +85,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: Implementation :: CPython",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

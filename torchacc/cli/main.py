@@ -11,6 +11,7 @@ from torchacc.config.names import did_you_mean, nearest
 from torchacc.env import installed_version
 
 COMMANDS = {
+    "quickstart": "write a first script and a first training file into an empty folder",
     "env": "print versions and devices, and which engines can run here",
     "plan": "print what each device of a training needs in bytes, before there is any",
     "train": "train a stage of a YAML file, on one machine or several",
