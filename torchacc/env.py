@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchacc.errors import ConfigError, shown
 
+_SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH")
 _OWN = Path("/proc/self/environ")
 """The variables that this process was started with."""
 
@@ -66,6 +68,12 @@ def installed_version(package: str) -> str | None:
 def get(name: str) -> str | None:
     """Return the value of a variable, or None where it is not set."""
     return os.environ.get(name)
+
+
+def with_prefixes(*prefixes: str) -> dict[str, str]:
+    """Return the variables whose names begin with one of these, sorted by name; none that may hold a secret."""
+    shown_ones = (name for name in sorted(os.environ) if name.startswith(prefixes) and not _SECRET.search(name))
+    return {name: os.environ[name] for name in shown_ones}
 
 
 def set_default(name: str, value: str) -> bool:

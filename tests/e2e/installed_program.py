@@ -65,6 +65,7 @@ shrink(
     vocabulary=("vocab_size: 1024", "vocab_size: 300"),
     evaluation=("eval_every_steps: 30", "log_every_steps: 1"),
     batches=("batch_size: 32", "batch_size: 8"),
+    schedule=("warmup_steps: 5", "warmup_steps: 1"),
     engine=("engine: auto", "engine: native"),
 )
 apart(script)

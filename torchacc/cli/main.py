@@ -12,7 +12,7 @@ from torchacc.env import installed_version
 
 COMMANDS = {
     "quickstart": "write a first script and a first training file into an empty folder",
-    "env": "print versions and devices, and which engines can run here",
+    "env": "print what a bug report needs: versions, devices, and which engines can run here",
     "plan": "print what each device of a training needs in bytes, before there is any",
     "train": "train a stage of a YAML file, on one machine or several",
     "launch": "start the processes of a job, watch over them and end them together",

@@ -63,6 +63,23 @@ def test_an_engine_that_cannot_run_says_why_in_words():
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_variables_are_shown_and_secrets_are_not(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_this=1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for secret in ("HF_TOKEN", "NCCL_AUTH", "TORCH_API_KEY", "SLURM_PASSWORD"):
+        monkeypatch.setenv(secret, "hidden")
+    found = env_command.with_prefixes(*env_command._VARIABLES)
+    assert found["XLA_FLAGS"] == "--xla_this=1"
+    assert "TOKENIZERS_PARALLELISM" in found
+    assert "hidden" not in found.values()
+
+
+def test_gpus_are_those_that_the_driver_lists(monkeypatch):
+    for program, gpus in (("echo 0, A GPU, 80 GiB, 570", ["0, A GPU, 80 GiB, 570"]), ("false", []), ("/no/such", [])):
+        monkeypatch.setattr(env_command, "_GPU_QUERY", tuple(program.split(maxsplit=1)))
+        assert env_command._gpus() == gpus
+
+
 def test_an_engine_whose_process_dies_is_reported(monkeypatch):
     monkeypatch.setattr(registry, "_PROGRAM", "import sys; sys.stderr.write('no driver\\n'); sys.exit(3)")
     found = registry.survey()
@@ -95,4 +112,4 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["--help"])
     assert ended.value.code == 0
-    assert "which engines can run here" in capsys.readouterr().out
+    assert "which engines can run here" in " ".join(capsys.readouterr().out.split())
