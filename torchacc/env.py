@@ -1,5 +1,6 @@
 """The one module that reads and writes the process's environment; and what is installed in it."""
 
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -33,6 +34,37 @@ class Job:
         return self.num_processes > 1
 
 
+@dataclass(frozen=True)
+class Scheduler:
+    """The variables by which a program that starts processes tells each which one it is."""
+
+    name: str
+    rank: str
+    num_processes: str
+    local_rank: str
+    local_num_processes: str
+    """A number, or SLURM's list of the numbers of all machines, such as `2(x3),1`."""
+    job: tuple[str, ...]
+    """What all processes of a job have in common, and no other job has."""
+    machine: str = ""
+    """The number of this machine, for such a list."""
+
+
+SCHEDULERS = (
+    # mpirun comes first: under SLURM it starts its own daemons by srun, whose variables its processes inherit.
+    Scheduler(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",),
+    ),
+    # Those of the step: those of the job, such as SLURM_NTASKS, are there in a batch script, too, which is one process.
+    Scheduler(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_NODEID",
+    ),
+)  # fmt: skip
+"""Who starts processes without RANK and WORLD_SIZE; the first that has started several counts."""
+
+
 def read_job(environ: Mapping[str, str] | None = None) -> Job:
     """Read the job from the launcher's variables; without them it is this one process.
 
@@ -43,6 +75,9 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job:
         ConfigError: The variables contradict one another.
     """
     environ = os.environ if environ is None else environ
+    scheduler = _scheduler(environ)
+    if scheduler is not None:
+        environ = _translated(environ, scheduler)
     rank, num_processes = _integer(environ, "RANK", 0), _integer(environ, "WORLD_SIZE", 1)
     if not 0 <= rank < num_processes:
         raise ConfigError(
@@ -55,6 +90,82 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job:
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         local_num_processes=_integer(environ, "LOCAL_WORLD_SIZE", num_processes),
     )
+
+
+def set_meeting_point() -> None:
+    """Set where the processes of a scheduler's job meet, unless the user has, or the launcher.
+
+    Raises:
+        ConfigError: They are on several machines, and nobody has said which is the first.
+    """
+    scheduler = _scheduler(os.environ)
+    if scheduler is None:
+        return
+    job = read_job()
+    if get("MASTER_ADDR") is None and job.local_num_processes < job.num_processes:
+        raise ConfigError(
+            f"{scheduler.name} has started {job.num_processes} processes, {job.local_num_processes} of them on this "
+            "machine, and MASTER_ADDR does not say where they meet: export MASTER_ADDR, the first machine's name, and "
+            "MASTER_PORT, a free port of it, on all machines, or start `torchacc launch` once on each "
+            "(docs/several_machines.md)"
+        )
+    set_default("MASTER_ADDR", "127.0.0.1")
+    number = int(hashlib.sha256(repr([get(name) for name in scheduler.job]).encode()).hexdigest(), 16)
+    set_default("MASTER_PORT", str(20000 + number % 10000))
+
+
+def refuse_several_launchers(command: str) -> None:
+    """Refuse a command that starts a machine's processes where a scheduler has started it several times there.
+
+    Raises:
+        ConfigError: It has.
+    """
+    scheduler = _scheduler(os.environ)
+    if scheduler is not None and (count := read_job().local_num_processes) > 1:
+        raise ConfigError(
+            f"{scheduler.name} has started {count} of `{command}` on this machine, and each would start all processes: "
+            f"have it start one on each machine (--ntasks-per-node=1), or start the script itself by {scheduler.name}, "
+            "without a launcher"
+        )
+
+
+def _scheduler(environ: Mapping[str, str]) -> Scheduler | None:
+    """Return who has started several processes, of which this is one, without telling them RANK and WORLD_SIZE."""
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return None
+    return next((each for each in SCHEDULERS if _integer(environ, each.num_processes, 1) > 1), None)
+
+
+def _translated(environ: Mapping[str, str], scheduler: Scheduler) -> dict[str, str]:
+    """Return the variables of `torchrun` for those of a scheduler."""
+    absent = [
+        name for name in (scheduler.rank, scheduler.local_rank, scheduler.local_num_processes) if not environ.get(name)
+    ]
+    if absent:
+        raise ConfigError(
+            f"{scheduler.name} has started {environ[scheduler.num_processes]} processes "
+            f"({scheduler.num_processes}), and {', '.join(absent)} is not set: export RANK, WORLD_SIZE, LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE, or start the processes by `torchacc launch`"
+        )
+    counts = _counts(environ[scheduler.local_num_processes])
+    machine = _integer(environ, scheduler.machine, 0) if scheduler.machine else 0
+    return {
+        "RANK": environ[scheduler.rank],
+        "WORLD_SIZE": environ[scheduler.num_processes],
+        "LOCAL_RANK": environ[scheduler.local_rank],
+        "LOCAL_WORLD_SIZE": str(counts[min(machine, len(counts) - 1)]),
+    }
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers that SLURM writes as `2(x3),1`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ConfigError(f"the number of processes on each machine is said to be {text!r}, which is no such list")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def installed_version(package: str) -> str | None:

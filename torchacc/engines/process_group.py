@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from torchacc import env
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
 from torchacc.launch import progress
@@ -88,6 +89,7 @@ class ProcessGroup:
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         with gloo_silenced():
             if self.job.launched:
+                env.set_meeting_point()
                 dist.init_process_group(backend, rank=self.job.rank, world_size=self.job.num_processes)
             else:
                 dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)

@@ -54,6 +54,7 @@ def check(command: Sequence[str], options: LaunchOptions) -> None:
         ConfigError: A number or an address is wrong, the port is in use, there are fewer GPUs than processes, or the
             command is no Python program.
     """
+    env.refuse_several_launchers("torchacc launch")
     _check_numbers(options)
     _check_nodes(options)
     _check_devices(options.num_processes)

@@ -176,6 +176,7 @@ def _execute(run: StageRun, launched: Job | None, *, overwrite: bool = False) ->
 
 def _launch_options(run: StageRun, start: Start) -> LaunchOptions:
     """Return how to start this machine's processes, by the options and the variables that are set by hand."""
+    env.refuse_several_launchers("torchacc train")
     num_nodes, num_devices = run.layout.num_nodes, run.layout.num_devices
     rank, size = _number("RANK", start.node_rank), _number("WORLD_SIZE", None)
     if size not in (None, num_nodes, num_devices):
