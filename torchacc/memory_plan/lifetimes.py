@@ -62,6 +62,8 @@ class Buffer:
     """The parameter whose gradient it is, from a lookup: rows that are added into something."""
     joins_another: bool = False
     """Whether the parameter's gradient has another part, into which they are added."""
+    is_kept: bool = False
+    """Whether it stays until the forward of all microbatches has ended."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Lifetimes:
     """When the gradient of each trained parameter is complete."""
     casts: Mapping[str, int] = field(default_factory=dict)
     """Of parameters that are only read in the dtype of products: the bytes that a full one takes there."""
+    num_microbatches: int = 1
+    """How often all of it runs: first each forward, then each backward, that of the last one first."""
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:
@@ -102,7 +106,7 @@ def eager_lifetimes(trace: Trace) -> Lifetimes:
                 uses.setdefault(parameter, []).append(time)
     given = set(trace.gradients.values())
     buffers = tuple(
-        Buffer(trace.values[value].nbytes, birth, last.get(value, birth))
+        Buffer(trace.values[value].nbytes, birth, last.get(value, birth), is_kept=value in trace.kept)
         for value, birth in born.items()
         if value not in given
     )

@@ -10,11 +10,15 @@ from torch import nn
 
 from torchacc.config import Config, resolve
 from torchacc.config.names import nearest
+from torchacc.config.resolve import requested_devices
+from torchacc.engines.native.native_engine import check_axes
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lifetimes
+from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
+from torchacc.parallel.axes import Role, axes_with
 from torchacc.parallel.mesh import STRATEGIES, from_config
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
@@ -27,6 +31,8 @@ _NOT_PLANNED = (
     "compute.fp16",
     "compute.fp8",
 )
+_INNER = (Role.TENSOR, Role.SEQUENCE, Role.EXPERT, Role.PIPELINE)
+"""What axes are for along which devices compute other parts of one step."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +52,38 @@ PLANNED_BACKENDS: Mapping[str, PlannedBackend] = {
 
 
 @dataclass(frozen=True)
+class StageStep:
+    """What is known of the step of one stage; without stages, of the model."""
+
+    stage: int
+    lifetimes: Lifetimes
+    batch_bytes: int
+    """Of the batch, and of the model's buffers."""
+    sent: tuple[Sent, ...] = ()
+    """What a device sends to those that compute other parts of the same microbatch."""
+    work: tuple[tuple[int, int], ...] = ()
+    """For each operation of a microbatch its FLOPs, and the bytes that it reads and makes."""
+
+
+@dataclass(frozen=True)
 class Step:
     """What is known of a training step, for any number of devices."""
 
     plan: ShardingPlan
-    """On one device."""
-    lifetimes: Lifetimes
+    """On as few devices as there can be: of one replica that is not sharded."""
+    stages: tuple[StageStep, ...]
+    """The first, the last, and the largest between them."""
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
-    batch_bytes: int
     backend: PlannedBackend
 
+    @property
+    def num_inner(self) -> int:
+        """Devices that compute parts of the same step: of its layers, tokens, experts and stages."""
+        return self.plan.mesh.num_devices
+
     def on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> DeviceBytes:
-        """Return what each device needs.
+        """Return what the device needs that needs the most.
 
         Args:
             num_devices: All devices.
@@ -68,17 +93,46 @@ class Step:
         Raises:
             ConfigError: The strategy cannot be had on so many devices.
         """
-        if num_devices % replicas:
+        plan = self.plan_on(num_devices, strategy, replicas=replicas)
+        found = [
+            self.backend.count(
+                plan.of_stage(each.stage) if plan.pipeline.size > 1 else plan,
+                each.lifetimes,
+                self.num_states,
+                each.batch_bytes,
+            )
+            for each in self.stages
+        ]
+        return max(found, key=lambda needed: needed.total)
+
+    def plan_on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> ShardingPlan:
+        """Return the plan of the model on so many devices.
+
+        Args:
+            num_devices: All devices.
+            strategy: A sharding strategy.
+            replicas: How many copies of the model there are, `config.dist.dp.size`.
+
+        Raises:
+            ConfigError: The strategy cannot be had on so many devices.
+        """
+        if num_devices % (replicas * self.num_inner):
+            of = f", each of a multiple of {self.num_inner} devices" if self.num_inner > 1 else ""
+            choose = replicas * self.num_inner
             raise ConfigError(
-                f"{num_devices} devices cannot hold {replicas} replicas: choose a divisor of {num_devices}"
+                f"{num_devices} devices cannot hold {replicas} replicas{of}: choose a multiple of {choose}"
+                if of
+                else f"{num_devices} devices cannot hold {replicas} replicas: choose a divisor of {num_devices}"
             )
         config = Config()
-        config.dist.dp.size, config.dist.fsdp.size = replicas, num_devices // replicas
-        config.dist.fsdp.sharding_strategy = strategy  # type: ignore[assignment]
+        dist = config.dist
+        dist.dp.size, dist.fsdp.size = replicas, num_devices // (replicas * self.num_inner)
+        dist.fsdp.sharding_strategy = strategy  # type: ignore[assignment]
+        for axis in axes_with(*_INNER):
+            getattr(dist, axis).size = self.plan.mesh.axis_size(axis)
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
         again = STRATEGIES[strategy].reshard_after_forward
-        plan = replace(self.plan, mesh=from_config(config), reshard_after_forward=again)
-        return self.backend.count(plan, self.lifetimes, self.num_states, self.batch_bytes)
+        return replace(self.plan, mesh=from_config(config), reshard_after_forward=again)
 
     def smallest(self, memory_bytes: int, strategy: str, *, replicas: int = 1) -> int | None:
         """Return the fewest devices, 1 to 8 or a multiple of 8, on which it fits; None where no number up to 1024 does.
@@ -90,7 +144,8 @@ class Step:
         """
         fewest = 2 * replicas if strategy == "HYBRID_SHARD" else replicas
         every = (*range(1, 9), *range(16, MOST_DEVICES + 1, 8))
-        counts: list[int] = [n for n in every if n % replicas == 0 and n >= fewest]
+        whole = replicas * self.num_inner
+        counts: list[int] = [n for n in every if n % whole == 0 and n >= fewest * self.num_inner]
 
         def fits(num_devices: int) -> bool:
             return self.on(num_devices, strategy, replicas=replicas).total <= memory_bytes
@@ -116,8 +171,10 @@ def study(
 
     Args:
         model: On the meta device, in training mode, with a `loss` among what it returns.
-        batch: The batch of one device, on the meta device.
-        config: Precision, units and recompute. How it is sharded is asked of the step.
+        batch: The batch of one device, on the meta device; of those that share samples or layers, or are stages of one
+            another, the one that they all see.
+        config: Precision, units, recompute, and sizes of axes along which devices compute other parts of one step. Over
+            how many others it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
         backend: One of `PLANNED_BACKENDS`.
         widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
@@ -138,38 +195,66 @@ def study(
             f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "
             "leave it at 'full', or plan for the native engine"
         )
-    if config.dist.tp.size > 1:
-        raise ConfigError(f"config.dist.tp.size = {config.dist.tp.size} is not in the memory plan: leave it at 1")
-    if config.dist.ep.size > 1:
-        raise ConfigError(f"config.dist.ep.size = {config.dist.ep.size} is not in the memory plan: leave it at 1")
-    if config.dist.sp.size > 1:
-        raise ConfigError(
-            f"config.dist.sp.size = {config.dist.sp.size} is not in the memory plan: leave it at 1, with a batch of "
-            "1/sp.size of the tokens"
-        )
-    if config.dist.pp.size > 1:
-        raise ConfigError(
-            f"config.dist.pp.size = {config.dist.pp.size} is not in the memory plan: leave it at 1, with a model of as "
-            "many layers as a stage has"
-        )
+    chosen = PLANNED_BACKENDS[backend]
+    for axis in axes_with(*_INNER):
+        size = getattr(config.dist, axis).size
+        if size > 1 and not chosen.runs_eagerly:
+            raise ConfigError(
+                f"config.dist.{axis}.size = {size} is in the memory plan of the native engine only: leave it at 1, or "
+                "plan for the native engine"
+            )
     config = deepcopy(config)
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
-    config = resolve(config, Job(), num_devices=1)
-    plan = make_plan(model, config, from_config(config))
-    chosen = PLANNED_BACKENDS[backend]
-    dtype = getattr(torch, plan.compute_dtype)
+    num_devices = requested_devices(config)
+    config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
+    mesh = from_config(config)
+    if chosen.runs_eagerly:
+        check_axes(config, mesh, model)
+    plan = make_plan(model, config, mesh)
+    stages = tuple(_study_stage(model, batch, config, plan, chosen, stage, widens=widens) for stage in _stages(plan))
+    return Step(plan, stages, num_states, chosen)
+
+
+def _stages(plan: ShardingPlan) -> list[int]:
+    """Return the stages that may need the most: the first, the last, and the largest between them."""
+    between = range(1, plan.pipeline.size - 1)
+    largest = max(between, key=lambda stage: plan.of_stage(stage).numel, default=0)
+    return sorted({0, largest, plan.pipeline.size - 1})
+
+
+def _study_stage(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    config: Config,
+    plan: ShardingPlan,
+    backend: PlannedBackend,
+    stage: int,
+    *,
+    widens: bool,
+) -> StageStep:
+    dtype, traffic = getattr(torch, plan.compute_dtype), Traffic()
+    batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
+    count, recomputed = 1, plan.recomputed
+    if backend.runs_eagerly:
+        model = on_one_device(deepcopy(model).to(dtype), plan, stage, traffic)
+        batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+    if plan.pipeline.size > 1:
+        rows = len(next(iter(batch.values())))
+        count, recomputed = min(rows, plan.pipeline.num_microbatches), plan.of_stage(stage).recomputed
+        batch = {name: tensor[: -(-rows // count)] for name, tensor in batch.items()}
     trace = record(
         model,
         batch,
         dtype=dtype,
-        recomputed=plan.recomputed,
+        recomputed=recomputed,
         keeps_products=plan.keeps_products,
-        eager=chosen.runs_eagerly,
+        eager=backend.runs_eagerly,
         widens=widens,
         chunked_loss=config.compute.chunked_loss,
     )
-    batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
-    return Step(plan, chosen.lifetimes(trace), num_states, batch_bytes, chosen)
+    lifetimes = replace(backend.lifetimes(trace), num_microbatches=count)
+    work = tuple((operation.flops, operation.nbytes) for operation in trace.operations)
+    return StageStep(stage, lifetimes, batch_bytes, tuple(traffic.found), work)
 
 
 def find_optimizer(name: str, option: str = "--optimizer") -> type[torch.optim.Optimizer]:

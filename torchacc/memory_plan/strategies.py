@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
-from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.sharding import DivisibleDimLayout, RowLayout
+from torchacc.parallel.axes import Role
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan, Unit
+from torchacc.parallel.sharding import DivisibleDimLayout, LocalShard, local_shard
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -38,6 +40,10 @@ class _Interval:
     nbytes: int
     start: int
     stop: int
+    is_one: bool = False
+    """Whether all microbatches have it in common, from the first of them to the last."""
+    is_kept: bool = False
+    """Whether it stays until the forward of all microbatches has ended."""
 
 
 def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
@@ -80,14 +86,14 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
     """
     master = _DTYPE_BYTES[plan.master_dtype]
-    at_rest = sum(_rows(plan, parameter).shard_numel for parameter in plan.parameters)
-    trained = sum(_rows(plan, parameter).shard_numel for parameter in plan.parameters if parameter.trainable)
+    at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
+    trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     end = lifetimes.num_operations
-    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
+    intervals = [_Interval("activations", b.nbytes, b.birth, b.death, is_kept=b.is_kept) for b in lifetimes.buffers]
     intervals += _unit_weights(plan, lifetimes)
     intervals += _unit_gradients(plan, lifetimes)
-    intervals.append(_Interval("optimizer", trained * master if num_states else 0, end, end))
-    peak = _peak(intervals)
+    intervals.append(_Interval("optimizer", trained * master if num_states else 0, end, end, is_one=True))
+    peak = _peak(_repeated(intervals, lifetimes))
     return DeviceBytes(
         parameters=at_rest * master,
         optimizer=trained * master * num_states + peak["optimizer"],
@@ -110,10 +116,10 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
     for unit, times in uses.items():
         if not times:
             continue
-        nbytes = unit.numel * _DTYPE_BYTES[plan.compute_dtype]
+        nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * _DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
         if not plan.is_resharded_after_forward(unit):
-            yield _Interval("gathered", nbytes, times[0], ends)
+            yield _Interval("gathered", nbytes, times[0], ends, is_one=True)
             continue
         # In backward a unit is gathered when the one that comes before it begins.
         ahead = max((time for time in begins.values() if time < begins[unit]), default=begins[unit])
@@ -129,14 +135,18 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
-    for unit, done in zip(trained, complete, strict=True):
-        for parameter in unit:
-            yield _Interval("gradients", parameter.numel * compute, lifetimes.gradients[parameter.name], done)
+    for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
+        numels = [computed_numel(plan, unit, each) for each in parameters]
+        for parameter, numel in zip(parameters, numels, strict=True):
+            time, sums_up = lifetimes.gradients[parameter.name], lifetimes.num_microbatches > 1 and not unit.name
+            yield _Interval("gradients", numel * compute, time, done, is_one=sums_up)
+            if sums_up:  # the model's own are reduced when all microbatches have run, and here one more is added
+                yield _Interval("gradients", numel * compute, time, time)
         following = min((time for time in complete if time > done), default=done)
-        if plan.mesh.averages_gradients:
-            yield _Interval("gradients", sum(each.numel for each in unit) * reduced, done, following)
-        shards = sum(_rows(plan, parameter).shard_numel for parameter in unit) * _DTYPE_BYTES[plan.master_dtype]
-        yield _Interval("gradients", shards, done, lifetimes.num_operations)
+        if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
+            yield _Interval("gradients", sum(numels) * reduced, done, following)
+        shards = sum(_shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
+        yield _Interval("gradients", shards, done, lifetimes.num_operations, is_one=True)
 
 
 def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
@@ -145,14 +155,53 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
     for parameter in plan.parameters:
         if parameter.name in lifetimes.gradients:
             birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * _DTYPE_BYTES[plan.master_dtype]
-            yield _Interval("gradients", nbytes, birth, lifetimes.num_operations)
+            yield _Interval("gradients", nbytes, birth, lifetimes.num_operations, is_one=True)
             if plan.mesh.averages_gradients:
                 yield _Interval("gradients", nbytes, birth, end)
 
 
-def _rows(plan: ShardingPlan, parameter: PlannedParameter) -> RowLayout:
-    """Return how `fully_shard` shards a parameter."""
-    return RowLayout(parameter.shape, plan.mesh.num_shards)
+def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[_Interval]:
+    """Yield the intervals of all microbatches: first each forward, then each backward, that of the last one first."""
+    count, forward = lifetimes.num_microbatches, lifetimes.num_forward
+    backward = lifetimes.num_operations - forward
+
+    def at(time: int, number: int) -> int:
+        """Return when that is for one of the microbatches."""
+        if time < forward:
+            return number * forward + time
+        if time == lifetimes.num_operations:  # the optimizer's step
+            return count * time
+        return count * forward + (count - 1 - number) * backward + time - forward
+
+    for each in intervals:
+        if each.is_one:
+            first = 0 if each.start < forward else count - 1
+            yield replace(
+                each, start=at(each.start, first), stop=at(each.stop, 0 if each.stop >= forward else count - 1)
+            )
+            continue
+        for number in range(count):
+            stop = max(at(each.stop, number), count * forward - 1 if each.is_kept else 0)
+            yield replace(each, start=at(each.start, number), stop=stop)
+
+
+def _local(plan: ShardingPlan, parameter: PlannedParameter) -> LocalShard:
+    """Return what the first device has of a parameter natively, which is as much as any has."""
+    spec = plan.tensor_parallel.spec_of(parameter.name)
+    return local_shard(parameter.name, parameter.shape, plan.mesh, 0, spec)
+
+
+def _shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
+    """Return how many elements of a parameter a device holds at rest natively, padding included."""
+    return _local(plan, parameter).shard_numel
+
+
+def computed_numel(plan: ShardingPlan, unit: Unit, parameter: PlannedParameter) -> int:
+    """Return how many elements of a parameter a device computes with natively: its part of the layer, its experts."""
+    within = _local(plan, parameter).within
+    numel = parameter.numel if within is None else prod(within.part_shape(parameter.shape))
+    experts = next((each for each in plan.experts if each.module == unit.name), None)
+    return numel if experts is None else numel * experts.num_held // experts.num_experts
 
 
 def _partition(plan: ShardingPlan, parameter: PlannedParameter) -> DivisibleDimLayout:

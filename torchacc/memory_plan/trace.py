@@ -5,7 +5,6 @@ Shapes are all there is: no memory, no device, and no value. A billion parameter
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
+from torch.utils.flop_counter import flop_registry
 
 from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.errors import ConfigError, in_one_line
@@ -28,6 +28,10 @@ _PRODUCTS = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul,
     torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
 }  # fmt: skip
+
+
+_GROUPED = {each for each in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if each is not None}
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class Operation:
     """Values that are waited for and not read: a repetition waits for the gradient of what it repeats."""
     step: int = 0
     """Which step of backward it is a part of: one of autograd's nodes, which frees all that it read at its end."""
+    flops: int = 0
+    """Of matrix products, additions and multiplications both counted."""
+    nbytes: int = 0
+    """That it reads and makes."""
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -82,6 +90,8 @@ class Trace:
     """How many of the operations belong to forward."""
     gradients: Mapping[str, int]
     """For each trained parameter the value that is its gradient."""
+    kept: frozenset[int] = frozenset()
+    """Values that stay until the forward of all microbatches has ended."""
 
 
 def record(
@@ -100,7 +110,7 @@ def record(
     Args:
         model: On the meta device, in training mode.
         batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
-        dtype: Of matrix products; run eagerly, of everything.
+        dtype: Of matrix products, where they are not run eagerly; then they are in the model's.
         recomputed: Names of the modules that are computed again in backward.
         keeps_products: Whether the results of their matrix products are kept.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
@@ -110,11 +120,8 @@ def record(
     Raises:
         ConfigError: The model cannot run without values, or returns no loss.
     """
-    if eager and dtype != torch.float32:
-        model = deepcopy(model).to(dtype)
-        batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    mode = _FusedAttention if eager else partial(_ProductsIn, dtype)
+    mode = _Kernels if eager else partial(_ProductsIn, dtype)
     recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()}, widens=widens)
     try:
         with ExitStack() as stack:
@@ -138,7 +145,8 @@ def record(
         for name, gradient in zip(parameters, gradients, strict=True)
         if gradient is not None
     }
-    return Trace(tuple(recorder.values), tuple(recorder.operations), num_forward, found)
+    kept = frozenset(map(recorder.find, _tensors(output.get("kept")))) if isinstance(output, dict) else frozenset()
+    return Trace(tuple(recorder.values), tuple(recorder.operations), num_forward, found, kept)
 
 
 def _loss_of(output: Any, model: nn.Module) -> torch.Tensor:
@@ -191,7 +199,10 @@ class _Recorder(WithoutValues):
         new = tuple(value for value in makes if value >= known)
         if new or func._schema.is_mutable:
             pointwise = torch.Tag.pointwise in func.tags
-            self.operations.append(Operation(str(func), pointwise, tuple(reads), new, self._after, self._find_step()))
+            flops = _count_flops(func, args, kwargs or {}, output)
+            nbytes = sum(read.nbytes for read in reads) + sum(self.values[value].nbytes for value in new)
+            step = self._find_step()
+            self.operations.append(Operation(str(func), pointwise, tuple(reads), new, self._after, step, flops, nbytes))
         return output
 
     def _find_step(self) -> int:
@@ -258,14 +269,19 @@ class _ProductsIn(TorchFunctionMode):
         return self._cast_before[tensor]
 
 
-class _FusedAttention(TorchFunctionMode):
-    """While entered, attention is PyTorch's kernel that keeps a number for each row of scores, and no scores."""
+class _Kernels(TorchFunctionMode):
+    """While entered, attention is PyTorch's kernel that keeps a number for each row of scores, and no scores.
+
+    Experts compute equally many tokens each.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function of PyTorch, or the kernel in its place."""
         kwargs = dict(kwargs or {})
+        if func in _GROUPED:
+            return _GroupedProduct.apply(*args[:2])
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -277,6 +293,34 @@ class _FusedAttention(TorchFunctionMode):
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=mask)[0]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (tokens, inputs) by matrices (experts, inputs, outputs), as many rows for each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.mm(matrices[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, matrices = ctx.saved_tensors
+        each = -(-len(rows) // len(matrices))
+        mine = rows.new_empty(()).expand(len(matrices), rows.shape[1], each)
+        theirs = rows.new_empty(()).expand(len(matrices), each, gradient.shape[1])
+        return gradient.mm(matrices[0].T), torch.bmm(mine, theirs)
+
+
+def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    name = func._schema.name
+    if name.startswith(_ATTENTION):
+        query, key = (args[0], args[1]) if not name.endswith("_backward") else (args[1], args[2])
+        products = 2 if not name.endswith("_backward") else 5
+        scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+        return int(products * scores * query.shape[3])  # a causal mask leaves half of 2 x that
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -35,14 +36,25 @@ def make_llama():
     return transformers.LlamaForCausalLM(config).train()
 
 
-MODELS = {"gpt2": make_gpt2, "llama": make_llama}
+def make_mixtral():
+    config = transformers.MixtralConfig(
+        num_hidden_layers=3, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=4, use_cache=False,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None,
+        eos_token_id=None, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).train()
 
 
-def make_config(*, recomputed, bf16, policy="full"):
+MODELS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
+
+
+def make_config(sizes, *, recomputed, bf16, policy="full"):
     config = torchacc.Config(backend="native")
+    for axis, size in sizes.items():
+        getattr(config.dist, axis).size = size
     config.memory.gc, config.compute.bf16 = recomputed, bf16
     config.memory.gc_policy = policy
-    config.dist.fsdp.size = RANKS
+    config.dist.fsdp.size = RANKS // math.prod(sizes.values())
     return config
 
 
@@ -86,7 +98,9 @@ def main(folder, *cases):
     for case in cases:
         name, *options = case.split()
         keeps = "products-kept" in options
+        sizes = {axis: int(size) for axis, _, size in (each.partition("=") for each in options) if size}
         config = make_config(
+            sizes,
             recomputed=keeps or "recomputed" in options,
             bf16="bf16" in options,
             policy="save_matmuls" if keeps else "full",

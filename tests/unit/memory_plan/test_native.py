@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 WORKER = Path(__file__).with_name("native_worker.py")
 CASES = {
     1: ("gpt2 bf16", "llama", "llama recomputed", "llama products-kept"),
-    2: ("gpt2", "gpt2 recomputed", "gpt2 products-kept", "llama bf16"),
+    2: ("gpt2", "gpt2 recomputed", "gpt2 products-kept", "llama bf16", "llama sp=2", "llama tp=2", "mixtral ep=2"),
+    4: ("llama pp=2", "llama sp=2 recomputed", "llama tp=2 recomputed", "mixtral ep=2 recomputed"),
 }
 """By the number of processes."""
 TOLERANCE = 0.1

@@ -258,7 +258,7 @@ def test_what_cannot_be_planned_is_refused():
         plan(config=offloaded)
     split = Config()
     split.dist.tp.size = 2
-    with pytest.raises(ConfigError, match=r"config.dist.tp.size = 2 is not in the memory plan"):
+    with pytest.raises(ConfigError, match=r"config.dist.tp.size = 2 is in the memory plan of the native engine only"):
         plan(config=split)
 
 

@@ -27,6 +27,7 @@ from torchacc.engines.sharded_model import ShardedModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
 _PER_PARAMETER = "FSDP2 shards each parameter by itself and gathers a unit's parameters together"
@@ -91,14 +92,7 @@ class NativeEngine(Engine):
                 f"the parameter {empty[0]!r} has no elements, and FSDP2 cannot sum an empty gradient over devices: "
                 "leave it out of the model, or keep it as a buffer (register_buffer)"
             )
-        if self.mesh.size(Role.TENSOR) > 1:
-            split_layers.check(model, make_plan(model, self.config, self.mesh))
-        if self.mesh.size(Role.SEQUENCE) > 1:
-            split_sequence.check(self.config, self.mesh, model)
-        if self.mesh.size(Role.EXPERT) > 1:
-            spread_experts.check(self.config, self.mesh, model)
-        if self.mesh.size(Role.PIPELINE) > 1:
-            split_stages.check(self.config, self.mesh, model)
+        check_axes(self.config, self.mesh, model)
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
                 "dist.fsdp.backward_prefetch = 'BACKWARD_POST' is not available: FSDP2 frees a unit and reduces its "
@@ -211,6 +205,27 @@ class NativeEngine(Engine):
     def put(self, batch: Any) -> Any:
         """Move a host batch to the device."""
         return batch if self.device.type == "cpu" else device_copies.to_device(batch, self.device)
+
+
+def check_axes(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """Refuse models, and options, that cannot be had with the axes along which devices compute parts of one step.
+
+    Args:
+        config: A resolved config.
+        mesh: Its mesh.
+        model: The model; it is only read.
+
+    Raises:
+        ConfigError: The first that cannot.
+    """
+    if mesh.size(Role.SEQUENCE) > 1:
+        split_sequence.check(config, mesh, model)
+    if mesh.size(Role.EXPERT) > 1:
+        spread_experts.check(config, mesh, model)
+    if mesh.size(Role.PIPELINE) > 1:
+        split_stages.check(config, mesh, model)
+    if mesh.size(Role.TENSOR) > 1:
+        split_layers.check(model, make_plan(model, config, mesh))
 
 
 def _name(device: torch.device) -> str:

@@ -1,0 +1,88 @@
+"""What the memory plan says of a device that computes a part of layers, samples, experts or stages."""
+
+import pytest
+import torch
+
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.memory_plan import study
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": 256, "max_position_embeddings": 256, "use_cache": False}
+
+
+def llama():
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=256)
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).train()
+
+
+def mixtral():
+    config = transformers.MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4)
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(config).train()
+
+
+def plan(make=llama, rows=4, backend="native", num_microbatches=None, **axes):
+    config = Config(backend="native")
+    for axis, size in axes.items():
+        getattr(config.dist, axis).size = size
+    config.dist.pp.num_microbatches = num_microbatches
+    tokens = torch.zeros(rows, 256, dtype=torch.long, device="meta")
+    return study(make(), {"input_ids": tokens, "labels": tokens}, config, num_states=2, backend=backend)
+
+
+def test_devices_that_share_samples_have_a_part_of_the_activations_and_of_the_parameters():
+    whole, part = plan().on(1, "FULL_SHARD"), plan(sp=4).on(4, "FULL_SHARD")
+    assert part.activations < 0.3 * whole.activations
+    assert part.parameters == pytest.approx(whole.parameters / 4, rel=0.01)
+
+
+def test_devices_that_share_layers_have_parts_of_them():
+    whole, two, four = (plan(tp=size).on(size, "FULL_SHARD") for size in (1, 2, 4))
+    assert two.parameters == pytest.approx(whole.parameters / 2, rel=0.01)
+    # The two key-value heads are copied to each of four devices.
+    heads = 4 * 2 * 64 * 32 * 4
+    assert four.parameters == pytest.approx((whole.parameters - heads) / 4 + heads, rel=0.02)
+    assert two.activations < 0.8 * whole.activations
+    assert plan(tp=2).on(4, "FULL_SHARD").parameters == pytest.approx(two.parameters / 2, rel=0.01)
+
+
+def test_a_stage_has_its_layers_and_the_activations_of_all_microbatches():
+    whole, stage = plan().on(1, "FULL_SHARD"), plan(pp=4).on(4, "FULL_SHARD")
+    assert stage.parameters < 0.35 * whole.parameters
+    few, many = (plan(pp=2, rows=8, num_microbatches=count).on(2, "FULL_SHARD").activations for count in (2, 8))
+    assert many > 0.7 * few  # all wait for backward, however small they are
+    twice = plan(pp=2, rows=16, num_microbatches=8).on(2, "FULL_SHARD").activations
+    assert twice > 1.8 * many
+
+
+def test_a_device_gathers_its_own_experts_only():
+    all_of_them, half = plan(mixtral).on(2, "SHARD_GRAD_OP"), plan(mixtral, ep=2).on(2, "SHARD_GRAD_OP")
+    experts = 4 * 4 * 3 * 64 * 128 * 4
+    assert half.parameters == all_of_them.parameters
+    assert all_of_them.gathered - half.gathered == experts / 2
+
+
+def test_what_the_engine_refuses_is_not_planned():
+    with pytest.raises(ConfigError, match=r"ep.size = 2 with config.dist.sp.size = 2 is not available"):
+        plan(mixtral, ep=2, sp=2)
+    with pytest.raises(ConfigError, match="has no module of experts"):
+        plan(ep=2)
+    with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):
+        plan(sp=2, backend="xla")
+    with pytest.raises(ConfigError, match=r"3 devices cannot hold 1 replicas, each of a multiple of 2 devices"):
+        plan(sp=2).on(3, "FULL_SHARD")
+
+
+def test_the_model_stays_as_it_is():
+    model = mixtral()
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    config = Config(backend="native")
+    config.dist.ep.size = 2
+    tokens = torch.zeros(1, 32, dtype=torch.long, device="meta")
+    study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, backend="native")
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
