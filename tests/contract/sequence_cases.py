@@ -180,6 +180,30 @@ def trains_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
 WINDOW = [labelled_unevenly(), padded(left=True)]
 
 
+@case(each=BATCHES)
+def trains_the_same_on_more_devices_than_heads_with_a_batch(make_batch: Callable[[], Batch]) -> None:
+    compare(make(heads=2, kv_heads=1), [make_batch()], sp=4, steps=1)
+
+
+ON_MORE_DEVICES: Mapping[str, dict[str, Any]] = {
+    "one-head": {"family": "gpt2", "heads": 1},
+    "a-window": {"family": "mistral", "heads": 2, "kv_heads": 1, "sliding_window": 5},
+    "layers-of-two-kinds": {**FAMILIES["gemma3"], "heads": 2, "kv_heads": 2},
+    "heads-that-do-not-divide": {"family": "qwen3", "heads": 6, "kv_heads": 3},
+    "experts": {"family": "mixtral", "heads": 2, "kv_heads": 2},
+}
+
+
+@case(each=ON_MORE_DEVICES)
+def trains_the_same_on_more_devices_than_heads(options: dict[str, Any]) -> None:
+    compare(make(**options), WINDOW, sp=4, steps=1)
+
+
+@case()
+def layers_computed_again_on_more_devices_than_heads_train_the_same() -> None:
+    compare(make(heads=2, kv_heads=1), [plain(13), padded(left=True)], sp=4, memory={"gc": True})
+
+
 @case(
     each={
         "and-fsdp": {"sp": 2},
@@ -224,7 +248,7 @@ def a_loss_of_the_script_has_the_same_gradients() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.body = make(head="")
+            self.body = make(heads=1, kv_heads=1, head="")  # fewer heads than devices, so that tokens change places
             self.score = nn.Linear(32, 1)
 
         def forward(self, embeds: torch.Tensor) -> torch.Tensor:
@@ -247,9 +271,9 @@ def a_loss_of_the_script_has_the_same_gradients() -> None:
     check_parameters(model, whole)
 
 
-@case()
-def outputs_are_of_all_tokens_or_say_why_not() -> None:
-    model = make("gpt2")
+@case(each={"by-heads": 4, "by-heads-and-queries": 2})
+def outputs_are_of_all_tokens_or_say_why_not(heads: int) -> None:
+    model = make("gpt2", heads)
     whole = copy.deepcopy(model).eval()
     accelerate(model, sp=4)
     batch = plain(14)
@@ -300,7 +324,6 @@ def what_would_see_a_part_only_is_refused() -> None:
         (odd, "Conv1d"),
         (weighed, "its loss_function"),
         (own_loss, "loss_function"),
-        (make(heads=2, kv_heads=2), "do not divide"),
         (rotated, "rotary"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
@@ -332,12 +355,13 @@ def what_would_see_a_part_only_is_refused() -> None:
 @case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}})
 def a_checkpoint_of_split_samples_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}"
-    saved = accelerate(make(), sp=2)
+    make_with_two_heads = partial(make, heads=2, kv_heads=2)
+    saved = accelerate(make_with_two_heads(), sp=2)
     optimizer = torch.optim.AdamW(saved.parameters(), **ADAM)
     step(saved, [part_of(saved, plain())], optimizer)
     torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
     expected = torchacc.full_state_dict(saved)
-    loaded = accelerate(torchacc.deferred_init(make), **after)
+    loaded = accelerate(torchacc.deferred_init(make_with_two_heads), **after)
     new_optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
     torchacc.checkpoint.load(folder, model=loaded, optimizer=new_optimizer)
     found = torchacc.full_state_dict(loaded)

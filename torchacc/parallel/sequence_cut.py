@@ -1,6 +1,8 @@
 """How a batch is cut along its length over the devices that share its samples. Plain tensors; knows no devices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 
 import torch
 from torch.nn import functional as F
@@ -9,25 +11,89 @@ IGNORED = -100
 """The label of a token that no loss counts."""
 
 
+def head_parts(num_heads: Sequence[int], num_devices: int) -> int:
+    """Return over how many of the devices that share a sample the heads of attention are spread: as many as can be.
+
+    The others are further groups of as many devices, each of which computes attention for other tokens.
+
+    Args:
+        num_heads: Of each model that is split.
+        num_devices: Devices that share a sample.
+    """
+    return gcd(num_devices, *num_heads)
+
+
+def pieces_of(group: int, num_groups: int) -> tuple[int, ...]:
+    """Return which pieces of a sample, by their order, a group of devices attends from.
+
+    One early and one late piece (a zigzag), so that causal attention costs each group the same; all of the sample where
+    there is one group.
+    """
+    return (0,) if num_groups == 1 else (group, 2 * num_groups - 1 - group)
+
+
+def in_order(joined: torch.Tensor, num_groups: int, dim: int) -> torch.Tensor:
+    """Return a tensor in the order of a sample's tokens from those of all groups, one after another.
+
+    Args:
+        joined: The tensor.
+        num_groups: Groups of devices.
+        dim: The dimension of tokens, padding included.
+    """
+    if num_groups == 1:
+        return joined
+    order = [piece for group in range(num_groups) for piece in pieces_of(group, num_groups)]
+    pieces = joined.chunk(len(order), dim)
+    return torch.cat([pieces[order.index(piece)] for piece in range(len(order))], dim)
+
+
 @dataclass(frozen=True)
 class SequenceCut:
-    """Which tokens of each sample a device computes: equally many, consecutive ones, the last devices' padded."""
+    """Which tokens of each sample a device computes: equally many, the last ones of a sample padded.
+
+    Devices are in groups, and each group has the pieces that `pieces_of()` says; within it each device has consecutive
+    ones of these tokens.
+    """
 
     length: int
     """Tokens of each sample."""
     num_parts: int
     index: int
     """Which of the parts it is."""
+    num_groups: int = 1
+    """Groups of devices that attend from the same tokens, with different heads; it divides the parts."""
 
     @property
     def part_length(self) -> int:
         """Tokens of each part, padding included."""
-        return -(-self.length // self.num_parts)
+        multiple = lcm(self.num_parts, self._num_pieces)
+        return -(-self.length // multiple) * multiple // self.num_parts
 
     @property
     def is_padded(self) -> bool:
-        """Whether the last parts contain padding."""
+        """Whether some parts contain padding."""
         return self.part_length * self.num_parts > self.length
+
+    @property
+    def _num_pieces(self) -> int:
+        return 1 if self.num_groups == 1 else 2 * self.num_groups
+
+    @property
+    def _group_pieces(self) -> list[range]:
+        """The tokens that this device's group attends from."""
+        size = self.part_length * self.num_parts // self._num_pieces
+        group = self.index * self.num_groups // self.num_parts
+        return [range(piece * size, (piece + 1) * size) for piece in pieces_of(group, self.num_groups)]
+
+    @property
+    def spans(self) -> list[range]:
+        """The tokens of this part, in its order; from `length` on they are padding."""
+        start = self.index % (self.num_parts // self.num_groups) * self.part_length
+        found, stop = [], start + self.part_length
+        for piece in self._group_pieces:
+            found.append(piece[max(start, 0) : max(stop, 0)])
+            start, stop = start - len(piece), stop - len(piece)
+        return [span for span in found if span]
 
     def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """Return this part of a tensor of shape (rows, length, …).
@@ -36,14 +102,31 @@ class SequenceCut:
             whole: The tensor.
             fill: The value of padding.
         """
-        start = min(self.index * self.part_length, self.length)
-        stop = min(start + self.part_length, self.length)
-        own, missing = whole[:, start:stop], self.part_length - (stop - start)
-        return F.pad(own, (0, 0) * (whole.dim() - 2) + (0, missing), value=fill) if missing else own.contiguous()
+        return _taken(whole, self.spans, 1, fill)
+
+    def queries(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return what of an attention mask of shape (…, length, length) this device's group applies to its queries.
+
+        Padding sees all, so that its attention is a number; nothing sees it.
+        """
+        if self.num_groups == 1 and not self.is_padded:
+            return mask
+        return _taken(mask, self._group_pieces, mask.dim() - 2, mask.dtype == torch.bool)
 
     def without_padding(self, joined: torch.Tensor) -> torch.Tensor:
         """Return a tensor of shape (rows, length, …) from all parts, one after another."""
-        return joined[:, : self.length]
+        return in_order(joined, self.num_groups, 1)[:, : self.length]
+
+
+def _taken(whole: torch.Tensor, spans: Sequence[range], dim: int, fill: int) -> torch.Tensor:
+    """Return spans of a dimension one after another; what is behind its end is filled."""
+    length, found = whole.shape[dim], []
+    for span in spans:
+        start, stop = min(span.start, length), min(span.stop, length)
+        own, missing = whole.narrow(dim, start, stop - start), len(span) - (stop - start)
+        behind = (0, 0) * (whole.dim() - 1 - dim) + (0, missing)
+        found.append(F.pad(own, behind, value=fill) if missing else own)
+    return found[0].contiguous() if len(found) == 1 else torch.cat(found, dim)
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -72,9 +72,7 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             is_compiled = self._compiled is not None
             split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
-        attention, group = None, self.engine.group.own_subgroup(self.engine.mesh.groups(Role.SEQUENCE))
-        if group is not None:
-            attention = split_sequence.install(self.model, self.engine.mesh, group, self.engine.job.rank)
+        attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group)
         for experts in self.plan.experts:
             spread_experts.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
         self._install_forward(self._run)

@@ -37,6 +37,15 @@ def join(part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch
     return whole
 
 
+def gather(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Return a tensor whose parts along a dimension the devices have, one after another. Collective.
+
+    Gradients of it are different on each device, and summed.
+    """
+    whole: torch.Tensor = _Gathered.apply(part, group, dim)
+    return whole
+
+
 def total(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over the devices of a tensor. Collective."""
     summed: torch.Tensor = _Total.apply(value, group)
@@ -74,7 +83,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.how = of, group
-        return of.without_padding(_gathered(part, group))
+        return of.without_padding(_gathered(part, group, 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -82,6 +91,22 @@ class _Join(torch.autograd.Function):
         # The losses of the devices may differ, as by dropout behind the model: theirs is the sum.
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
         return cut(total(wide, group).to(gradient.dtype), of, group), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.how = group, dim
+        return _gathered(part, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        group, dim = ctx.how
+        # Summed in float32, as gradients of bfloat16 keys would lose digits.
+        parts = torch.stack(gradient.to(torch.promote_types(gradient.dtype, torch.float32)).chunk(group.size(), dim))
+        own = parts.new_empty(parts.shape[1:])
+        dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
+        return own.to(gradient.dtype), None, None
 
 
 class _Total(torch.autograd.Function):
@@ -97,8 +122,8 @@ class _Total(torch.autograd.Function):
         return total(gradient, ctx.group), None
 
 
-def _gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the parts of all devices, one after another along the second dimension."""
+def _gathered(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Return the parts of all devices, one after another along a dimension."""
     parts = part.new_empty(group.size() * part.numel())
     dist.all_gather_into_tensor(parts, part.contiguous().view(-1), group=group)
-    return torch.cat(parts.view(group.size(), *part.shape).unbind(), 1)
+    return torch.cat(parts.view(group.size(), *part.shape).unbind(), dim)

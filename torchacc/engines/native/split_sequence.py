@@ -18,15 +18,16 @@ from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.option_conflicts import refuse_beside
-from torchacc.engines.native.sequence_collectives import cut, exchange, join, total
+from torchacc.engines.native.sequence_collectives import cut, exchange, gather, join, total
 from torchacc.engines.patches import sequence_attention, transformers_attention
-from torchacc.engines.patches.sequence_attention import WHOLE, CutForward
+from torchacc.engines.patches.sequence_attention import WHOLE, CutForward, Spread
 from torchacc.engines.patches.versions import PATCHES, is_for_installed
+from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError, DataError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, next_labels
+from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, head_parts, next_labels
 
 _log = get_logger(__name__)
 
@@ -101,12 +102,12 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
             "those only, as attention has to reach the tokens of other devices: use config.dist.fsdp.size"
         )
     for each in models:
-        why = _why_it_cannot(each, size)
+        why = _why_it_cannot(each)
         if why is not None:
             raise ConfigError(f"{asked} with {type(each).__name__}: {why}. Use config.dist.fsdp.size")
 
 
-def _why_it_cannot(model: Any, size: int) -> str | None:
+def _why_it_cannot(model: Any) -> str | None:
     """Return why a model of transformers cannot run on a part of each sample; None where it can."""
     if not is_for_installed("sequence_attention"):
         return f"torchacc knows how with transformers{PATCHES['sequence_attention'].versions} only"
@@ -128,8 +129,6 @@ def _why_it_cannot(model: Any, size: int) -> str | None:
             f"it has a {other.__name__} of {other.__module__}, which may look at tokens of other devices. Known are "
             "the modules of transformers, peft and PyTorch's layers of single tokens"
         )
-    if config.num_attention_heads % size:
-        return f"each device computes as many of the attention heads, and {config.num_attention_heads} do not divide"
     if not getattr(config, "is_causal", True) or getattr(config, "add_cross_attention", False):
         return "its attention is not causal, or is over another model's tokens, too"
     rotation = _rotation_of_a_length(config)
@@ -152,25 +151,47 @@ def _looks_at_one_token(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_TOKENWISE) and not isinstance(module, nn.MultiheadAttention)
 
 
-def install(model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, rank: int) -> str:
-    """Let the models of transformers in a model run on this device's part of each sample, in place.
+def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> str | None:
+    """Let the models of transformers in a model run on this device's part of each sample, in place. Collective.
 
     Args:
         model: A model that `check()` has passed.
         mesh: The mesh.
-        group: The processes that share samples.
-        rank: This process's.
+        processes: The job's.
 
     Returns:
-        The name that transformers has for attention to the tokens of all these processes, for `choose_attention()`.
+        The name that transformers has for attention to the tokens of all devices that share a sample, for
+        `choose_attention()`; None where nobody shares samples.
     """
-    exchange_tokens = functools.partial(_exchange, group)
-    name = sequence_attention.register(dist.get_process_group_ranks(group), exchange_tokens)
+    group = processes.own_subgroup(mesh.groups(Role.SEQUENCE))
+    if group is None:
+        return None
+    spread, index = _spread(model, mesh, processes), mesh.index(processes.job.rank, Role.SEQUENCE)
+    name = sequence_attention.register(spread)
     for each in transformers_attention.models_of(model):
         sequence_attention.see_whole_masks(each)
-        _SplitModel(each, mesh.index(rank, Role.SEQUENCE), group, name).install()
-    _log.info("attention: sdpa, its heads spread over the %d devices that share a sample", group.size())
+        _SplitModel(each, index, group, name, spread.num_groups).install()
+    by_queries = f", its queries over {spread.num_groups} groups of them" if spread.num_groups > 1 else ""
+    _log.info("attention: sdpa, its heads spread over %d devices that share a sample%s", spread.num_parts, by_queries)
     return name
+
+
+def _spread(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> Spread:
+    """Return how the devices that share a sample share its attention. Collective: makes their groups."""
+    size, samples = mesh.size(Role.SEQUENCE), mesh.groups(Role.SEQUENCE)
+    heads = [each.config.num_attention_heads for each in transformers_attention.models_of(model)]
+    num_parts = head_parts(heads, size)
+    of_heads = [ranks[start : start + num_parts] for ranks in samples for start in range(0, size, num_parts)]
+    of_queries = [ranks[start::num_parts] for ranks in samples for start in range(num_parts)]
+    ranks = next(ranks for ranks in samples if processes.job.rank in ranks)
+    return Spread(
+        ranks=ranks,
+        num_parts=num_parts,
+        num_groups=size // num_parts,
+        group=ranks.index(processes.job.rank) // num_parts,
+        exchange=functools.partial(_exchange, processes.own_subgroup(of_heads)),
+        gather=functools.partial(_gather, processes.own_subgroup(of_queries)),
+    )
 
 
 def choose_attention(model: nn.Module, name: str) -> None:
@@ -179,8 +200,14 @@ def choose_attention(model: nn.Module, name: str) -> None:
         transformers_attention.choose(each, name)
 
 
-def _exchange(group: dist.ProcessGroup, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+def _exchange(group: dist.ProcessGroup | None, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+    assert group is not None, "only several devices exchange"
     return exchange(tensor, group, split=split, joined=joined)
+
+
+def _gather(group: dist.ProcessGroup | None, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    assert group is not None, "only several groups gather"
+    return gather(tensor, group, dim)
 
 
 @dataclass
@@ -203,14 +230,16 @@ class _SplitModel:
         index: Which of the devices that share samples this is.
         group: Their processes.
         attention: The implementation of attention that reaches all of them.
+        num_groups: In how many groups they compute it.
     """
 
-    def __init__(self, model: Any, index: int, group: dist.ProcessGroup, attention: str) -> None:
+    def __init__(self, model: Any, index: int, group: dist.ProcessGroup, attention: str, num_groups: int) -> None:
         self._model = model
         self._size = group.size()
         self._index = index
         self._group = group
         self._attention = attention
+        self._num_groups = num_groups
         self._forward: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
         self._loss: Callable[..., torch.Tensor] = model.loss_function
@@ -309,7 +338,7 @@ class _SplitModel:
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
             raise self._refuse("a call without input_ids or inputs_embeds of shape (rows, tokens)")
         rows, length = tokens.shape[:2]
-        of = SequenceCut(length, self._size, self._index)
+        of = SequenceCut(length, self._size, self._index, self._num_groups)
         positions = given.get("position_ids")
         found = dict(given)
         found["position_ids"] = self._positions(positions, length, tokens.device)

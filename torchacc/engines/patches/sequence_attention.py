@@ -1,7 +1,9 @@
 """Let models of transformers whose samples are split over devices attend to all of their tokens.
 
 Each device computes some of the heads for all tokens (DeepSpeed-Ulysses, Jacobs et al., 2023): queries, keys and values
-come with a part of the tokens and all heads, and are exchanged. Masks are those of all tokens, made by transformers.
+come with a part of the tokens and all heads, and are exchanged. Where there are more devices than heads divide into,
+they are in groups, each of which computes the queries of other tokens, and keys and values are gathered from all groups
+(as for Llama 3, Grattafiori et al., 2024). Masks are those of all tokens, made by transformers.
 """
 
 import functools
@@ -17,15 +19,32 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 from torchacc.errors import EngineError
-from torchacc.parallel.sequence_cut import SequenceCut
+from torchacc.parallel.sequence_cut import SequenceCut, in_order, pieces_of
 
 _PREFIX = "torchacc_sequence_over_"
 """How the names of implementations begin, in transformers' tables: there is one for each group of devices."""
 
-Exchange = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""Splits one dimension of a tensor over devices, and puts another one together."""
+
+@dataclass(frozen=True)
+class Spread:
+    """How the devices that share a sample share its attention."""
+
+    ranks: Sequence[int]
+    """These devices."""
+    num_parts: int
+    """Devices over which the heads of the same queries are spread: a group."""
+    num_groups: int
+    """Groups of devices, each with other queries."""
+    group: int
+    """Which of the groups this device is in."""
+    exchange: Callable[[torch.Tensor, int, int], torch.Tensor]
+    """Splits one dimension of a tensor over the devices of a group, and puts another one together."""
+    gather: Callable[[torch.Tensor, int], torch.Tensor]
+    """Puts a dimension of a tensor together from the devices of all groups that have the same heads."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +72,16 @@ def running(forward: CutForward | str) -> Iterator[None]:
         _running.reset(token)
 
 
-def register(ranks: Sequence[int], exchange: Exchange) -> str:
+def register(spread: Spread) -> str:
     """Give transformers the implementation, and return its name.
 
     Args:
-        ranks: The devices that share a sample.
-        exchange: Sends tensors between them.
+        spread: How the devices that share a sample share its attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = _PREFIX + "_".join(map(str, ranks))
-    AttentionInterface.register(name, functools.partial(_attend, len(ranks), exchange))
+    name = _PREFIX + "_".join(map(str, spread.ranks)) + f"_by_{spread.num_parts}"
+    AttentionInterface.register(name, functools.partial(_attend, spread))
     AttentionMaskInterface.register(name, _make_mask)
     return name
 
@@ -100,7 +118,8 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
                 "set_attn_implementation('sdpa')"
             )
         _ask_for_all_tokens(bound.arguments, forward)
-        return own(*bound.args, **bound.kwargs)
+        mask = own(*bound.args, **bound.kwargs)
+        return forward.cut.queries(mask) if isinstance(mask, torch.Tensor) else mask
 
     return make
 
@@ -149,8 +168,7 @@ def _make_mask(**kwargs: Any) -> torch.Tensor | None:
 
 
 def _attend(
-    num_parts: int,
-    exchange: Exchange,
+    spread: Spread,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -181,22 +199,57 @@ def _attend(
     _check_mask_of_all_heads(attention_mask)
     heads, kv_heads = query.shape[1], key.shape[1]
     # As many copies of each key and value as let every device have those of its queries.
-    copies = num_parts // gcd(kv_heads, num_parts)
+    copies = spread.num_parts // gcd(kv_heads, spread.num_parts)
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    query, key, value = (exchange(each, 1, 2) for each in (query, key, value))
-    num_tokens = query.shape[2]
-    if attention_mask is not None:
-        length = attention_mask.shape[-1]  # the mask has no padding of the cut
-        query, key, value = (each[:, :, :length] for each in (query, key, value))
+    if spread.num_parts > 1:
+        query, key, value = (spread.exchange(each, 1, 2) for each in (query, key, value))
     own = SimpleNamespace(
         is_causal=getattr(module, "is_causal", True), num_key_value_groups=heads // (kv_heads * copies)
     )
-    output, _ = sdpa_attention_forward(own, query, key, value, attention_mask, **kwargs)
-    missing = num_tokens - output.shape[1]
-    if missing:
-        output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
-    return exchange(output, 1, 2), None
+    attend: Callable[..., torch.Tensor] = functools.partial(_attend_from, spread, own, **kwargs)
+    if spread.num_groups > 1:
+        # Keys and values of all tokens are gathered again for backward, as keeping them would take the memory saved.
+        output = checkpoint(attend, query, key, value, attention_mask, use_reentrant=False)
+    else:
+        output = attend(query, key, value, attention_mask)
+    return spread.exchange(output, 1, 2) if spread.num_parts > 1 else output, None
+
+
+def _attend_from(
+    spread: Spread,
+    own: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend from the queries of a group to all tokens, with the heads of this device."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    key, value = _of_all_groups(spread, key, value)
+    if mask is not None:  # it has no padding of the cut in its keys
+        key, value = (each[:, :, : mask.shape[-1]] for each in (key, value))
+    if mask is not None or spread.num_groups == 1:
+        return sdpa_attention_forward(own, query, key, value, mask, **kwargs)[0]  # type: ignore[no-any-return]
+    outputs = []
+    for piece, part in zip(pieces_of(spread.group, spread.num_groups), query.chunk(2, 2), strict=True):
+        num_tokens = part.shape[2]
+        seen = (piece + 1) * num_tokens
+        causal = causal_lower_right(num_tokens, seen) if num_tokens > 1 else None  # a single query sees all of these
+        outputs.append(sdpa_attention_forward(own, part, key[:, :, :seen], value[:, :, :seen], causal, **kwargs)[0])
+    return torch.cat(outputs, 1)
+
+
+def _of_all_groups(spread: Spread, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all tokens, in their order, from those of each group."""
+    if spread.num_groups == 1:
+        return key, value
+    sizes = key.shape[-1], value.shape[-1]
+    joined = in_order(spread.gather(torch.cat([key, value], -1), 2), spread.num_groups, 2)
+    key, value = joined.split(sizes, -1)
+    return key, value
 
 
 def _check_mask_of_all_heads(mask: torch.Tensor | None) -> None:
