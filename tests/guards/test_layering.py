@@ -22,6 +22,7 @@ LAYERS = (
     {"data"},
     {"engines"},
     {"memory_plan"},
+    {"layouts"},
     {"checkpoint"},
     {"api", "arguments", "attach"},
     {"functional", "dist"},

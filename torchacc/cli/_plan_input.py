@@ -46,11 +46,6 @@ class Training:
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether tokens choose among experts, which only run without values where each has a copy of its weights."""
-        return bool(getattr(self.model, "_can_set_experts_implementation", bool)())
-
     def make_batch(self, num_shards: int = 1) -> dict[str, torch.Tensor]:
         """Return the batch of so many data-parallel devices, without values, with labels."""
         tokens = torch.zeros(self.batch * num_shards, self.length, dtype=torch.long, device="meta")

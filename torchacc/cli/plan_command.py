@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import get_args
 
 from torchacc.aot.step_report import in_gibibytes
-from torchacc.cli import _compile_step, _plan_input
+from torchacc.cli import _compile_step, _plan_input, _search_layouts
 from torchacc.cli._options import named, path, positive, size
 from torchacc.config.sections import RecomputePolicy
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
+from torchacc.layouts import DEVICES
 from torchacc.memory_plan import PLANNED_BACKENDS, DeviceBytes, Step, study
 from torchacc.parallel.mesh import STRATEGIES
 from torchacc.parallel.plan import ShardingPlan
@@ -21,6 +22,7 @@ EXAMPLES = (
     "torchacc plan --model gpt2 --devices 8",
     "torchacc plan --model config.json --devices 8 --batch 4 --seq 2048 --bf16 --gc --memory 80GiB",
     "torchacc plan --config examples/config.yaml --model-config model_config_1.7B --devices 8",
+    "torchacc plan --search --model config.json --devices 64 --seq 131072 --bf16 --device h100",
     "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for v5e:2x4 --html gpt2.html",
 )
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -53,11 +55,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a real compiler").add_argument
     add("--compile-for", type=named, metavar="NAME", help="TPUs that need not be there, such as v5e:2x4: one strategy")
     add("--html", type=path, metavar="FILE", help="write a page of what was compiled")
+    add = parser.add_argument_group("every layout").add_argument
+    add("--search", action="store_true", help="try all sizes of all axes, natively: which fit, and which is fastest")
+    add("--global-batch", type=positive, metavar="N", help="samples of a step, of all devices (default: --devices)")
+    known = f"{', '.join(DEVICES)}, or its own figures: FLOPS,MEMORY,NEAR,FAR,PER_MACHINE in bytes per second"
+    add("--device", type=named, metavar="NAME", help=f"whose speeds rank the layouts: {known} (default: h100)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and return the exit status."""
+    if args.search:
+        return _search_layouts.run(args)
+    for option, value in (("--global-batch", args.global_batch), ("--device", args.device)):
+        if value is not None:
+            raise ConfigError(f"{option} is of the search for layouts: write --search, too")
     if args.compile_for is not None:
         return _compile_step.run(args)
     if args.html is not None:
@@ -130,11 +142,6 @@ def _as_text(
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    if training.has_experts and PLANNED_BACKENDS[args.engine].runs_eagerly:
-        lines += [
-            "",
-            "experts are planned as XLA runs them, each token with a copy of its weights; natively they take less",
-        ]
     if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",

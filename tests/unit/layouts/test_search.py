@@ -1,0 +1,116 @@
+"""The search for layouts, as plain data, and as a command."""
+
+import json
+
+import pytest
+
+from torchacc.cli.main import main
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.layouts import find_device
+from torchacc.layouts.search import grouped
+
+pytest.importorskip("transformers.models.llama.modeling_llama")
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+SPEEDS = "1e11,1e10,1e9,1e8,4"
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """Set what the command sets in its process."""
+    monkeypatch.setenv("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def run(options, *arguments, status=0):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(options))
+        command = ["plan", "--search", "--model", str(path), "--device", SPEEDS, "--seq", "64", *arguments]
+        assert main(command) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def found(run, options, *arguments, status=0):
+    return json.loads(run(options, *arguments, "--json", status=status).out)
+
+
+def test_each_layout_is_tried_and_the_fastest_is_first(run):
+    result = found(run, LLAMA, "--devices", "4", "--global-batch", "8", "--memory", "1GiB")
+    sizes = [each["sizes"] for each in result["fitting"]]
+    for axis in ("dp", "fsdp", "tp", "sp", "pp"):
+        assert any(each[axis] == 2 for each in sizes)
+    assert all(each["dp"] * each["fsdp"] * each["tp"] * each["sp"] * each["pp"] * each["ep"] == 4 for each in sizes)
+    seconds = [each["seconds"]["total"] for each in result["fitting"]]
+    assert seconds == sorted(seconds)
+    assert "has no module of experts" in result["refused"]["ep 2"]
+    assert "2 layers: choose at most 2 stages" in result["refused"]["pp 4"]
+    assert "is not available yet" in result["refused"]["sp 2 x ep 2"]
+
+
+def test_configs_are_those_of_the_layouts(run):
+    result = found(run, MIXTRAL, "--devices", "2", "--global-batch", "4", "--memory", "1GiB", "--bf16")
+    assert any(each["sizes"]["ep"] == 2 for each in result["fitting"])
+    for each in result["fitting"]:
+        config = Config.from_dict(each["config"])
+        assert {axis: getattr(config.dist, axis).size for axis in each["sizes"]} == each["sizes"]
+        assert config.compute.bf16
+        assert config.memory.gc == ("recompute" in each["layout"])
+    staged = [each for each in result["fitting"] if each["sizes"]["pp"] > 1]
+    assert not staged  # mixtral has no stages
+
+
+def test_the_config_in_the_text_is_one(run, tmp_path):
+    text = run(LLAMA, "--devices", "2", "--global-batch", "2", "--memory", "1GiB").out
+    path = tmp_path / "layout.yaml"
+    path.write_text(text.partition("the first as a config:")[2])
+    assert Config.from_yaml(path).backend == "native"
+
+
+def test_where_nothing_fits_the_nearest_is_named(run):
+    text = run(LLAMA, "--devices", "2", "--memory", "1KiB", status=1).out
+    assert "no layout fits" in text
+    assert "nearest: " in text
+    assert "most of it " in text
+
+
+def test_samples_that_do_not_divide_leave_layouts_that_share_them(run):
+    result = found(run, LLAMA, "--devices", "4", "--global-batch", "1", "--memory", "1GiB")
+    assert all(each["sizes"]["dp"] * each["sizes"]["fsdp"] == 1 for each in result["fitting"])
+    assert "does not divide over 4 parts of the data" in result["refused"]["data parallel"]
+
+
+def test_one_device_is_a_layout(run):
+    result = found(run, LLAMA, "--devices", "1", "--memory", "1GiB")
+    assert [each["layout"] for each in result["fitting"]] == [
+        "one device, FULL_SHARD",
+        "one device, FULL_SHARD, recompute",
+    ]
+
+
+def test_options_that_a_layout_has_are_refused(run):
+    for options in (("--batch", "2"), ("--strategy", "NO_SHARD"), ("--gc",), ("--dp", "2")):
+        assert f"--search with {options[0]}" in run(LLAMA, *options, "--memory", "1GiB", status=2).err
+    assert "those of the native engine" in run(LLAMA, "--engine", "xla", status=2).err
+    assert "write --memory" in run(LLAMA, status=2).err
+
+
+def test_devices_are_known_by_name_or_by_their_figures():
+    assert find_device("H100").flops_per_second == 989e12
+    own = find_device(SPEEDS)
+    assert (own.near_bytes_per_second, own.far_bytes_per_second, own.devices_per_machine) == (1e9, 1e8, 4)
+    for wrong in ("h101", "1,2,3", "1e9,0,1,1,4", "1,1,1,1,0", "1,1,1,1,nan", "1,1,1,1,1e999", "nan,1,1,1,4"):
+        with pytest.raises(ConfigError, match="there is no such device"):
+            find_device(wrong)
+
+
+def test_reasons_that_differ_in_sizes_are_one():
+    assert grouped({"a": "size 2", "b": "size 4", "c": "none"}) == {"size 2": ["a", "b"], "none": ["c"]}

@@ -1,0 +1,176 @@
+"""`torchacc plan --search`: every layout of a model on so many devices, and the config of the best."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import yaml
+
+from torchacc.aot.step_report import in_gibibytes
+from torchacc.cli import _plan_input
+from torchacc.config import Config
+from torchacc.errors import ConfigError
+from torchacc.layouts import DeviceSpeeds, Found, Search, find_device, search
+from torchacc.layouts.search import grouped
+from torchacc.memory_plan import PLANNED_BACKENDS
+from torchacc.parallel.axes import Role, axis_with
+
+_NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for")
+"""Options that a layout has, or that are of other engines."""
+_NUM_ROWS = 10
+_DEFAULT_DEVICE = "h100"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, and return the exit status: 1 where nothing fits."""
+    given = {name: getattr(args, name) for name in _NOT_BESIDE} | {axis_with(Role.BATCH, Role.REPLICATE): args.dp}
+    for name, value in given.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--search with {option}: it tries what there is, of the native engine; leave it out")
+    if args.engine is not None and not PLANNED_BACKENDS[args.engine].runs_eagerly:
+        raise ConfigError(f"--search with --engine {args.engine}: the layouts are those of the native engine")
+    speeds = find_device(args.device or _DEFAULT_DEVICE)
+    memory = args.memory or speeds.memory_bytes
+    if memory is None:
+        raise ConfigError("--search needs what memory a device has: write --memory, such as --memory 16GiB")
+    _plan_input.take_devices(args)
+    samples = args.global_batch or args.devices
+    args.engine = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
+    training = _plan_input.read(args)
+    found = search(
+        training.model,
+        lambda rows: replace(training, batch=rows).make_batch(),
+        training.config,
+        num_devices=args.devices,
+        global_batch=samples,
+        memory_bytes=memory,
+        speeds=speeds,
+        num_states=training.num_states,
+        progress=_show_progress,
+    )
+    _show_progress("")
+    base = training.config
+    if args.json:
+        text = json.dumps(_as_dict(args, training, found, base, samples, memory, speeds), indent=2)
+    else:
+        text = "\n".join(_as_lines(args, training, found, base, samples, memory, speeds))
+    sys.stdout.write(text + "\n")
+    return 0 if found.fitting else 1
+
+
+def _show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def _as_lines(
+    args: argparse.Namespace,
+    training: _plan_input.Training,
+    found: Search,
+    base: Config,
+    samples: int,
+    memory: int,
+    speeds: DeviceSpeeds,
+) -> list[str]:
+    numel = sum(parameter.numel() for parameter in training.model.parameters())
+    lines = [
+        f"{training.name}: {numel:,} parameters, {training.optimizer}",
+        f"{samples} x {training.length} tokens on {args.devices} devices ({speeds.name}) with {in_gibibytes(memory)} "
+        "each, engine native",
+        "",
+    ]
+    if found.fitting:
+        lines += [f"{len(found.fitting)} layouts fit, by the estimate of their step:", ""]
+        lines += _table(found.fitting[:_NUM_ROWS])
+        more = len(found.fitting) - _NUM_ROWS
+        lines += [f"and {more} more; --json has all"] if more > 0 else []
+    else:
+        lines += ["no layout fits"]
+    if found.too_large:
+        first = found.too_large[0]
+        over = in_gibibytes(first.memory.total - memory)
+        lines += ["", f"{len(found.too_large)} need more memory; nearest: {first.candidate.label}, by {over} too much"]
+        if not found.fitting:
+            lines += ["", *_table(found.too_large[:_NUM_ROWS]), "", _advice(found)]
+    if found.refused:
+        lines += ["", f"{len(found.refused)} are not to be had:"]
+        for reason, labels in grouped(found.refused).items():
+            others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+            lines.append(f"  {labels[0]}{others}: {reason}")
+    if found.fitting:
+        lines += ["", "the first as a config:", "", _yaml(found.fitting[0], base)]
+    return lines
+
+
+def _advice(found: Search) -> str:
+    least = found.too_large[0].memory
+    parts = asdict(least)
+    largest = max(parts, key=lambda name: parts[name])
+    if largest == "activations":
+        return (
+            "most of it are activations: fewer samples or tokens, --bf16, or more devices on the axis that splits them"
+        )
+    return f"most of it is {largest}: more devices, --bf16, or an optimizer that keeps less"
+
+
+def _table(rows: Sequence[Found]) -> list[str]:
+    cells = [["layout", "memory", "step", "computes", "sends", "waits"]]
+    for each in rows:
+        time = each.time
+        parts = (time.compute, time.exposed, time.bubble)
+        shares = [f"{part / time.total:.0%}" if time.total else "-" for part in parts]
+        cells.append([each.candidate.label, in_gibibytes(each.memory.total), _seconds(time.total), *shares])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in cells
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _yaml(found: Found, base: Config) -> str:
+    lines = [f"# {found.candidate.rows} samples in each batch of the loader"]
+    return "\n".join([*lines, yaml.safe_dump(found.candidate.options(base), sort_keys=False).rstrip()])
+
+
+def _as_dict(
+    args: argparse.Namespace,
+    training: _plan_input.Training,
+    found: Search,
+    base: Config,
+    samples: int,
+    memory: int,
+    speeds: DeviceSpeeds,
+) -> dict[str, Any]:
+    return {
+        "model": training.name,
+        "devices": args.devices,
+        "device": asdict(speeds),
+        "memory": memory,
+        "global_batch": samples,
+        "seq": training.length,
+        "fitting": [_found_as_dict(each, base) for each in found.fitting],
+        "too_large": [_found_as_dict(each, base) for each in found.too_large],
+        "refused": dict(found.refused),
+    }
+
+
+def _found_as_dict(found: Found, base: Config) -> dict[str, Any]:
+    return {
+        "layout": found.candidate.label,
+        "sizes": dict(found.candidate.sizes),
+        "batch_size": found.candidate.rows,
+        "bytes": {**asdict(found.memory), "total": found.memory.total},
+        "seconds": {**asdict(found.time), "total": found.time.total},
+        "config": found.candidate.options(base),
+    }

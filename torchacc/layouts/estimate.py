@@ -1,0 +1,91 @@
+"""An estimate of a step's time on a layout: what is computed, what is sent while nothing is, and idle stages.
+
+Times are of the device that takes longest. They rank layouts; they are no promise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchacc.layouts.speeds import DeviceSpeeds
+from torchacc.memory_plan.step import StageStep, Step
+from torchacc.memory_plan.strategies import computed_numel
+from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.plan import ShardingPlan
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step."""
+
+    compute: float
+    """All that a device computes."""
+    exposed: float
+    """What it sends while it does not compute."""
+    bubble: float
+    """What stages wait for one another."""
+
+    @property
+    def total(self) -> float:
+        """The sum of it all."""
+        return self.compute + self.exposed + self.bubble
+
+
+def estimate(step: Step, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
+    """Return how long a step takes.
+
+    Args:
+        step: What is known of it.
+        plan: The plan on all devices, as `step.plan_on()` returns it.
+        speeds: The devices'.
+    """
+    times = [_of_stage(each, plan, speeds) for each in step.stages]
+    return max(times, key=lambda time: time.total)
+
+
+def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
+    count = stage.lifetimes.num_microbatches
+    own = plan.of_stage(stage.stage) if plan.pipeline.size > 1 else plan
+    flops = speeds.flops_per_second * speeds.efficiency
+    flops *= speeds.float32_share if plan.compute_dtype == "float32" else 1
+    computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in stage.work)
+    sent = sum(_seconds(plan.mesh, (each.role,), each.nbytes, speeds) for each in stage.sent)
+    moved = sum(_seconds(plan.mesh, roles, nbytes, speeds) for roles, nbytes in _of_parameters(own))
+    exchanged = max(0.0, moved - computed) if speeds.overlaps else moved
+    # The optimizer reads and writes each shard: parameters, gradients and its state.
+    stepped = 12 * sum(_at_rest(own)) / plan.mesh.num_shards / speeds.memory_bytes_per_second
+    each_batch = computed + sent + exchanged
+    return StepTime(
+        compute=count * computed + stepped,
+        exposed=count * (sent + exchanged),
+        bubble=(plan.pipeline.size - 1) * each_batch,
+    )
+
+
+def _at_rest(plan: ShardingPlan) -> Iterator[int]:
+    for unit in plan.units:
+        for parameter in unit.parameters:
+            yield computed_numel(plan, unit, parameter) * _DTYPE_BYTES[plan.master_dtype]
+
+
+def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[Role, ...], int]]:
+    """Yield what a microbatch sends of each unit: its weights once or twice, and its gradients."""
+    shards, replicas = plan.mesh.num_shards, plan.mesh.size(Role.REPLICATE)
+    for unit in plan.units:
+        numel = sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)
+        if numel and shards > 1:
+            gathers = 2 if plan.is_resharded_after_forward(unit) else 1
+            for itemsize in (*[_DTYPE_BYTES[plan.compute_dtype]] * gathers, _DTYPE_BYTES[plan.reduce_dtype]):
+                yield (Role.SHARD,), numel * itemsize * (shards - 1) // shards
+        if numel and replicas > 1:
+            each = numel * _DTYPE_BYTES[plan.reduce_dtype] // shards
+            yield (Role.REPLICATE,), 2 * each * (replicas - 1) // replicas
+
+
+def _seconds(mesh: Mesh, roles: tuple[Role, ...], nbytes: int, speeds: DeviceSpeeds) -> float:
+    farthest = mesh.device(**{axis: mesh.axis_size(axis) - 1 for axis in mesh.axes(*roles)})
+    is_near = farthest < speeds.devices_per_machine
+    rate = speeds.near_bytes_per_second if is_near else speeds.far_bytes_per_second
+    return nbytes / rate + speeds.seconds_per_exchange

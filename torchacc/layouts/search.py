@@ -1,0 +1,227 @@
+"""Try every layout of a model on so many devices: which are refused and why, which fit, and which should be fastest."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchacc.config import Config, resolve
+from torchacc.engines.native.native_engine import check_axes
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+from torchacc.layouts.estimate import StepTime, estimate
+from torchacc.layouts.speeds import DeviceSpeeds
+from torchacc.memory_plan import DeviceBytes, Step, study
+from torchacc.parallel.axes import AXES, Role, axes_with, axis_with
+from torchacc.parallel.experts import select_experts
+from torchacc.parallel.mesh import from_config
+
+_REPLICAS, _SHARDS = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
+_STAGES = axis_with(Role.PIPELINE)
+_INNER = axes_with(Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)
+"""Axes along which devices compute other parts of one step."""
+_MICROBATCHES_PER_STAGE = 4
+_ENGINE: Literal["native"] = "native"
+
+MakeBatch = Callable[[int], Mapping[str, torch.Tensor]]
+"""Returns a batch of so many samples, on the meta device."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout."""
+
+    sizes: Mapping[str, int]
+    """Of all axes, by name."""
+    strategy: str
+    recompute: bool
+    rows: int
+    """Samples of a batch, of the devices that see the same data."""
+    num_microbatches: int = 1
+
+    @property
+    def label(self) -> str:
+        """The layout in a few words."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        return f"{axes}, {self.strategy}{', recompute' if self.recompute else ''}"
+
+    def options(self, base: Config) -> dict[str, Any]:
+        """Return the options of a config by their sections: what a YAML file has.
+
+        Args:
+            base: What is the same in all layouts: precision and kernels.
+        """
+        config = self.apply(base)
+        default = Config().to_dict()
+        return _changed(config.to_dict(), default)
+
+    def apply(self, base: Config) -> Config:
+        """Return a config with this layout; of the rest it is a copy."""
+        config = deepcopy(base)
+        config.backend = _ENGINE
+        for axis, size in self.sizes.items():
+            getattr(config.dist, axis).size = size
+        config.dist.fsdp.sharding_strategy = self.strategy  # type: ignore[assignment]
+        config.dist.pp.num_microbatches = self.num_microbatches if self.sizes[_STAGES] > 1 else None
+        config.memory.gc = self.recompute
+        return config
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that the engine accepts."""
+
+    candidate: Candidate
+    memory: DeviceBytes
+    """Of the device that needs the most."""
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Search:
+    """What came of all layouts."""
+
+    fitting: tuple[Found, ...]
+    """The fastest first."""
+    too_large: tuple[Found, ...]
+    """Those that need more memory than there is, the smallest first."""
+    refused: Mapping[str, str]
+    """Which layouts are not to be had -> what they lack."""
+
+
+def search(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    config: Config,
+    *,
+    num_devices: int,
+    global_batch: int,
+    memory_bytes: int,
+    speeds: DeviceSpeeds,
+    num_states: int,
+    progress: Callable[[str], None] | None = None,
+) -> Search:
+    """Try all products of axes that are so many devices, with each strategy, with and without recompute.
+
+    Args:
+        model: On the meta device, in training mode.
+        make_batch: Returns a batch.
+        config: What is the same in all layouts: precision and kernels.
+        num_devices: All devices.
+        global_batch: Samples of a step, of all devices.
+        memory_bytes: What each device has.
+        speeds: The devices'.
+        num_states: Tensors in a parameter's shape that the optimizer keeps for it.
+        progress: Is told what is tried.
+    """
+    found: list[Found] = []
+    refused: dict[str, str] = {}
+    layouts = list(_inner_sizes(num_devices))
+    for number, inner in enumerate(layouts):
+        label = " x ".join(f"{axis} {size}" for axis, size in inner.items() if size > 1) or "data parallel"
+        if progress is not None:
+            progress(f"{number + 1} of {len(layouts)}: {label}")
+        try:
+            tried = _try(model, make_batch, config, inner, num_devices, global_batch, num_states)
+            for candidate, step in tried:
+                try:
+                    found.append(_look_at(model, candidate, step, speeds, num_devices))
+                except ConfigError as error:
+                    refused[candidate.label] = str(error)
+        except ConfigError as error:
+            refused[label] = str(error)
+    fitting = [each for each in found if each.memory.total <= memory_bytes]
+    too_large = [each for each in found if each.memory.total > memory_bytes]
+    return Search(
+        tuple(sorted(fitting, key=lambda each: (each.time.total, each.memory.total))),
+        tuple(sorted(too_large, key=lambda each: each.memory.total)),
+        refused,
+    )
+
+
+def _inner_sizes(num_devices: int) -> Iterator[dict[str, int]]:
+    """Yield the sizes of the axes along which devices compute other parts of one step, none of them first."""
+    sizes: list[dict[str, int]] = [{}]
+    for axis in _INNER:
+        sizes = [{**before, axis: size} for before in sizes for size in _divisors(num_devices // prod(before.values()))]
+    yield from sorted(sizes, key=lambda each: (sum(size > 1 for size in each.values()), prod(each.values())))
+
+
+def _try(
+    model: nn.Module,
+    make_batch: MakeBatch,
+    config: Config,
+    inner: Mapping[str, int],
+    num_devices: int,
+    samples: int,
+    num_states: int,
+) -> Iterator[tuple[Candidate, Step]]:
+    """Yield the layouts with these sizes, and what is known of their step.
+
+    Raises:
+        ConfigError: The engine does not accept them for this model, or the samples do not divide.
+    """
+    outer = num_devices // prod(inner.values())
+    smallest = Candidate({**dict.fromkeys(AXES, 1), **inner, _SHARDS: outer}, "FULL_SHARD", False, 1).apply(config)
+    resolved = resolve(smallest, Job(num_processes=num_devices), num_devices=num_devices)
+    mesh = from_config(resolved)
+    check_axes(resolved, mesh, model)
+    if samples % mesh.num_data_shards:
+        raise ConfigError(
+            f"a global batch of {samples} samples does not divide over {mesh.num_data_shards} parts of the data"
+        )
+    rows = samples // mesh.num_data_shards
+    most = _MICROBATCHES_PER_STAGE * mesh.size(Role.PIPELINE)
+    count = max(each for each in _divisors(rows) if each <= most) if mesh.size(Role.PIPELINE) > 1 else 1
+    for recompute in (False, True):
+        whole = Candidate({**dict.fromkeys(AXES, 1), **inner}, "FULL_SHARD", recompute, rows, count)
+        step = study(model, make_batch(rows), whole.apply(config), num_states=num_states, backend=_ENGINE)
+        for replicas in _divisors(outer):
+            for strategy in _strategies(replicas, outer // replicas):
+                sizes = {**whole.sizes, _REPLICAS: replicas, _SHARDS: outer // replicas}
+                yield Candidate(sizes, strategy, recompute, rows, count), step
+
+
+def _strategies(replicas: int, shards: int) -> list[str]:
+    """Return the strategies that differ for so many copies and shards."""
+    if shards == 1:
+        return ["FULL_SHARD"] if replicas == 1 else ["NO_SHARD"]
+    return ["HYBRID_SHARD" if replicas > 1 else "FULL_SHARD", "SHARD_GRAD_OP"]
+
+
+def _look_at(model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> Found:
+    replicas = candidate.sizes[_REPLICAS]
+    plan = step.plan_on(num_devices, candidate.strategy, replicas=replicas)
+    select_experts(model, plan.mesh)  # which refuses what they do not divide into
+    memory = step.on(num_devices, candidate.strategy, replicas=replicas)
+    return Found(candidate, memory, estimate(step, plan, speeds))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _changed(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ, in their sections."""
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(default.get(name), dict):
+            below = _changed(value, default[name])
+            changed |= {name: below} if below else {}
+        elif value != default.get(name):
+            changed[name] = value
+    return changed
+
+
+def grouped(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return what is lacking -> the layouts that lack it, reasons that differ in sizes alone together."""
+    groups: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
+    for label, reason in refused.items():
+        groups.setdefault(first.setdefault(re.sub(r"\d+", "#", reason), reason), []).append(label)
+    return groups

@@ -1,0 +1,71 @@
+"""How fast devices compute, and send to one another: published figures, or those of an option."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchacc.config.names import nearest
+from torchacc.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class DeviceSpeeds:
+    """What an estimate of a step's time goes by."""
+
+    name: str
+    flops_per_second: float
+    """Of matrix products in bfloat16."""
+    memory_bytes_per_second: float
+    near_bytes_per_second: float
+    """That a device sends to those of its machine, in one direction."""
+    far_bytes_per_second: float
+    """That it sends to those of other machines."""
+    devices_per_machine: int
+    seconds_per_exchange: float = 20e-6
+    """What an exchange takes beside its bytes."""
+    float32_share: float = 0.5
+    """Of the FLOP/s, what products in float32 have."""
+    overlaps: bool = True
+    """Whether weights and gradients travel while the device computes."""
+    efficiency: float = 0.6
+    """Of the FLOP/s, what large products reach."""
+    memory_bytes: int | None = None
+
+
+DEVICES: Mapping[str, DeviceSpeeds] = {
+    "a100": DeviceSpeeds("A100 SXM 80GB", 312e12, 2039e9, 300e9, 25e9, 8, memory_bytes=80 * 10**9),
+    "h100": DeviceSpeeds("H100 SXM", 989e12, 3350e9, 450e9, 50e9, 8, memory_bytes=80 * 10**9),
+    "h200": DeviceSpeeds("H200 SXM", 989e12, 4800e9, 450e9, 50e9, 8, memory_bytes=141 * 10**9),
+    "b200": DeviceSpeeds("B200", 2250e12, 8000e9, 900e9, 50e9, 8, memory_bytes=180 * 10**9),
+}
+"""By the names that `--device` takes: NVIDIA's published figures, of dense products, with one network card of 200
+(A100) or 400 Gbit/s for each GPU."""
+
+
+def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
+    """Return the speeds of a device by its name, or by its own figures.
+
+    Args:
+        name: One of `DEVICES`, or `FLOPS,MEMORY,NEAR,FAR,PER_MACHINE`, each per second, such as `9e10,1e10,1e9,1e9,4`:
+            a device whose products have these FLOP/s in every dtype, and that sends only while it does not compute.
+        option: What was given the name, for the message.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    try:
+        flops, memory, near, far, per_machine = (float(part) for part in name.split(","))
+        rates = (flops, memory, near, far)
+        if not all(0 < each < math.inf for each in rates) or per_machine < 1 or per_machine != int(per_machine):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"{option} {shown(name)}: there is no such device; {nearest(name, DEVICES)}. Or write FLOP/s, bytes/s of "
+            "its memory, to devices of its machine and to other machines, and devices of a machine: "
+            "9e10,1e10,1e9,1e9,4"
+        ) from None
+    return DeviceSpeeds(
+        name, flops, memory, near, far, int(per_machine), float32_share=1.0, overlaps=False, efficiency=1.0
+    )
