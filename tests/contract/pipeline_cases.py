@@ -26,13 +26,14 @@ def make(family: str = "llama", layers: int = 3, **options: Any) -> nn.Module:
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**names, **size, **{**dropouts, **options}))
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "max_position_embeddings": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.AutoConfig.for_model(family, **names, **size, **heads, **options)
+    config = transformers.AutoConfig.for_model(family, **names, **size, **{**heads, **options})
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def config(pp: int, *, dp: int = 1, microbatches: int | None = None, **options: Any) -> torchacc.Config:
-    fsdp = {"size": NUM_DEVICES // pp // dp, **options.pop("fsdp", {})}
-    dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": {"size": pp, "num_microbatches": microbatches}}
+def config(pp: int, *, dp: int = 1, tp: int = 1, microbatches: int | None = None, **options: Any) -> torchacc.Config:
+    fsdp = {"size": NUM_DEVICES // pp // dp // tp, **options.pop("fsdp", {})}
+    stages = {"size": pp, "num_microbatches": microbatches}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}}
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
 
 
@@ -126,10 +127,28 @@ def stages_of_four_devices_accumulate_with(how: dict[str, Any]) -> None:
     compare(make("gpt2", layers=5), WINDOW, in_windows=True, **how)
 
 
-@case([NATIVE])
-def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients() -> None:
-    model, plain_model = make("gpt2"), make("gpt2")
-    torchacc.accelerate(model, None, config(2))
+SPLIT: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (FAMILIES["llama"], {}),
+    "llama-one-head": ({"num_key_value_heads": 1}, {"memory": {"gc": True}}),
+    "llama-tied": (FAMILIES["llama-tied"], {}),
+    "mistral": (FAMILIES["mistral"], {}),
+    "qwen2": (FAMILIES["qwen2"], {}),
+    "qwen3": (FAMILIES["qwen3"], {}),
+    "gpt2": (FAMILIES["gpt2"], {}),
+}
+
+
+@case([NATIVE], num_devices=4, each=SPLIT, left_out=("mistral", "qwen2"))
+def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    options, more = how
+    compare(make(**options), [packed(), padded(left=True)], in_windows=True, pp=2, tp=2, **more)
+
+
+@case([NATIVE], num_devices=4, each={"llama": "llama"})
+@case([NATIVE], each={"gpt2": "gpt2"})
+def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(family: str) -> None:
+    model, plain_model = make(family), make(family)
+    torchacc.accelerate(model, None, config(2, tp=NUM_DEVICES // 2))
     batch = padded(left=False)
     for each in (model, plain_model):
         each(**batch)  # without a backward: nothing is left of it

@@ -136,6 +136,13 @@ class NativeEngine(Engine):
         roles = [Role.REPLICATE, Role.SHARD] if self.mesh.size(Role.REPLICATE) > 1 else [Role.SHARD]
         return self._process_mesh[tuple(role.value for role in roles)]
 
+    @cached_property
+    def parameter_mesh(self) -> Any:
+        """The DeviceMesh over which parameters are distributed: that of FSDP2 and, where layers are split, of `tp`."""
+        if self.mesh.size(Role.TENSOR) == 1:
+            return self.device_mesh
+        return self._process_mesh[(*self.device_mesh.mesh_dim_names, Role.TENSOR.value)]
+
     @property
     def tp_mesh(self) -> Any:
         """The DeviceMesh of the processes that share layers."""

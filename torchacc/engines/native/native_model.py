@@ -71,7 +71,7 @@ class NativeModel(ShardedModel):
         self._compile_units()
         if self.plan.tensor_parallel.size > 1:
             is_compiled = self._compiled is not None
-            split_layers.split_forwards(self.model, self.plan, self.engine.tp_mesh, is_compiled=is_compiled)
+            split_layers.split_forwards(self.model, self._own_plan, self.engine.tp_mesh, is_compiled=is_compiled)
         attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group)
         for experts in self.plan.experts:
             spread_experts.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)

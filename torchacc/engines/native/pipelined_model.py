@@ -58,11 +58,10 @@ class PipelinedModel(NativeModel):
         _models.add(self)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
-        """Let other stages' modules pass on what they are given, and shard those of this stage."""
+        """Shard the modules of this stage, and let those of others pass on what they are given."""
         stage = self._link.stage
         self.absent: list[nn.Parameter] = []
         """The parameters of other stages, without elements."""
-        self.modules = StageModules(self.model, self.plan, stage, self._lowered or torch.float32)
         loss: Any = self.model
         self._loss: Callable[..., torch.Tensor] = loss.loss_function
         if self._link.is_last:
@@ -105,10 +104,13 @@ class PipelinedModel(NativeModel):
         )
 
     def _prepare_parameters(self) -> None:
+        """Leave out the parameters of other stages, and what their modules compute, as split layers or not."""
+        self.modules = StageModules(self.model, self.plan, self._link.stage, self._lowered or torch.float32)
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]
-        script_reads.note_stage(self.engine.device_mesh)
-        self.absent = leave_out(self.model, others, self.plan, self.engine.device_mesh, self.engine.device)
+        mesh = self.engine.parameter_mesh
+        script_reads.note_stage(mesh)
+        self.absent = leave_out(self.model, others, self.plan, mesh, self.engine.device)
 
     # ---- A forward
 
@@ -282,7 +284,7 @@ class PipelinedModel(NativeModel):
     def placement(self) -> ShardPlacement:
         """This process's place among those of all stages."""
         mesh, rank = self.engine.mesh, self.engine.job.rank
-        held_by, copies = (Role.PIPELINE, Role.SHARD), Role.REPLICATE
+        held_by, copies = (Role.PIPELINE, Role.SHARD, Role.TENSOR), Role.REPLICATE
         return ShardPlacement(
             processes_per_replica=mesh.size(*held_by),
             shard_index=mesh.index(rank, *held_by),

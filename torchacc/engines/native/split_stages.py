@@ -46,7 +46,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     asked = f"config.dist.pp.size = {mesh.size(Role.PIPELINE)}"
     compute, memory, dist = config.compute, config.memory, config.dist
     refused = {
-        f"config.dist.tp.size = {dist.tp.size}": dist.tp.size > 1,
+        "config.dist.tp.plan": dist.tp.plan is not None,
         f"config.dist.sp.size = {dist.sp.size}": dist.sp.size > 1,
         f"config.dist.ep.size = {dist.ep.size}": dist.ep.size > 1,
         "config.dist.fsdp.cpu_offload = True": dist.fsdp.cpu_offload,
@@ -172,7 +172,7 @@ def leave_out(
         model: The model, which is changed in place.
         parameters: Those parameters.
         plan: The model's plan.
-        mesh: The DeviceMesh over which the parameters of this stage are sharded.
+        mesh: The DeviceMesh over which the parameters of this stage are distributed.
         device: This process's.
 
     Returns:
@@ -180,7 +180,7 @@ def leave_out(
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    placements = [Shard(0) if name == Role.SHARD.value else Replicate() for name in mesh.mesh_dim_names]
     made = []
     for planned in parameters:
         old = model.get_parameter(planned.name)
