@@ -46,6 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full-contract", action="store_true", help="run the contract's cases in every combination, not in each pair"
     )
     parser.addoption(
+        "--every-benchmark", action="store_true", help="run each benchmark at its smallest size, not one of those alike"
+    )
+    parser.addoption(
         "--cpu-times", action="store_true", help="list the files by the processor time of their tests and its processes"
     )
     parser.addoption("--long", action="store_true", help="draw many more cases than CI does, and others in each run")

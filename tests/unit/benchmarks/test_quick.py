@@ -10,25 +10,30 @@ from tests import forkrun
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUICK = {
-    "scaling": [],
-    "fsdp_claims": [],
-    "beside": [str(BENCHMARKS.parent)],
     "vocabulary": [],
     "trainer_overhead": [],
     "input_pipeline": [],
     "gpu": ["--device", "cpu", "--models", "Llama 1.2B"],
 }
+"""Programs with what they are told: those that have workers of their own, and one that has not."""
+ALIKE = {"scaling": [], "fsdp_claims": [], "beside": [str(BENCHMARKS.parent)]}
+"""Those whose workers others run, too: they are run with `--every-benchmark`, as CI does."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        more = ALIKE if metafunc.config.getoption("--every-benchmark") else {}
+        metafunc.parametrize("name", [*QUICK, *more])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
 def test_a_program_measures_checks_and_hands_over(name, tmp_path):
     from _machine import checkout_environment
     from _results import read
 
     path = tmp_path / f"{name}.json"
     python = forkrun.python("torch_xla")
-    command = [python, str(BENCHMARKS / f"{name}.py"), "--quick", "--json", str(path), *QUICK[name]]
+    command = [python, str(BENCHMARKS / f"{name}.py"), "--quick", "--json", str(path), *(QUICK | ALIKE)[name]]
     done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = read(path)
