@@ -1,4 +1,4 @@
-"""What `gpu.py` compares: two models, and the ways to train them. Plain data."""
+"""What `gpu.py` compares: three models, and the ways to train them. Plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,8 +8,14 @@ from _memory_cases import Workload
 
 GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=1024, batch=8)
 LLAMA_1B = Workload(layers=16, width=2048, heads=32, vocabulary=32000, length=2048, batch=4, family="llama")
-MODELS = {"GPT-2 124M": GPT2_124M, "Llama 1.2B": LLAMA_1B}
-"""`batch` is that of one device."""
+LARGEST = "largest Llama"
+DEEPEST = Workload(layers=96, width=4096, heads=32, vocabulary=32000, length=2048, batch=2, family="llama")
+MODELS = {"GPT-2 124M": GPT2_124M, "Llama 1.2B": LLAMA_1B, LARGEST: DEEPEST}
+"""`batch` is that of one device. The last one has as many layers as a device has memory for, and no more than these."""
+FILLED = 0.85
+"""How much of a device's memory the plan of that may take: the rest is for the allocator's pieces and the libraries."""
+TINY_MEMORY = 3_500_000
+"""Bytes that stand for a device's memory where the models are tiny."""
 
 
 def tiny(size: Workload) -> Workload:
@@ -23,11 +29,19 @@ class Case:
 
     name: str
     kind: str
-    """`native` or `xla` of torchacc, or `fsdp2` by hand."""
+    """`native` or `xla` of torchacc; `fsdp2`, or `torchtitan`'s order of doing more, by hand."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Options of `torchacc.Config`, dotted."""
     compiled: bool = False
     """Whether each block is compiled by torch.compile."""
+    recomputed: bool = False
+    """Whether each block's activations are computed again in backward."""
+    fp8: bool = False
+    """Whether its linear layers multiply in float8, tensorwise."""
+
+    def suits(self, label: str) -> bool:
+        """Return whether a model is trained so: GPT-2 has no `nn.Linear`, and the largest model is one recomputed."""
+        return (self.recomputed or label != LARGEST) and not (self.fp8 and MODELS[label].family == "gpt2")
 
 
 CASES = (
@@ -38,21 +52,31 @@ CASES = (
     Case("NO_SHARD", "native", {"dist.fsdp.sharding_strategy": "NO_SHARD"}),
     Case("FULL_SHARD, no prefetch", "native", {"dist.fsdp.backward_prefetch": "NONE"}),
     Case("FULL_SHARD, forward prefetch too", "native", {"dist.fsdp.forward_prefetch": True}),
-    Case("FULL_SHARD, recompute", "native", {"memory.gc": True}),
+    Case("FULL_SHARD, torch.compile, fp8", "native", compiled=True, fp8=True),
+    Case("FULL_SHARD, recompute", "native", recomputed=True),
+    Case("torchtitan's recipe by hand", "torchtitan", compiled=True, recomputed=True),
+    Case("FULL_SHARD, recompute, torch.compile", "native", compiled=True, recomputed=True),
+    Case("torchtitan's recipe by hand, fp8", "torchtitan", compiled=True, recomputed=True, fp8=True),
+    Case("FULL_SHARD, recompute, torch.compile, fp8", "native", compiled=True, recomputed=True, fp8=True),
     Case("FULL_SHARD, activations on the host", "native", {"memory.offload_activations": True}),
     Case("FULL_SHARD, shards on the host", "native", {"dist.fsdp.cpu_offload": True}),
     Case("XLA", "xla", {"dist.fsdp.use_spmd": True}),
 )
 QUICK = ("FSDP2 by hand", "FULL_SHARD")
 BASE = "FULL_SHARD"
-"""What the options are compared with."""
+RECOMPUTED = "FULL_SHARD, recompute"
+"""What the options are compared with: the second one where there is no memory for the first."""
 RIVALS = (
     ("FULL_SHARD", "FSDP2 by hand"),
     ("FULL_SHARD", "FSDP2 by hand, torch.compile"),
     ("FULL_SHARD, torch.compile", "FSDP2 by hand, torch.compile"),
+    ("FULL_SHARD, recompute, torch.compile", "torchtitan's recipe by hand"),
+    ("FULL_SHARD, recompute, torch.compile, fp8", "torchtitan's recipe by hand, fp8"),
     ("XLA", "FSDP2 by hand, torch.compile"),
 )
-REASONS = {("FULL_SHARD", "FSDP2 by hand, torch.compile"): "torchacc's native engine compiles nothing by itself"}
+REASONS = {
+    ("FULL_SHARD", "FSDP2 by hand, torch.compile"): "torchacc's native engine compiles nothing without compute.compile"
+}
 """Why torchacc takes longer or more, as far as known."""
 LOSS_TOLERANCE = 1e-2
 """Largest relative difference between losses in bfloat16."""

@@ -1,13 +1,15 @@
-"""Train a GPT-2 of 124 million and a Llama of 1.2 billion parameters on this machine's GPUs, beside FSDP2 by hand.
+"""Train a GPT-2 of 124 million parameters and two Llamas on this machine's GPUs, beside FSDP2 by hand.
+
+One Llama has 1.2 billion parameters, and the other as many layers as torchacc's memory plan has room for on one GPU.
 
     python -m benchmarks --profile gpu
-    python benchmarks/gpu.py --models "GPT-2 124M" --cases "FSDP2 by hand" FULL_SHARD
+    python benchmarks/gpu.py --models "largest Llama" --cases "torchtitan's recipe by hand" "FULL_SHARD, recompute"
     python benchmarks/gpu.py --quick --device cpu    # tiny models, to see that it works; its numbers mean nothing
 
-All compute in bfloat16, with float32 weights and AdamW, in a process for each GPU (XLA: one for all). Cases run one
-after the other, as two would not fit in a GPU's memory; a block of steps counts as a round. MFU is the model's
-operations against what this GPU does in a product of bfloat16 matrices here, not in a data sheet. On one GPU nothing is
-gathered, and prefetching has nothing to do.
+All compute in bfloat16 or float8, with float32 weights and AdamW, in a process for each GPU (XLA: one for all). Cases
+run one after the other, as two would not fit in a GPU's memory; a block of steps counts as a round. MFU is the model's
+operations against what this GPU does in a product of bfloat16 matrices here, not in a data sheet, also in float8. On
+one GPU nothing is gathered, and prefetching has nothing to do.
 
 Exits with 1 if a case fails or ends with another loss than the others of its model, and with 2 where there is no GPU.
 """
@@ -17,11 +19,11 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from _gpu_cases import BASE, CASES, LOSS_TOLERANCE, MODELS, QUICK, REASONS, RIVALS, Case, tiny
+from _gpu_cases import BASE, CASES, LARGEST, LOSS_TOLERANCE, MODELS, QUICK, REASONS, RECOMPUTED, RIVALS, Case, tiny
 from _machine import median_cores, run_alone
 from _markdown import count
 from _memory_cases import Workload
@@ -66,10 +68,11 @@ def main() -> int:
     )
     runs = {}
     for label in args.models:
-        runs[label] = Run(size_of(label, args))
+        runs[label] = Run(size_of(label, args, found["layers"][label]))
         for case in args.cases:
-            sys.stderr.write(f"{label}: {case.name}\n")
-            measure_case(case, label, runs[label], args)
+            if case.suits(label):
+                sys.stderr.write(f"{label}: {case.name}\n")
+                measure_case(case, label, runs[label], args, found["why_no_fp8"])
     wrong = [line for label, each in runs.items() for line in differing_losses(label, each)]
     emit(make_report(runs, found, wrong, args), args.json)
     return max(exit_status(each.results, wrong) for each in runs.values())
@@ -79,6 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add which models and which devices."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--devices", type=int, metavar="N", help="how many GPUs (default: all of this machine)")
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help="a kind of device, such as cpu with --quick (default: the accelerator)")
 
 
@@ -88,9 +92,10 @@ def own_options(args: argparse.Namespace, models: Sequence[str]) -> list[str]:
     return [*options, *(["--quick"] if args.quick else [])]
 
 
-def size_of(label: str, args: argparse.Namespace) -> Workload:
-    """Return a model, or its tiny relative."""
-    return tiny(MODELS[label]) if args.quick else MODELS[label]
+def size_of(label: str, args: argparse.Namespace, layers: int | None) -> Workload:
+    """Return a model, or its tiny relative, with so many layers if that is known."""
+    size = tiny(MODELS[label]) if args.quick else MODELS[label]
+    return size if layers is None else replace(size, layers=layers)
 
 
 def work(args: argparse.Namespace) -> int:
@@ -98,25 +103,29 @@ def work(args: argparse.Namespace) -> int:
     import _gpu_worker
 
     if args.worker == "prepare":
-        sizes = {label: size_of(label, args) for label in args.models}
+        sizes = {label: size_of(label, args, None) for label in args.models}
+        if LARGEST in sizes:
+            memory = _gpu_worker.memory_of(args.device, args.quick)
+            sizes[LARGEST] = _gpu_worker.largest(replace(sizes[LARGEST], layers=MODELS[LARGEST].layers), memory)
         matrix_sizes = TINY_MATRIX_SIZES if args.quick else MATRIX_SIZES
         sys.stdout.write(json.dumps(_gpu_worker.describe(args.device, sizes, matrix_sizes)) + "\n")
         return 0
-    _gpu_worker.run(args.worker, size_of(args.models[0], args), args.device, args.devices, args.total_steps)
+    size = size_of(args.models[0], args, args.layers)
+    _gpu_worker.run(args.worker, size, args.device, args.devices, args.total_steps, quick=args.quick)
     return 0
 
 
-def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace) -> None:
+def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace, why_no_fp8: str | None) -> None:
     """Run a case of a model, and note what it measures. On a CPU its memory is read from one more step."""
     questions = ["facts", *(["memory"] if args.device == "cpu" and case.kind != "xla" else [])]
     run.results |= measure(
         __file__,
         [case],
         args,
-        arguments=own_options(args, [label]),
+        arguments=[*own_options(args, [label]), "--layers", str(run.size.layers)],
         processes=lambda case: 1 if case.kind == "xla" else int(args.devices),
         environment=lambda case: environment_of(case, args),
-        cannot_run=lambda case: missing_package(case, args.device),
+        cannot_run=lambda case: missing_package(case, args.device) or (why_no_fp8 if case.fp8 else None),
         questions=lambda case: questions,
         asks_before=True,
     )
@@ -126,6 +135,8 @@ def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace) -> 
 
 def missing_package(case: Case, device: str) -> str | None:
     """Return why a case cannot run where a package that it needs is not installed."""
+    if case.fp8 and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install 'torchacc[fp8]'"
     if case.kind != "xla":
         return None
     if importlib.util.find_spec("torch_xla") is None:
@@ -186,8 +197,8 @@ def make_report(
         other_cores=median_cores(block.other_cores for block in blocks),
         tables=[
             Table(
-                title=f"{label}, {run.size.batch} x {run.size.length} tokens on each device; `time` and `memory` are "
-                f"ratios to {BASE}",
+                title=f"{label}, {count(run.size.layers, 'layer')}, {run.size.batch} x {run.size.length} tokens on "
+                f"each device; `time` and `memory` are ratios to {base_of(run)}",
                 header=HEADER,
                 rows=[table_row(name, label, run, found, args.devices) for name in run.results],
             )
@@ -214,12 +225,17 @@ def table_row(name: str, label: str, run: Run, found: Mapping[str, Any], devices
     return [*cells, *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)]
 
 
+def base_of(run: Run) -> str:
+    """Return the case that a model's others are compared with."""
+    return BASE if BASE in run.results else RECOMPUTED
+
+
 def ratios_to_base(name: str, run: Run) -> tuple[float | None, float | None]:
-    """Return a case's step time and memory over those of `BASE`; None where one of them was not measured."""
-    base = run.results.get(BASE)
+    """Return a case's step time and memory over those of its base; None where one of them was not measured."""
+    base = run.results.get(base_of(run))
     if base is None or not base.takes_part or not run.results[name].takes_part:
         return None, None
-    peak, base_peak = run.peaks.get(name), run.peaks.get(BASE)
+    peak, base_peak = run.peaks.get(name), run.peaks.get(base_of(run))
     memory = peak / base_peak if peak is not None and base_peak else None
     return run.results[name].step_secs / base.step_secs, memory
 
@@ -254,14 +270,14 @@ def bars(label: str, run: Run) -> Iterator[Series]:
 
 
 def readings(label: str, run: Run) -> Iterator[str]:
-    """Yield what each option costs and saves beside `BASE`."""
+    """Yield what each option costs and saves beside the base."""
     for case in CASES:
-        if case.kind != "native" or case.name == BASE or case.name not in run.results:
+        if case.kind != "native" or case.name == base_of(run) or case.name not in run.results:
             continue
         time, memory = ratios_to_base(case.name, run)
         if time is not None:
             part = "" if memory is None else f", and {memory:.2f} of its memory"
-            yield f"{label}, {case.name}: {time:.2f} of the step time of {BASE}{part}."
+            yield f"{label}, {case.name}: {time:.2f} of the step time of {base_of(run)}{part}."
 
 
 if __name__ == "__main__":

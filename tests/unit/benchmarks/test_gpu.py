@@ -75,14 +75,65 @@ def test_a_loss_that_is_far_from_the_others_is_told(run_of):
 
 
 def test_each_case_is_one_that_a_config_takes():
-    from _gpu_cases import BASE, CASES, QUICK, RIVALS
+    from _gpu_cases import BASE, CASES, QUICK, RECOMPUTED, RIVALS
     from _gpu_worker import make_config
 
     names = {case.name for case in CASES}
-    assert {BASE, *QUICK, *(name for pair in RIVALS for name in pair)} <= names
+    assert len(names) == len(CASES)
+    assert {BASE, RECOMPUTED, *QUICK, *(name for pair in RIVALS for name in pair)} <= names
     for case in CASES:
-        if case.kind != "fsdp2":
-            assert make_config(case, 2).compute.bf16
+        if case.kind in ("native", "xla"):
+            config = make_config(case, 2)
+            assert config.compute.bf16
+            assert (config.compute.compile, config.compute.fp8, config.memory.gc) == (
+                case.compiled,
+                case.fp8,
+                case.recomputed,
+            )
+
+
+def test_the_largest_model_fills_what_the_plan_may_take():
+    from dataclasses import replace
+
+    from _gpu_cases import LARGEST, MODELS, tiny
+    from _gpu_worker import largest, planned_bytes
+
+    deepest = replace(tiny(MODELS[LARGEST]), layers=9)
+    for layers in (1, 4, 9):
+        assert largest(deepest, planned_bytes(replace(deepest, layers=layers))) == replace(deepest, layers=layers)
+    with pytest.raises(SystemExit, match="do not hold one layer"):
+        largest(deepest, 1000.0)
+
+
+def test_cases_that_a_model_cannot_be_trained_by_are_left_out():
+    from _gpu_cases import CASES, LARGEST
+
+    assert not any(case.fp8 for case in CASES if case.suits("GPT-2 124M"))
+    assert {case.fp8 for case in CASES if case.suits(LARGEST)} == {True, False}
+    assert all(case.recomputed for case in CASES if case.suits(LARGEST))
+
+
+def test_a_model_without_memory_for_the_base_is_compared_recomputed(run_of):
+    run = run_of(
+        {"FULL_SHARD, recompute": [0.5, 0.5], "FULL_SHARD, recompute, torch.compile": [0.4, 0.4]},
+        {"FULL_SHARD, recompute": 4 * 10**9, "FULL_SHARD, recompute, torch.compile": 3 * 10**9},
+    )
+    report = report_of(run)
+    assert "ratios to FULL_SHARD, recompute" in report.tables[0].title
+    assert report.tables[0].rows[1][-2:] == ["0.800", "0.750"]
+
+
+def test_float8_is_left_out_where_torchao_is_not_installed(monkeypatch):
+    import importlib.util
+
+    from _gpu_cases import CASES
+    from gpu import missing_package
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find_spec(name))
+    missing = [case.name for case in CASES if "torchao" in (missing_package(case, "cpu") or "")]
+    assert missing == [case.name for case in CASES if case.fp8]
+    assert missing
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -45,6 +45,24 @@ def test_a_program_measures_checks_and_hands_over(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_each_way_to_train_the_largest_model_runs(tmp_path):
+    """Tiny, on a CPU, with float8 emulated and graphs that are not turned into code."""
+    pytest.importorskip("torchao")
+    from _machine import checkout_environment
+    from _results import read
+
+    path = tmp_path / "gpu.json"
+    names = ["torchtitan's recipe by hand, fp8", "FULL_SHARD, recompute, torch.compile, fp8"]
+    command = [forkrun.python("torch_xla"), str(BENCHMARKS / "gpu.py"), "--quick", "--device", "cpu"]
+    command += ["--models", "largest Llama", "--cases", *names, "--json", str(path)]
+    done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = read(path)
+    assert [row[0] for row in report.tables[0].rows] == names
+    assert all(check.verdict == "held" for check in report.checks), report.checks
+
+
+@pytest.mark.slow
 def test_without_a_gpu_the_gpus_profile_says_so_and_keeps_what_was_measured(tmp_path):
     from _machine import checkout_environment
     from _programs import RESULTS
