@@ -15,6 +15,8 @@ COMMANDS = {
     "env": "print what a bug report needs: versions, devices, and which engines can run here",
     "plan": "print what each device of a training needs in bytes, before there is any",
     "train": "train a stage of a YAML file, on one machine or several",
+    "report": "write a page of the curves of one run or several",
+    "monitor": "show how a run goes, as long as it goes",
     "launch": "start the processes of a job, watch over them and end them together",
     "consolidate": "put a model together that many processes have saved in parts",
     "reshard": "make rank files for another number of ranks",

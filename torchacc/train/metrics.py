@@ -202,6 +202,9 @@ class RunLog:
         self._earlier_secs = 0.0 if self._output is None else self._output.secs
         self._started = time.perf_counter()
         self._pace = _Pace(engine.compile_report().secs)
+        self._num_recompiles = len(engine.compile_report().recompiles)
+        if resumed_at:
+            self._mark("restart", f"went on from step {resumed_at} on {engine.mesh.num_devices} devices, {engine.name}")
 
     def step(
         self,
@@ -320,7 +323,12 @@ class RunLog:
         if memory is not None:
             rows[-1][f"{memory.of}_memory_bytes"] = memory.peak_bytes
         rows[-1]["secs"] = self._secs()
+        compiled = self._engine.compile_report()
+        rows[-1]["compile_secs"] = compiled.secs
         self._write(rows)
+        for recompile in compiled.recompiles[self._num_recompiles :]:
+            self._mark("compile", f"compiled anew: {recompile}")
+        self._num_recompiles = len(compiled.recompiles)
         if self._output is not None:
             self._output.say_interval(rows[-1])
 
@@ -348,6 +356,10 @@ class RunLog:
     def _write(self, rows: Sequence[Row]) -> None:
         if self._output is not None and rows:
             self._output.write(rows)
+
+    def _mark(self, kind: str, text: str) -> None:
+        """Keep an event that the report marks in its curves; it has been logged elsewhere."""
+        self._write([{"step": self._step, "event": text, "mark": kind}])
 
     def _compile_secs(self) -> float:
         return self._engine.compile_report().secs
