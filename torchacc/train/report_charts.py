@@ -129,9 +129,9 @@ def _mark(axes: Axes, runs: Runs) -> None:
     for color, rows in zip(colors(runs), runs.values(), strict=True):
         for kind, step in {(row["mark"], row["step"]) for row in rows if row.get("mark") in _MARKS}:
             label, style, own = _MARKS[kind]
-            of_legend = {} if kind in named else {"label": label}
+            shown_once = None if kind in named else label
             named.add(kind)
-            axes.axvline(step, color=own if len(runs) == 1 else color, linestyle=style, linewidth=1, **of_legend)
+            axes.axvline(step, color=own if len(runs) == 1 else color, linestyle=style, linewidth=1, label=shown_once)
 
 
 def colors(runs: Mapping[str, Any]) -> list[str]:
