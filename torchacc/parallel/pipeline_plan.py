@@ -114,6 +114,17 @@ def plan_pipeline(
         after=tuple(name for name in outside if order[name] > order[layers]),
         num_microbatches=config.num_microbatches or _DEFAULT_PER_STAGE * size,
     )
+    weights = _weights(asked, plan, num_layers, numels)
+    return PipelinePlan(
+        size, layers, _balanced(weights, size), plan.before, plan.after, num_microbatches=plan.num_microbatches
+    )
+
+
+def _weights(
+    asked: str, plan: PipelinePlan, num_layers: int, numels: Sequence[tuple[tuple[str, ...], int]]
+) -> list[int]:
+    """Return how many elements each layer has, with what lies before the first and after the last of them."""
+    layers = plan.layers
     weights = [0] * num_layers
     first = last = 0
     for own_names, numel in numels:
@@ -130,9 +141,7 @@ def plan_pipeline(
         last += numel * any(not _is_inside(name, plan.before) for name in beside)
     weights[0] += first
     weights[-1] += last
-    return PipelinePlan(
-        size, layers, _balanced(weights, size), plan.before, plan.after, num_microbatches=plan.num_microbatches
-    )
+    return weights
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:

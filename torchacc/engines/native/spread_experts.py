@@ -58,29 +58,9 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
-    models = transformers_attention.models_of(model)
     for name, module in model.named_modules():
-        if count_experts(module) is None:
-            continue
-        family = next((each.config.model_type for each in models if module in set(each.modules())), None)
-        if family not in _FAMILIES:
-            raise ConfigError(
-                f"{asked}: the families of transformers whose experts are spread are {', '.join(_FAMILIES)}, and "
-                f"{name!r} is of {family or type(model).__name__!r}: use config.dist.fsdp.size"
-            )
-        around = model.get_submodule(name.rpartition(".")[0])  # which may read the weights by itself, as kernels do
-        for each in (module, around):
-            if not type(each).__module__.startswith(_LIBRARY) or "forward" in vars(each):
-                raise ConfigError(
-                    f"{asked}: {name!r}, or the module around it, has a forward that is not transformers' own, which "
-                    "may look for all experts: use config.dist.fsdp.size"
-                )
-        tied = [each for each in module.parameters() if sum(each is other for other in _all_parameters(model)) > 1]
-        if tied:
-            raise ConfigError(
-                f"{asked}: parameters of {name!r} are tied to others of the model, which need all of their experts: "
-                "use config.dist.fsdp.size"
-            )
+        if count_experts(module) is not None:
+            _check_experts(asked, model, name, module)
     adapted = next(
         (name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None
     )
@@ -88,6 +68,30 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         raise ConfigError(
             f"{asked}: {adapted!r} is of peft, whose adapters with spread experts no test shows to be right: use "
             "config.dist.fsdp.size"
+        )
+
+
+def _check_experts(asked: str, model: nn.Module, name: str, module: nn.Module) -> None:
+    """Refuse experts of families that no test shows to be right, that are changed, or tied to others."""
+    models = transformers_attention.models_of(model)
+    family = next((each.config.model_type for each in models if module in set(each.modules())), None)
+    if family not in _FAMILIES:
+        raise ConfigError(
+            f"{asked}: the families of transformers whose experts are spread are {', '.join(_FAMILIES)}, and "
+            f"{name!r} is of {family or type(model).__name__!r}: use config.dist.fsdp.size"
+        )
+    around = model.get_submodule(name.rpartition(".")[0])  # which may read the weights by itself, as kernels do
+    for each in (module, around):
+        if not type(each).__module__.startswith(_LIBRARY) or "forward" in vars(each):
+            raise ConfigError(
+                f"{asked}: {name!r}, or the module around it, has a forward that is not transformers' own, which "
+                "may look for all experts: use config.dist.fsdp.size"
+            )
+    tied = [each for each in module.parameters() if sum(each is other for other in _all_parameters(model)) > 1]
+    if tied:
+        raise ConfigError(
+            f"{asked}: parameters of {name!r} are tied to others of the model, which need all of their experts: "
+            "use config.dist.fsdp.size"
         )
 
 
