@@ -146,7 +146,7 @@ class ProcessGroup:
         dist.gather(shard, None if full is None else list(full), dst=0, group=group)
         return None if full is None else full.view(-1)
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes. Collective: every process."""
         if not self.job.launched:
             return value
@@ -154,11 +154,11 @@ class ProcessGroup:
         dist.all_reduce(total)
         return total
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all processes. Collective: every process."""
-        return self.sum(value) / self.job.num_processes if self.job.launched else value
+        return self.all_reduce_sum(value) / self.job.num_processes if self.job.launched else value
 
-    def largest(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
         """Return the largest that any process has of each number. Collective: every process, with as many.
 
         Args:

@@ -83,4 +83,4 @@ class GradScaler(grad_scaler.GradScaler):
             flag = found_inf.to(device, copy=True)
             torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inv_scale.to(device))
             found += flag.to(found.device)
-        return {found.device: (self._group.mean(found) > 0).float()}
+        return {found.device: (self._group.all_reduce_mean(found) > 0).float()}

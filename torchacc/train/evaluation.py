@@ -35,7 +35,7 @@ def evaluate(model: nn.Module, loader: AsyncLoader, *, max_batches: int | None =
         sums.append(loss_of(model, batch, 1))
         num_targets += count
     model.train(was_training)
-    mean_targets = sharded.engine.group.mean(torch.tensor(num_targets, dtype=torch.float64))
+    mean_targets = sharded.engine.group.all_reduce_mean(torch.tensor(num_targets, dtype=torch.float64))
     return math.fsum(float(value) for value in sharded.fetch(sums)) / float(mean_targets)
 
 

@@ -201,7 +201,7 @@ class StageTrainer:
         A loss that a model returns, and its gradient, are means over the processes. The mean of such sums over the mean
         of the targets is the mean over all targets.
         """
-        mean = self._sharded.engine.group.mean(torch.tensor(num_targets, dtype=torch.float64))
+        mean = self._sharded.engine.group.all_reduce_mean(torch.tensor(num_targets, dtype=torch.float64))
         return mean.clamp(min=1.0).float()
 
     def _is_due(self, every_steps: int | None) -> bool:

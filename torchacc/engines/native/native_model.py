@@ -172,7 +172,7 @@ class NativeModel(ShardedModel):
     @property
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
         """Returns the largest of numbers of the processes that have the same units; None where there is one."""
-        return self.engine.group.largest if self.engine.job.launched else None
+        return self.engine.group.all_reduce_max if self.engine.job.launched else None
 
     def _set_prefetch(self) -> None:
         modules: dict[str, Any] = {unit.name: self._module_of(unit) for unit in self._own_plan.units}
@@ -239,7 +239,7 @@ class NativeModel(ShardedModel):
             if torch.is_grad_enabled():
                 number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
             output = with_full_numbers(output)
-        return average_scalars(output, self.engine.group.mean) if self.engine.job.launched else output
+        return average_scalars(output, self.engine.group.all_reduce_mean) if self.engine.job.launched else output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
@@ -257,7 +257,7 @@ class NativeModel(ShardedModel):
 
     def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose loss is the mean over all devices, by which each takes the same decisions."""
-        return mean_of_closure(closure, self.engine.group.mean) if self.engine.job.launched else closure
+        return mean_of_closure(closure, self.engine.group.all_reduce_mean) if self.engine.job.launched else closure
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""

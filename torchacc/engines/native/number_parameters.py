@@ -52,7 +52,7 @@ def check_used_alike(model: nn.Module, plan: ShardingPlan, group: ProcessGroup) 
         return
     names = [planned.name for planned in plan.parameters if not planned.shape]
     used = [int(pop_used(model.get_parameter(name))) for name in names]
-    agreed = group.largest([*used, *(-each for each in used)])
+    agreed = group.all_reduce_max([*used, *(-each for each in used)])
     for name, most, negated_least in zip(names, agreed, agreed[len(names) :], strict=False):
         if most != -negated_least:
             raise EngineError(

@@ -90,7 +90,7 @@ class PipelinedModel(NativeModel):
     @property
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
         group = self._replicas_of_stage
-        return None if group is None else functools.partial(self.engine.group.largest, group=group)
+        return None if group is None else functools.partial(self.engine.group.all_reduce_max, group=group)
 
     def _note_total_norm(self) -> None:
         note_total_norm(self, norm_over_stages, knows_its_own=True)

@@ -66,7 +66,7 @@ class PlainModel(NativeModel):
         offloads = self.plan.activations_on_host and device != "cpu"
         with autocast_to(None, device), SaveActivationsOnHost(device) if offloads else nullcontext():
             output = inner(*args, **kwargs)
-        return output if self._average is None else average_scalars(output, self.engine.group.mean)
+        return output if self._average is None else average_scalars(output, self.engine.group.all_reduce_mean)
 
     def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
         average = self._average

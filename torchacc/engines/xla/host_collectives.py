@@ -51,7 +51,7 @@ class HostCollectives(Collectives):
     def average(self, scalars: torch.Tensor) -> torch.Tensor:
         """Return the mean over all devices. What has been recorded runs here: the mean is known on the host only."""
         runtime.sync()
-        return runtime.to_device([self._group.mean(runtime.to_host([scalars])[0])])[0]
+        return runtime.to_device([self._group.all_reduce_mean(runtime.to_host([scalars])[0])])[0]
 
     def combine_norms(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the norm over all shards from this process's norms."""

@@ -88,14 +88,14 @@ class AcceleratorAdapter:
         if not job.launched:
             return count
         copies = job.num_processes * len(self.engine.data_shards) // mesh.num_data_shards
-        total = self.engine.group.sum(self._for_collectives(count))
+        total = self.engine.group.all_reduce_sum(self._for_collectives(count))
         return total // copies
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a number over all processes. Collective."""
         if not self.engine.job.launched:
             return value
-        return self.engine.group.mean(self._for_collectives(value))
+        return self.engine.group.all_reduce_mean(self._for_collectives(value))
 
     def _for_collectives(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor where torch.distributed takes it: one that is still to be computed on the host."""

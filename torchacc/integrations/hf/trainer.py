@@ -286,7 +286,7 @@ class Trainer(_Theirs):  # type: ignore[misc]
         is_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if is_logged:
             own = self.accelerator.sharded.fetch([tr_loss])[0]  # on the host, where to work with it needs no program
-            tr_loss = self._engine.group.mean(own)
+            tr_loss = self._engine.group.all_reduce_mean(own)
         self._log_save_evaluate(tr_loss, *args, **kwargs)
         if is_logged:
             self._empty_loss()
