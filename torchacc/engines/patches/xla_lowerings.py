@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from torchacc.engines.patches import picture_lowerings
+from torchacc.engines.patches import picture_lowerings, random_lowerings
 from torchacc.engines.patches.activation_lowerings import ACTIVATIONS, WITH_NAN
 from torchacc.engines.patches.extreme_lowerings import AROUND_EXTREMES, EXTREMES
 from torchacc.errors import EngineError
@@ -433,6 +433,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "upsample_nearest2d": picture_lowerings.nearest,
     "upsample_bilinear2d": picture_lowerings.bilinear,
     **_NORMS,
+    **random_lowerings.DROPOUT,
 }
 """Of differentiable operations, so that autograd's part of each follows."""
 
@@ -482,6 +483,7 @@ _AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
         "roll": _roll,
         "arange.start_step": _arange,
         "linspace": _linspace,
+        **random_lowerings.AROUND_RANDOM,
     },
 }
 """By the dispatcher's key; their first argument is what there was for that key, torch_xla's or autograd's."""
