@@ -50,6 +50,7 @@ def record_step(
     engine.check(model)
     plan = make_plan(model, config, engine.mesh)
     registry.activate(engine, plan)
+    _give_buffers_values(model)
     sharded = engine.apply(model, plan, None)
     sharded.status.mark_weights_loaded()
     attach(sharded)
@@ -62,3 +63,11 @@ def record_step(
         state = [value for each in optimizer.state.values() for value in each.values()]
         on_devices = [each for each in state if isinstance(each, torch.Tensor) and each.device.type == "xla"]
         return engine.program(loss, [*model.parameters(), *model.buffers(), *on_devices])
+
+
+def _give_buffers_values(model: nn.Module) -> None:
+    """Let buffers be zeros on the host, from where they are moved to each device, such as those of rotary positions."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)

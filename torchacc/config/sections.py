@@ -37,6 +37,7 @@ Attention = Literal[
     "auto",
     "eager",
     "sdpa",
+    "blockwise",
     "sdpa_flash",
     "sdpa_efficient",
     "sdpa_cudnn",
@@ -46,7 +47,7 @@ Attention = Literal[
     "flash_attention_3",
     "flash_attention_4",
 ]
-"""`auto` is the model's own; `sdpa_*` are PyTorch's backends; the others are the names that transformers has."""
+"""`auto` is the model's own, `sdpa_*` are PyTorch's backends, `blockwise` is XLA's; others: transformers' names."""
 
 
 _MAX_REASONS = 20
@@ -316,7 +317,7 @@ class ComputeConfig(Section):
     attention: Attention = "auto"
     """Which kernel computes attention: the model's own (auto); one of transformers' implementations, by its name there;
     or scaled_dot_product_attention() with one backend of PyTorch's alone (sdpa_flash, sdpa_efficient, sdpa_cudnn,
-    sdpa_math). Under XLA eager and sdpa."""
+    sdpa_math). Under XLA eager, sdpa and blockwise, which keeps no value for each pair of tokens."""
     acc_scaled_dot_attn: StrictBool = False
     """TorchAcc's older name of `attention = "sdpa"`: attention by the kernel that PyTorch has for the device (native
     engine only)."""

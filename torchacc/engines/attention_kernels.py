@@ -29,7 +29,10 @@ _log = get_logger(__name__)
 OWN = "auto"
 """The value that leaves a model its own."""
 OF_EVERY_ENGINE = frozenset({OWN, EAGER, SDPA})
-"""What engines have that are not PyTorch's own."""
+"""What all engines have."""
+BLOCKWISE = "blockwise"
+"""In the place of `scaled_dot_product_attention()`, under XLA."""
+OF_XLA = OF_EVERY_ENGINE | {BLOCKWISE}
 _MATH = "sdpa_math"
 _BACKENDS: Mapping[str, SDPBackend] = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -76,7 +79,11 @@ class KernelFinding:
 
 def survey(device: torch.device) -> list[KernelFinding]:
     """Return which kernels of attention a device has natively."""
-    return [KernelFinding(name, _why_it_cannot(name, device)) for name in get_args(Attention) if name != OWN]
+    return [
+        KernelFinding(name, _why_it_cannot(name, device))
+        for name in get_args(Attention)
+        if name not in (OWN, BLOCKWISE)
+    ]
 
 
 def check_device(config: Config, device: torch.device) -> None:
@@ -173,13 +180,15 @@ def keeps_scores(name: str) -> bool:
 
 
 def _in_transformers(name: str) -> str:
-    return SDPA if name in _BACKENDS else name
+    return SDPA if name in _BACKENDS or name == BLOCKWISE else name
 
 
 def _why_it_cannot(name: str, device: torch.device) -> str | None:
     """Return why a device does not have a kernel; None where it has."""
     if name in OF_EVERY_ENGINE or name == _MATH or (name == "sdpa_flash" and device.type == "cpu"):
         return None
+    if name == BLOCKWISE:
+        return "it is for XLA (config.backend = 'xla'); natively the kernels of 'sdpa' keep as little"
     if name == FLEX:
         if device.type == "cpu":
             return None

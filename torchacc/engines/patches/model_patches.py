@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchacc.engines.patches import transformers_masks
+from torchacc.engines.patches import blockwise_attention, transformers_masks
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -31,19 +31,24 @@ def prepare(model: nn.Module, *, partitioned: bool) -> None:
 
 
 @contextmanager
-def patches() -> Iterator[None]:
-    """Hold the patches of other libraries for one forward."""
-    with _attention_in_one_dtype(), transformers_masks.without_questions():
+def patches(*, blockwise: bool) -> Iterator[None]:
+    """Hold the patches of other libraries for one forward.
+
+    Args:
+        blockwise: Whether attention is computed without a value for each pair of tokens.
+    """
+    with _attention_in_one_dtype(blockwise=blockwise), transformers_masks.without_questions():
         yield
 
 
 @contextmanager
-def _attention_in_one_dtype() -> Iterator[None]:
+def _attention_in_one_dtype(*, blockwise: bool) -> Iterator[None]:
     """Give attention's inputs the dtype of autocast, which XLA's leaves as they are, unlike that of other devices.
 
     Queries and keys that were turned by their positions are float32, and values are not.
     """
     original = functional.scaled_dot_product_attention
+    compute = blockwise_attention.replace(original) if blockwise else original
 
     def lowered(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -52,7 +57,7 @@ def _attention_in_one_dtype() -> Iterator[None]:
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_autocast_enabled("xla"):
             args, kwargs = tuple(map(lowered, args)), {name: lowered(value) for name, value in kwargs.items()}
-        return original(*args, **kwargs)
+        return compute(*args, **kwargs)
 
     functional.scaled_dot_product_attention = attention
     try:

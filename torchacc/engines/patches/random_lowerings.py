@@ -72,8 +72,8 @@ def _bernoulli_like(
     return (counter_random.uniform(x.shape, x.device) < p.to(x.device)).to(x.dtype)
 
 
-DROPOUT = {"dropout": _dropout}
-AROUND_RANDOM = {
+DROPOUT: dict[str, Callable[..., Any]] = {"dropout": _dropout}
+AROUND_RANDOM: dict[str, Callable[..., Any]] = {
     "native_dropout": _native_dropout,
     "bernoulli.p": _bernoulli_of_one,
     "bernoulli.Tensor": _bernoulli_like,

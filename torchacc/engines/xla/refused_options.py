@@ -26,11 +26,11 @@ class RefusedOption:
 
 _ATTENTION = (
     "is not available under XLA, which compiles attention as it is written, to no kernel of its own: leave "
-    "config.compute.attention at 'auto', 'sdpa' or 'eager', or use config.backend = \"native\""
+    "config.compute.attention at 'auto', 'sdpa', 'eager' or 'blockwise', or use config.backend = \"native\""
 )
 REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
     "compute.acc_scaled_dot_attn": RefusedOption(_ATTENTION),
-    "compute.attention": RefusedOption(_ATTENTION, lambda name: name not in attention_kernels.OF_EVERY_ENGINE),
+    "compute.attention": RefusedOption(_ATTENTION, lambda name: name not in attention_kernels.OF_XLA),
     "compute.compile": RefusedOption(
         "is not available under XLA, which compiles each step as a whole by itself: leave it at False, or use "
         'config.backend = "native"'

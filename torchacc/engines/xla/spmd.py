@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, requested_devices
+from torchacc.engines.attention_kernels import BLOCKWISE
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
@@ -439,6 +440,11 @@ def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
             f"config.dist.sp.size = {config.dist.sp.size} under SPMD, where XLA cannot partition the experts of "
             f"{type(model).__name__} along the samples: "
             'use config.backend = "native", or config.dist.fsdp.size'
+        )
+    if config.compute.attention == BLOCKWISE:
+        raise ConfigError(
+            f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = 'blockwise': each device has some "
+            "of the queries, and blocks are cut from all of them: set config.compute.attention = 'auto'"
         )
 
 

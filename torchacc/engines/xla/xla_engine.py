@@ -16,6 +16,7 @@ from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import recompute
+from torchacc.engines.attention_kernels import BLOCKWISE
 from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -302,7 +303,7 @@ class XlaModel(ShardedModel):
 
     def patched(self) -> AbstractContextManager[None]:
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
-        return model_patches.patches()
+        return model_patches.patches(blockwise=self.engine.config.compute.attention == BLOCKWISE)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
