@@ -16,11 +16,12 @@ from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.native import split_layers, split_sequence
 from torchacc.engines.native.split_stages import StageModules
 from torchacc.engines.patches import sequence_attention
-from torchacc.engines.patches.sequence_attention import CutForward
-from torchacc.parallel.axes import Role
+from torchacc.engines.patches.sequence_attention import CutForward, Spread
+from torchacc.errors import ConfigError
+from torchacc.parallel.axes import Role, axis_with
 from torchacc.parallel.experts import Experts
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sequence_cut import SequenceCut, next_labels
+from torchacc.parallel.sequence_cut import SequenceCut, head_parts, next_labels
 from torchacc.parallel.sharding import local_shard
 
 _NO_RANK = -1
@@ -171,8 +172,23 @@ def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, *
 
 def _split_samples(model: Any, size: int, traffic: Traffic) -> None:
     """Let a model take whole samples, and compute the first part of each, as `split_sequence` does."""
-    exchange = partial(_exchange, size, traffic)
-    name = sequence_attention.register([_NO_RANK] * size, exchange)
+    heads = model.config.num_attention_heads
+    num_parts = head_parts([heads], size)
+    if num_parts < size:
+        raise ConfigError(
+            f"config.dist.{axis_with(Role.SEQUENCE, Role.SHARD)}.size = {size} spreads {heads} attention heads over "
+            f"{num_parts} devices, and queries over {size // num_parts} groups of them, which is not in the memory "
+            f"plan: plan for a size that divides the heads, such as {num_parts}"
+        )
+    spread = Spread(
+        ranks=[_NO_RANK] * size,
+        num_parts=num_parts,
+        num_groups=1,
+        group=0,
+        exchange=partial(_exchange, num_parts, traffic),
+        gather=_refuse_to_gather,
+    )
+    name = sequence_attention.register(spread)
     sequence_attention.see_whole_masks(model)
     split_sequence.choose_attention(model, name)
     forward, loss = model.forward, model.loss_function
@@ -195,6 +211,10 @@ def _split_samples(model: Any, size: int, traffic: Traffic) -> None:
 
     model.loss_function = loss_of_part
     model.forward = run
+
+
+def _refuse_to_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
+    raise AssertionError("one group has nothing to gather")
 
 
 def _exchange(size: int, traffic: Traffic, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:

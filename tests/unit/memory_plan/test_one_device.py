@@ -71,6 +71,8 @@ def test_what_the_engine_refuses_is_not_planned():
         plan(mixtral, ep=2, sp=2)
     with pytest.raises(ConfigError, match="has no module of experts"):
         plan(ep=2)
+    with pytest.raises(ConfigError, match=r"sp.size = 8 spreads 4 attention heads over 4 devices, .* such as 4"):
+        plan(sp=8)
     with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):
         plan(sp=2, backend="xla")
     with pytest.raises(ConfigError, match=r"3 devices cannot hold 1 replicas, each of a multiple of 2 devices"):
