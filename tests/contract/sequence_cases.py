@@ -44,9 +44,11 @@ def make(
     return kind.from_config(config)
 
 
-def accelerate(model: nn.Module, *, sp: int, dp: int = 1, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
-    fsdp = {"size": 4 // sp // dp, "sharding_strategy": strategy}
-    dist = {"dp": {"size": dp}, "fsdp": fsdp, "sp": {"size": sp}}
+def accelerate(
+    model: nn.Module, *, sp: int, dp: int = 1, tp: int = 1, strategy: str = "FULL_SHARD", **options: Any
+) -> nn.Module:
+    fsdp = {"size": 4 // sp // dp // tp, "sharding_strategy": strategy}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "sp": {"size": sp}, "tp": {"size": tp}}
     return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": dist, **options}))
 
 
@@ -197,6 +199,20 @@ ON_MORE_DEVICES: Mapping[str, dict[str, Any]] = {
 @case(each=ON_MORE_DEVICES)
 def trains_the_same_on_more_devices_than_heads(options: dict[str, Any]) -> None:
     compare(make(**options), WINDOW, sp=4, steps=1)
+
+
+WITH_LAYERS_SPLIT: Mapping[str, dict[str, Any]] = {
+    "fused-projections": {"family": "gpt2", "heads": 4},
+    "tied": {"family": "llama", "kv_heads": 2, "tie_word_embeddings": True},
+    "shared-heads": {"family": "qwen2", "heads": 8, "kv_heads": 1},
+    "norms-of-heads": {"family": "qwen3", "kv_heads": 2},
+    "more-devices-than-heads": {"family": "llama", "heads": 2, "kv_heads": 2},
+}
+
+
+@case(each=WITH_LAYERS_SPLIT)
+def trains_the_same_with_layers_split_and(options: dict[str, Any]) -> None:
+    compare(make(**options), WINDOW, sp=2, tp=2)
 
 
 @case()
@@ -352,9 +368,9 @@ def what_would_see_a_part_only_is_refused() -> None:
         model(ids)
 
 
-@case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}})
+@case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}, "to-split-layers": {"sp": 2, "tp": 2}})
 def a_checkpoint_of_split_samples_loads_at(after: dict[str, Any]) -> None:
-    folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}"
+    folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}-{len(after)}"
     make_with_two_heads = partial(make, heads=2, kv_heads=2)
     saved = accelerate(make_with_two_heads(), sp=2)
     optimizer = torch.optim.AdamW(saved.parameters(), **ADAM)

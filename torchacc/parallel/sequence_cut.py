@@ -11,7 +11,7 @@ IGNORED = -100
 """The label of a token that no loss counts."""
 
 
-def head_parts(num_heads: Sequence[int], num_devices: int) -> int:
+def head_parts(num_heads: Sequence[int], num_devices: int, tensor_parallel: int = 1) -> int:
     """Return over how many of the devices that share a sample the heads of attention are spread: as many as can be.
 
     The others are further groups of as many devices, each of which computes attention for other tokens.
@@ -19,8 +19,9 @@ def head_parts(num_heads: Sequence[int], num_devices: int) -> int:
     Args:
         num_heads: Of each model that is split.
         num_devices: Devices that share a sample.
+        tensor_parallel: Devices over which the layers are split, and so these heads, before.
     """
-    return gcd(num_devices, *num_heads)
+    return gcd(num_devices, *(heads // gcd(heads, tensor_parallel) for heads in num_heads))
 
 
 def pieces_of(group: int, num_groups: int) -> tuple[int, ...]:

@@ -59,6 +59,7 @@ def test_groups_of_a_causal_mask_have_as_much_to_compute():
 )
 def test_heads_are_spread_over_as_many_devices_as_divide_them(heads, devices, expected):
     assert head_parts(heads, devices) == expected
+    assert head_parts([2 * each for each in heads], devices, tensor_parallel=2) == expected
 
 
 def test_each_token_has_the_label_of_the_next():

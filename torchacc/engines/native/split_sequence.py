@@ -86,7 +86,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     size = mesh.size(Role.SEQUENCE)
     asked, compute = f"config.dist.sp.size = {size}", config.compute
     refused = {
-        f"config.dist.tp.size = {config.dist.tp.size}": config.dist.tp.size > 1,
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
         f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,
@@ -171,8 +170,9 @@ def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> str | None
     for each in transformers_attention.models_of(model):
         sequence_attention.see_whole_masks(each)
         _SplitModel(each, index, group, name, spread.num_groups).install()
-    by_queries = f", its queries over {spread.num_groups} groups of them" if spread.num_groups > 1 else ""
-    _log.info("attention: sdpa, its heads spread over %d devices that share a sample%s", spread.num_parts, by_queries)
+    shared = [f"its heads spread over {spread.num_parts}"] * (spread.num_parts > 1)
+    shared += [f"its queries over {spread.num_groups} groups"] * (spread.num_groups > 1)
+    _log.info("attention: sdpa, %s of the devices that share a sample", " and ".join(shared))
     return name
 
 
@@ -180,7 +180,7 @@ def _spread(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> Spread:
     """Return how the devices that share a sample share its attention. Collective: makes their groups."""
     size, samples = mesh.size(Role.SEQUENCE), mesh.groups(Role.SEQUENCE)
     heads = [each.config.num_attention_heads for each in transformers_attention.models_of(model)]
-    num_parts = head_parts(heads, size)
+    num_parts = head_parts(heads, size, mesh.size(Role.TENSOR))
     of_heads = [ranks[start : start + num_parts] for ranks in samples for start in range(0, size, num_parts)]
     of_queries = [ranks[start::num_parts] for ranks in samples for start in range(num_parts)]
     ranks = next(ranks for ranks in samples if processes.job.rank in ranks)
