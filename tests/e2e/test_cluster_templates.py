@@ -117,6 +117,12 @@ def test_a_shell_template_is_bash(path):
     assert "set -euo pipefail" in path.read_text(encoding="utf-8")
 
 
+def test_what_kubernetes_gets_is_of_its_schema():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    for document in yaml.safe_load_all((TEMPLATES / "kubernetes-job.yaml").read_text(encoding="utf-8")):
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
 @pytest.mark.slow
 def test_slurm(environment, tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2"}

@@ -1,7 +1,9 @@
 """What the Hugging Face Trainer's arguments become, and how an evaluation is filled up; no device, no processes."""
 
+import copy
 import importlib
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("accelerate")
 
+import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 import torchacc.integrations.hf
 from torchacc import Config, ConfigError, DataError
-from torchacc.integrations.hf import Trainer, TrainingArguments
+from torchacc.integrations.hf import Trainer, TrainingArguments, arguments_for, trainer_for
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own
 from torchacc.integrations.hf.replaced_globals import with_globals_replaced
 from torchacc.integrations.hf.training_arguments import adopt
@@ -117,19 +120,67 @@ def test_without_accelerate_the_error_says_what_to_install(monkeypatch):
 def test_rows_that_complete_a_batch_have_labels_that_no_loss_counts(num_filling, shards, expected):
     engine = engine_of(range(shards, shards + 1))
     batch = {"labels": torch.tensor([[5, 6], [7, 8]]), "input_ids": torch.ones(2, 2)}
-    found = masked(batch, engine, num_filling)
+    found = masked(batch, engine, num_filling, 2)
     assert num_own(engine, 2, num_filling) == expected
     assert found["labels"].tolist() == [[5, 6], [7, 8]][:expected] + [[-100, -100]] * (2 - expected)
     assert batch["labels"].tolist() == [[5, 6], [7, 8]]
 
 
 def test_rows_of_all_devices_in_one_process_are_masked_at_the_end():
-    found = masked({"labels": torch.arange(4)}, engine_of(range(2)), 3)
+    found = masked({"labels": torch.arange(4)}, engine_of(range(2)), 3, 4)
     assert found["labels"].tolist() == [0, -100, -100, -100]
 
 
 def test_labels_that_are_numbers_stay_as_they_are():
-    assert masked({"labels": torch.tensor([0.5, 0.5])}, engine_of(range(2)), 1)["labels"].tolist() == [0.5, 0.5]
+    assert masked({"labels": torch.tensor([0.5, 0.5])}, engine_of(range(2)), 1, 2)["labels"].tolist() == [0.5, 0.5]
+
+
+def test_examples_that_are_no_rows_of_their_own_are_not_masked_by_row():
+    packed = {"labels": torch.arange(8).view(1, 8)}  # of two examples
+    assert masked(packed, engine_of(range(1)), 0, 2) is packed
+    with pytest.raises(DataError, match="a batch of 2 has 1 rows.*dataloader_drop_last=True"):
+        masked(packed, engine_of(range(1)), 1, 2)
+
+
+class Own(transformers.Trainer):
+    """A user's, with an __init__ of its own."""
+
+    def __init__(self, model, scale, args=None, **kwargs):
+        self.scale = scale
+        super().__init__(model=model, args=args, **kwargs)
+
+
+def test_a_trainer_of_ones_own_becomes_one_of_torchaccs(tmp_path):
+    kind = trainer_for(Own)
+    assert (kind.__name__, issubclass(kind, Own), trainer_for(kind)) == ("Own", True, kind)
+    assert trainer_for(Trainer) is Trainer
+    with pytest.raises(ConfigError, match="arguments_for"):
+        kind(torch.nn.Linear(1, 1), 2.0)
+    with pytest.raises(ConfigError, match="which has started a device of its own"):
+        kind(torch.nn.Linear(1, 1), 2.0, SimpleNamespace())
+    for wrong in (object, Own.__init__, "Own"):
+        with pytest.raises(ConfigError, match=r"pass a subclass of transformers\.Trainer"):
+            trainer_for(wrong)
+
+
+@dataclass
+class OwnArguments(transformers.TrainingArguments):
+    scale: float = 1.0
+
+
+def test_arguments_of_ones_own_start_no_device_and_can_be_copied_and_saved(tmp_path):
+    kind = arguments_for(OwnArguments)
+    args = kind(str(tmp_path), scale=2.0, use_cpu=True, report_to="none")
+    assert isinstance(args, OwnArguments)
+    assert isinstance(args, TrainingArguments)
+    torch.save(args, tmp_path / "args.bin")
+    for other in (copy.copy(args), torch.load(tmp_path / "args.bin", weights_only=False)):
+        assert (type(other).__name__, other.scale, other.output_dir) == ("OwnArguments", 2.0, str(tmp_path))
+    other = copy.copy(args)
+    other.scale = 3.0
+    assert args.scale == 2.0
+    with pytest.raises(ConfigError, match=r"pass a subclass of transformers\.TrainingArguments"):
+        arguments_for(Own)
 
 
 def engine_of(data_shards):

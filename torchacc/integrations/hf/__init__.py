@@ -7,7 +7,8 @@ if importlib.util.find_spec("accelerate") is None:
         "transformers' Trainer needs the package accelerate, which is not installed: pip install 'torchacc[hf]'"
     )
 
+from torchacc.integrations.hf.subclasses import arguments_for, trainer_for
 from torchacc.integrations.hf.trainer import Trainer
 from torchacc.integrations.hf.training_arguments import TrainingArguments
 
-__all__ = ["Trainer", "TrainingArguments"]
+__all__ = ["Trainer", "TrainingArguments", "arguments_for", "trainer_for"]

@@ -11,6 +11,7 @@ from torchacc import api
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine
 from torchacc.engines.sharded_model import ShardedModel
+from torchacc.env import read_job
 
 
 class GradientState:
@@ -43,11 +44,28 @@ class AcceleratorAdapter:
         self.gradient_state = GradientState()
         self.num_rows: int | None = None
         """Rows of the global batch in evaluation that are the dataset's own; None where all are."""
+        self.evaluated: list[nn.Module] = []
+        """Models beside the trained one, which are sharded when the trainer is built."""
 
     @property
     def engine(self) -> Engine:
         """What the model runs on."""
         return self.sharded.engine
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches of this process lie."""
+        return self.engine.device if hasattr(self, "sharded") else torch.device("cpu")
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return read_job().rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is the one that speaks for all."""
+        return self.process_index == 0
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -57,8 +75,10 @@ class AcceleratorAdapter:
         """Return what it gets: it is prepared."""
         return parts if len(parts) > 1 else parts[0]
 
-    def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        """Return the model: it is sharded."""
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        """Return the model: it is sharded, or will be when the trainer is built."""
+        if evaluation_mode and not hasattr(self, "sharded"):
+            self.evaluated.append(model)
         return model
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
@@ -79,17 +99,12 @@ class AcceleratorAdapter:
         """Return a context for all but the last micro-batch of a step."""
         return api.accumulate(model)
 
-    def gather(self, count: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a count over all devices that see different data; transformers calls `.sum()` on it.
+    def gather(self, tensors: Any) -> Any:
+        """Return tensors of all devices that see different data, in a row, on the host. Collective: every process.
 
-        Collective: every process.
+        Those without dimensions become ones of shape (devices,); where one process drives all devices, (1,).
         """
-        job, mesh = self.engine.job, self.engine.mesh
-        if not job.launched:
-            return count
-        copies = job.num_processes * len(self.engine.data_shards) // mesh.num_data_shards
-        total = self.engine.group.all_reduce_sum(self._for_collectives(count))
-        return total // copies
+        return map_tensors(self._rows_of_all, tensors)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a number over all processes. Collective."""
@@ -103,7 +118,11 @@ class AcceleratorAdapter:
 
     def gather_for_metrics(self, tensors: Any, use_gather_object: bool = False) -> Any:
         """Return the dataset's rows of tensors that have one for each sample, in its order, on the host. Collective."""
-        return map_tensors(lambda tensor: self._rows_of_all(tensor)[: self.num_rows], tensors)
+
+        def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+            return self._rows_of_all(tensor)[: self.num_rows if tensor.dim() else None]
+
+        return map_tensors(own_rows, tensors)
 
     def pad_across_processes(self, tensors: Any, dim: int = 0, pad_index: int = 0) -> Any:
         """Lengthen tensors along a dim to the longest of all processes. Collective."""
@@ -121,12 +140,13 @@ class AcceleratorAdapter:
         return map_tensors(padded, tensors) if self.engine.job.launched else tensors
 
     def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = self.sharded.fetch([tensor])[0]
+        shape = tensor.shape or (1,)
+        flat = self.sharded.fetch([tensor.detach()])[0]
         if not self.engine.job.launched:
-            return flat.view(tensor.shape)
+            return flat.view(shape)
         gathered = self.engine.group.gather(flat, None, rank0_only=False)
         assert gathered is not None
-        of_ranks = gathered.view(self.engine.job.num_processes, *tensor.shape)
+        of_ranks = gathered.view(self.engine.job.num_processes, *shape)
         mesh = self.engine.mesh
         shards = [mesh.data_shard(rank) for rank in range(len(of_ranks))]
         return torch.cat([of_ranks[shards.index(shard)] for shard in range(mesh.num_data_shards)])

@@ -31,6 +31,9 @@ class EvalLoader:
         """Rows of a batch of all devices."""
         self.num_filling = 0 if loader.drop_last else -len(loader.dataset) % self.num_rows  # type: ignore[arg-type]
         """Rows that complete the last batch."""
+        self.batch_size = loader.batch_size
+        """Rows of a batch of one device."""
+        self._num_examples = loader.batch_size * len(accelerator.engine.data_shards)
         self._accelerator = accelerator
         self._sharded = api.shard_loader(loader, model)
 
@@ -44,7 +47,8 @@ class EvalLoader:
             for index, batch in enumerate(self._sharded, start=1):
                 self._accelerator.num_rows = min(left, self.num_rows)
                 state.end_of_dataloader = index == len(self._sharded)
-                yield masked(batch, self._accelerator.engine, self.num_rows - self._accelerator.num_rows)
+                num_filling = self.num_rows - self._accelerator.num_rows
+                yield masked(batch, self._accelerator.engine, num_filling, self._num_examples)
                 left -= self.num_rows
         finally:
             self._accelerator.num_rows, state.end_of_dataloader = None, False
@@ -63,13 +67,29 @@ def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
     return num_rows - min(max(num_filling - num_after, 0), num_rows)
 
 
-def masked(batch: Any, engine: Engine, num_filling: int) -> Any:
-    """Return a batch whose rows that do not count have labels that no loss counts, where those are classes."""
+def masked(batch: Any, engine: Engine, num_filling: int, num_examples: int) -> Any:
+    """Return a batch whose rows that do not count have labels that no loss counts, where those are classes.
+
+    Args:
+        batch: This process's.
+        engine: What the model runs on.
+        num_filling: Rows of all devices that do not count.
+        num_examples: How many examples this process's batch is made of.
+
+    Raises:
+        DataError: The batch has not a row for each example, so that it is not known which rows do not count.
+    """
     names = [name for name in ("labels", "shift_labels") if num_filling and name in batch and are_classes(batch[name])]
     if not names:
         return batch
     batch = copy.copy(batch)
     for name in names:
+        if len(batch[name]) != num_examples:
+            raise DataError(
+                f"the last batch of all devices is completed with {num_filling} examples that must not count, and a "
+                f"batch of {num_examples} has {len(batch[name])} rows, so that it is not known which they are: set "
+                "dataloader_drop_last=True, or take as many examples as divide by the rows of a step"
+            )
         labels = batch[name].cpu().clone()  # moved as batches are: otherwise the step would be another program
         labels[num_own(engine, len(labels), num_filling) :] = IGNORED
         batch[name] = engine.put(labels)

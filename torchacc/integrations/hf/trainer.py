@@ -1,105 +1,80 @@
-"""transformers' `Trainer` with what touches devices, data and checkpoints replaced by torchacc's."""
+"""transformers' `Trainer`, and trainers that are made of it, with torchacc's devices, data and checkpoints."""
 
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+import copy
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-import transformers
-from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
-from torch.utils.data import IterableDataset, RandomSampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from torch.utils.data import IterableDataset
 
 from torchacc import api, arguments
-from torchacc.checkpoint.run_state import random_state
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
-from torchacc.engines import registry
-from torchacc.engines.base import Engine
 from torchacc.engines.device_losses import kept_by_devices, weighed
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import ConfigError
-from torchacc.integrations.hf import checkpoints
-from torchacc.integrations.hf.accelerator import AcceleratorAdapter
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own, uneven
+from torchacc.integrations.hf.known_trainers import check_losses, is_zero_without_labels
+from torchacc.integrations.hf.loop import Loop, is_lazy
 from torchacc.integrations.hf.losses import MeanOf, Smoother, are_classes, class_name, find_mean, rows_of
-from torchacc.integrations.hf.replaced_globals import with_globals_replaced
 from torchacc.integrations.hf.training_arguments import Devices, TrainingArguments, adopt
 
-_Theirs: Any = transformers.Trainer
+_Above: Any = object  # a mixin; what is below it is transformers', or a trainer that is made of it
 
 _UNKNOWN = "it was found to be neither a mean over the labels that are not -100 nor one over rows"
 
 
-def _is_lazy() -> bool:
-    engine = registry.active_engine()
-    return engine is not None and engine.is_lazy
-
-
-# To transformers an installed torch_xla means that this process has one XLA device. What its loop would do with that is
-# the engine's to do, and natively nothing may start XLA.
-_DEVICE = {"is_torch_xla_available": _is_lazy, "xm": SimpleNamespace(mark_step=api.sync)}
-
-
-class Trainer(_Theirs):  # type: ignore[misc]
-    """`transformers.Trainer` on torchacc's engines: the same loop, callbacks and logs, with the model sharded.
-
-    Args:
-        model: As transformers has it, on the CPU; it is sharded here, in place.
-        args: A `torchacc.integrations.hf.TrainingArguments`.
-        torchacc_config: How to shard; None for data parallelism over all processes.
-        optimizers: An optimizer of the model, whose groups move to the shards, and its scheduler.
-        **kwargs: As transformers has them.
-
-    Raises:
-        ConfigError: An argument cannot be carried out, or contradicts the config, the model or the job.
-    """
+class ShardedTrainer(_Above):  # type: ignore[misc]
+    """What surrounds a trainer: its model and its data are sharded, and its losses weighed."""
 
     label_smoother: Any
-    _tr_loss: torch.Tensor
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
-        *positional: Any,
-        torchacc_config: Config | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *positional: Any, torchacc_config: Config | None = None, **kwargs: Any) -> None:
         if "config" in kwargs:
             raise ConfigError("Trainer(config=…): transformers has no such argument; write torchacc_config=…")
         arguments.check_config("torchacc_config", torchacc_config)
-        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        kwargs |= _named(super().__init__, positional)
+        args = kwargs.get("args")
+        if args is None:
+            args = self._default_arguments()
         args, self._config = adopt(args, torchacc_config if torchacc_config is not None else Config())
-        if model is not None:
-            _refuse_placed(model)
-        self._given_optimizer, _ = optimizers
+        if isinstance(kwargs.get("model"), nn.Module):
+            _refuse_placed(kwargs["model"])
+        self._given_optimizer = (kwargs.get("optimizers") or (None, None))[0]
         self._train_loader: AsyncLoader | None = None
         self._num_parameters = 0
-        self._draws: dict[str, Any] = {}
-        self._saves_run = False
-        self._mean_of: MeanOf | None = None
-        self._class_name = ""
-        super().__init__(model, args, *positional, optimizers=optimizers, **kwargs)
-        if self.label_smoother is not None:
-            self.label_smoother = Smoother(self.label_smoother.epsilon, self._class_name)
+        self._mean_of: dict[bool, MeanOf] = {}
+        self._is_built = False
+        super().__init__(**{**kwargs, "args": args})
+        self._is_built = True
+        self._shard()
+
+    def _default_arguments(self) -> Any:
+        raise ConfigError(
+            f"{type(self).__name__} needs its arguments: args=arguments_for(SFTConfig)(output_dir=…), with the class "
+            "of arguments that is this trainer's in place of SFTConfig"
+        )
 
     # ---- Devices
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Put the adapter of torchacc in the place of accelerate's Accelerator."""
-        self.accelerator = AcceleratorAdapter()
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = False
-        self.is_fsdp_enabled = False
-
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Shard the model. Collective: every process."""
+        """Shard the model, once the trainer is built: what it does to the model's forward comes first."""
+        if self._is_built:
+            self._shard_model(model)
+
+    def _shard(self) -> None:
+        """Shard the model, and those that are only evaluated. Collective: every process."""
+        self._shard_model(self.model)
+        for model in self.accelerator.evaluated:
+            _refuse_placed(model)
+            api.accelerate(model.requires_grad_(False).eval(), config=self._config)
+        check_losses(self, self._num_losses)
+        if self.label_smoother is not None:
+            self.label_smoother = Smoother(self.label_smoother.epsilon, self._class_name)
+
+    def _shard_model(self, model: nn.Module) -> None:
         _refuse_placed(model)
         count = getattr(model, "num_parameters", None)
         self._num_parameters = count(exclude_embeddings=True) if count is not None else 0
@@ -109,15 +84,6 @@ class Trainer(_Theirs):  # type: ignore[misc]
         model.forward = kept_by_devices()(model.forward)
         self.accelerator.sharded = sharded_model(model)
         self.args._devices = Devices(self._engine.device, self._engine.mesh.num_data_shards)
-
-    @property
-    def _engine(self) -> Engine:
-        return self.accelerator.engine
-
-    @property
-    def _num_losses(self) -> int:
-        """How many losses of a global batch there are: under SPMD one, otherwise one for each device."""
-        return self._engine.mesh.num_data_shards // len(self._engine.data_shards)
 
     # ---- Data
 
@@ -134,17 +100,6 @@ class Trainer(_Theirs):  # type: ignore[misc]
         """Return a loader for predictions, sharded over the devices, whose rows count once."""
         return EvalLoader(super().get_test_dataloader(test_dataset), self.accelerator, self.model)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return transformers' sampler, with an order that follows from the seed and the epoch, as accelerate's."""
-        sampler = super()._get_train_sampler(train_dataset)
-        seed = self.args.data_seed
-        if type(sampler) is RandomSampler:
-            generator = torch.Generator()
-            return SeedableRandomSampler(sampler.data_source, generator=generator, data_seed=seed)
-        if isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = torch.Generator().manual_seed(self.args.seed if seed is None else seed)
-        return sampler
-
     # ---- Loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -159,8 +114,19 @@ class Trainer(_Theirs):  # type: ignore[misc]
             return batch
         assert loader is not None
         num_repeated = loader.state_dict()["batches"] * loader.batch_size - len(loader.sampler)
-        is_masked = num_repeated > 0 and self._find_mean(self.model, batch).ignores_masked
-        return masked(batch, self._engine, num_repeated) if is_masked else batch
+        is_masked = num_repeated > 0 and self._find_mean(self.model, batch, is_training=True).ignores_masked
+        return masked(batch, self._engine, num_repeated, self._num_examples(is_training=True)) if is_masked else batch
+
+    def _num_examples(self, *, is_training: bool) -> int:
+        """Return of how many examples this process makes a whole batch."""
+        loader = self._train_loader if is_training else self.callback_handler.eval_dataloader
+        of_arguments = self._train_batch_size if is_training else self.args.eval_batch_size
+        of_device: int = getattr(loader, "batch_size", None) or of_arguments
+        return of_device * len(self._engine.data_shards)
+
+    def _has_rows_of_pairs(self, inputs: Any, *, is_training: bool) -> bool:
+        """Tell whether a batch has more rows than examples, as one of answers that were chosen and rejected."""
+        return (tree.num_rows(inputs) or 0) > self._num_examples(is_training=is_training)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
         """Return the number of labels in all devices' batches of this step, divided by the losses that are averaged."""
@@ -174,11 +140,20 @@ class Trainer(_Theirs):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """Return the loss over all devices, once for each that this process feeds, and this process's outputs."""
-        num_filling = self._check_filled_up(model, inputs)
+        num_filling = self._num_filling()
+        has_labels = self._check_filled_up(model, inputs) if num_filling else True
+        if not prediction_loss_only and self._has_rows_of_pairs(inputs, is_training=False):
+            raise ConfigError(
+                f"the batches of {type(self).__name__} have several rows for each example, whose predictions would "
+                "come in another order than that of one device: leave compute_metrics out, or set "
+                "prediction_loss_only=True"
+            )
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if loss is None:
             return loss, logits, labels
-        if num_filling and self._mean_of is MeanOf.ROWS:
+        if not has_labels:
+            raise uneven("they have no labels, by which a loss could leave them out")
+        if num_filling and self._mean_of.get(True) is MeanOf.ROWS:
             loss = self._loss_of_rows(model, inputs, num_filling)
         return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
 
@@ -197,8 +172,14 @@ class Trainer(_Theirs):  # type: ignore[misc]
         """
         compute_loss = super().compute_loss
         if self._num_losses == 1:
+            if len(self._engine.data_shards) > 1 and self._has_rows_of_pairs(inputs, is_training=model.training):
+                raise ConfigError(
+                    f"the batches of {type(self).__name__} have several rows for each example, and one process that "
+                    "drives all devices (dist.fsdp.use_spmd=True) puts the devices' rows one after another, so that "
+                    "what belongs together is apart: use a process for each device (torchacc launch)"
+                )
             return compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        kind = self._find_mean(model, inputs)
+        kind = self._find_mean(model, inputs, is_training=model.training, is_counted=num_items_in_batch is not None)
         if kind is MeanOf.UNKNOWN:
             if model.training:
                 self._check_evaluations()
@@ -206,15 +187,17 @@ class Trainer(_Theirs):  # type: ignore[misc]
         if not kind.is_of_labels:
             return compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs, weight = self._weighed(inputs, kind)
-        loss, outputs = compute_loss(model, inputs, True, num_items_in_batch)
-        return (loss * weight, outputs) if return_outputs else loss * weight
+        found = compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
 
     def _weighed(self, inputs: dict[str, Any], kind: MeanOf) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the inputs, and what their loss counts in the mean of all devices'. Collective."""
-        labels = inputs["labels"].cpu() if _is_lazy() else inputs["labels"]
+        labels = inputs["labels"].cpu() if is_lazy() else inputs["labels"]
         count = kind.count(labels)
-        weight = count * self._num_losses / self.accelerator.gather(count)
-        if not count:  # the mean of none is not a number, also times nothing: let it be of any one label
+        weight = count * self._num_losses / self.accelerator.gather(count).sum()
+        if not count and not is_zero_without_labels(
+            self
+        ):  # the mean of none is not a number, also times nothing: let it be of any one label
             labels = labels.clone()
             labels[(-1,) * labels.dim()] = 0
             inputs = {**inputs, "labels": self._engine.put(labels)}
@@ -230,24 +213,41 @@ class Trainer(_Theirs):  # type: ignore[misc]
             loss = self.compute_loss(model, rows_of(inputs, slice(max(own, 1))))
         return loss * (own * self._num_losses / (num_rows * self._num_losses - num_filling))  # type: ignore[no-any-return]
 
-    def _find_mean(self, model: nn.Module, inputs: dict[str, Any]) -> MeanOf:
-        """Find out what a loss is the mean of, with the first batch. Collective: every process."""
-        if self._mean_of is None:
-            inputs = tree.map_tensors(torch.Tensor.cpu, dict(inputs))
-            prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-            if prepare is not None and torch.is_tensor(inputs.get("labels")):
-                inputs.setdefault("decoder_input_ids", prepare(labels=inputs["labels"]))
+    def _find_mean(
+        self, model: nn.Module, inputs: dict[str, Any], *, is_training: bool, is_counted: bool = True
+    ) -> MeanOf:
+        """Find out what a loss is the mean of, with the first batch. Collective: every process.
 
-            def loss_of(tried: dict[str, Any], num_items: float) -> float:
-                items, tried = self._engine.put(torch.tensor(num_items)), self._engine.put({**tried})
-                return float(super(Trainer, self).compute_loss(model, tried, num_items_in_batch=items))
+        Args:
+            model: The model.
+            inputs: A batch.
+            is_training: Whether it is of the training loader.
+            is_counted: Whether the loss is told the number of items of the step.
+        """
+        if is_counted not in self._mean_of:
+            is_of_pairs = self._has_rows_of_pairs(inputs, is_training=is_training)
+            self._mean_of[is_counted] = MeanOf.UNKNOWN if is_of_pairs else self._tried_mean(model, inputs, is_counted)
+        return self._mean_of[is_counted]
 
-            training = model.training
-            model.eval()  # draws no random numbers
-            with torch.no_grad():
-                self._mean_of = find_mean(loss_of, inputs, self.label_names, self._engine.group.all_gather_objects)
-            model.train(training)
-        return self._mean_of
+    def _tried_mean(self, model: nn.Module, inputs: dict[str, Any], is_counted: bool) -> MeanOf:
+        inputs = tree.map_tensors(torch.Tensor.cpu, dict(inputs))
+        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is not None and torch.is_tensor(inputs.get("labels")):
+            inputs.setdefault("decoder_input_ids", prepare(labels=inputs["labels"]))
+
+        def loss_of(tried: dict[str, Any], num_items: float) -> float:
+            tried = self._engine.put({**tried})
+            items = self._engine.put(torch.tensor(num_items)) if is_counted else None
+            return float(super(ShardedTrainer, self).compute_loss(model, tried, num_items_in_batch=items))
+
+        training, metrics = model.training, copy.deepcopy(getattr(self, "_metrics", None))
+        model.eval()  # draws no random numbers
+        with torch.no_grad():
+            found = find_mean(loss_of, inputs, self.label_names, self._engine.group.all_gather_objects)
+        model.train(training)
+        if metrics is not None:
+            self._metrics = metrics  # trl's trainers note in it what each loss has seen
+        return found
 
     def _check_same_counts(self, inputs: dict[str, Any]) -> None:
         labels = {name: inputs[name] for name in self.label_names if name in inputs}
@@ -269,184 +269,54 @@ class Trainer(_Theirs):  # type: ignore[misc]
         if uneven_rows and not self.args.dataloader_drop_last:
             raise uneven(_UNKNOWN)
 
-    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """Return how many rows complete this batch; refuse those that would count."""
+    def _num_filling(self) -> int:
+        """Return how many rows complete this batch of all devices."""
         loader = self.callback_handler.eval_dataloader
+        return loader.num_rows - self.accelerator.num_rows if getattr(loader, "num_filling", 0) else 0
+
+    def _check_filled_up(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Refuse rows that complete a batch and would count; return whether it has labels."""
         names = [name for name in self.label_names if name in inputs]
-        if not getattr(loader, "num_filling", 0) or not names:
-            return 0
+        if not names:
+            return False
         if self._num_losses > 1:
-            if self._find_mean(model, inputs) is MeanOf.UNKNOWN:
+            if self._find_mean(model, inputs, is_training=False) is MeanOf.UNKNOWN:
                 raise uneven(_UNKNOWN)
         elif unmasked := [name for name in names if name != "labels" or not are_classes(inputs[name])]:
             raise uneven(f"{', '.join(unmasked)} have no value which means that a row does not count")
-        return loader.num_rows - self.accelerator.num_rows  # type: ignore[no-any-return]
+        return True
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        is_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if is_logged:
-            own = self.accelerator.sharded.fetch([tr_loss])[0]  # on the host, where to work with it needs no program
-            tr_loss = self._engine.group.all_reduce_mean(own)
-        self._log_save_evaluate(tr_loss, *args, **kwargs)
-        if is_logged:
-            self._empty_loss()
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._tr_loss = self.accelerator.mean(self._tr_loss)
-        return super()._finalize_training(*args, **kwargs)
+class Trainer(ShardedTrainer, Loop):
+    """`transformers.Trainer` on torchacc's engines: the same loop, callbacks and logs, with the model sharded.
 
-    def _empty_loss(self) -> None:
-        """Let the sum of losses lie as a step leaves it: otherwise the next step's program would be another one."""
-        self._tr_loss.data = self._engine.put(torch.zeros(()))
+    Args:
+        model: As transformers has it, on the CPU; it is sharded here, in place.
+        args: A `torchacc.integrations.hf.TrainingArguments`.
+        torchacc_config: How to shard; None for data parallelism over all processes.
+        optimizers: An optimizer of the model, whose groups move to the shards, and its scheduler.
+        **kwargs: As transformers has them.
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return model.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
+    Raises:
+        ConfigError: An argument cannot be carried out, or contradicts the config, the model or the job.
+    """
 
-    def _get_grad_norm(self, model: Any, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+    def _default_arguments(self) -> TrainingArguments:
+        return TrainingArguments(output_dir="tmp_trainer")
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return about how many operations a step takes on all devices."""
-        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if main_input is None else 6 * main_input.numel() * self._num_losses * self._num_parameters
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
-        """Return the optimizer that the arguments name; a lazy engine fuses by itself, and has no fused kernels."""
-        optimizer_class, kwargs = _Theirs.get_optimizer_cls_and_kwargs(args, model)
-        if _is_lazy():
-            kwargs.pop("fused", None)
-        return optimizer_class, kwargs
-
-    # ---- The loop, which is transformers'
-
-    _train_epoch: Callable[..., None] = with_globals_replaced(
-        _Theirs._run_epoch, skip_first_batches=lambda loader, num_batches: loader, **_DEVICE
-    )
-    evaluation_loop = with_globals_replaced(_Theirs.evaluation_loop, **_DEVICE)
-    _log_save_evaluate: Callable[..., None] = with_globals_replaced(
-        _Theirs._maybe_log_save_evaluate, nested_gather=lambda loss, mode: loss, **_DEVICE
-    )
-    _write_checkpoint: Callable[..., None] = with_globals_replaced(
-        _Theirs._save_checkpoint, is_torch_xla_available=lambda: False
-    )
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step == self._initial_global_step:
-            self._empty_loss()
-        self._train_epoch(*args, **kwargs)
-
-    # ---- Checkpoints
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does. Collective: every process.
-
-        Args:
-            resume_from_checkpoint: A folder that this Trainer has saved, by any engine at any number of devices; True
-                for the newest of `output_dir` that is complete.
-            *args: As transformers has them.
-            **kwargs: As transformers has them.
-
-        Raises:
-            CheckpointError: There is nothing to resume, or it does not fit.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_checkpoint()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _newest_checkpoint(self) -> str:
-        group = self._engine.group
-
-        def look() -> str | None:
-            return str(checkpoints.newest(Path(self.args.output_dir))) if group.job.rank == 0 else None
-
-        return group.broadcast_object(group.call_on_all(look))  # type: ignore[no-any-return]
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Check the checkpoint; `_load_optimizer_and_scheduler()` loads all of it."""
-        checkpoints.check(Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        run = self._run() if not self.args.ignore_data_skip else self._run(loader=None)
-        fused = [group.get("fused") for group in self.optimizer.param_groups]
-        extra = checkpoints.load(Path(checkpoint), run)
-        for group, own in zip(self.optimizer.param_groups, fused, strict=True):
-            group["fused"] = own  # it belongs to the devices, which may be others now
-        saved, rows = extra["rows_per_step"], self.get_total_train_batch_size(self.args)
-        if saved != rows:
-            raise ConfigError(
-                f"{checkpoint} was saved by a run of {saved} rows per step, and this one has {rows} = "
-                f"per_device_train_batch_size({self._train_batch_size}) * gradient_accumulation_steps"
-                f"({self.args.gradient_accumulation_steps}) * devices({self.args.world_size}): choose them so that the "
-                "product is the same, as steps count the data"
-            )
-        self._draws = random_state(sharded_model(self.model))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Put the generators where they were: what comes before the first step has drawn from them."""
-        if checkpoint is not None:
-            self._engine.set_random_state(self._draws)
-            random.setstate(self._draws["python"])
-            np.random.set_state(self._draws["numpy"])
-
-    def _load_best_model(self) -> None:
-        checkpoints.load(Path(self.state.best_model_checkpoint), checkpoints.Run(self.model))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._saves_run = True
-        try:
-            self._write_checkpoint(model, trial)
-        finally:
-            self._saves_run = False
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save what `from_pretrained()` opens: the full weights, or the adapters'. Collective: every process.
-
-        Args:
-            output_dir: The folder; what else is in it stays. None for the one of the arguments.
-            _internal_call: Whether transformers calls it.
-        """
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        if self._saves_run:
-            self._save_run(folder)
-            return
-        weights = checkpoints.full_weights(self.model)
-        self._engine.group.call_on_all(lambda: self._save(str(folder), state_dict=weights))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_run(self, folder: Path) -> None:
-        run = checkpoints.Run(self.model) if self.args.save_only_model else self._run()
-        tokenizer = self.processing_class
-        if tokenizer is None:
-            tokenizer = getattr(self.data_collator, "tokenizer", None)
-        extra = {"rows_per_step": self.get_total_train_batch_size(self.args)}
-        checkpoints.save(folder, run, tokenizer=tokenizer, extra=extra)
-        if self.args.should_save:
-            torch.save(self.args, folder / "training_args.bin")
-
-    def _run(self, **changed: Any) -> checkpoints.Run:
-        parts = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "loader": self._train_loader}
-        return checkpoints.Run(self.model, **{**parts, **changed})
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: `save_model()` has saved them."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: `save_model()` has saved it."""
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: each trial would have to shard another model in a runtime that is set up for one.
-
-        Raises:
-            ConfigError: Always.
-        """
+def _named(function: Any, positional: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments of a trainer by their names."""
+    if not positional:
+        return {}
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(positional) > len(names) or any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise ConfigError(
-            "hyperparameter_search() would start anew in one process for each trial, where torchacc's runtime starts "
-            "once: run each trial as a job of its own"
+            f"{len(positional)} arguments have no names, and the trainer's __init__ does not say what they are: pass "
+            "them as model=…, args=…"
         )
+    return dict(zip(names, positional, strict=False))
 
 
 def _refuse_placed(model: nn.Module) -> None:

@@ -4,10 +4,12 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from transformers.training_args import ParallelMode
 
 from torchacc import dist
@@ -36,7 +38,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     `world_size` is the number of devices that see different data: `per_device_train_batch_size` is that of each.
     """
 
-    distributed_state: Any = None
+    distributed_state: Any = SimpleNamespace(distributed_type=DistributedType.NO)
 
     _devices: Devices | None = None
 
@@ -96,7 +98,8 @@ def adopt(args: Any, config: Config) -> tuple[TrainingArguments, Config]:
     if not isinstance(args, TrainingArguments):
         raise ConfigError(
             f"args is a {type(args).__module__}.{type(args).__name__}, which has started a device of its own: build it "
-            "with torchacc.integrations.hf.TrainingArguments, which takes the same arguments"
+            "with torchacc.integrations.hf.TrainingArguments, or, for another trainer, with "
+            "torchacc.integrations.hf.arguments_for(SFTConfig) or the like, which takes the same arguments"
         )
     args, config = copy.copy(args), copy.deepcopy(config)
     _refuse(args, config)
@@ -152,6 +155,12 @@ _REFUSED = (
     _Refused(("enable_jit_checkpoint",), "the processes would save at different steps: use save_steps"),
     _Refused(("save_on_each_node",), "checkpoints lie on a file system that all machines share: leave it out"),
     _Refused(("eval_use_gather_object",), "what is gathered are tensors: leave it out"),
+    _Refused(("activation_offloading",), "use torchacc_config.memory.offload_activations"),
+    _Refused(
+        ("precompute_ref_log_probs",),
+        "the model that it would ask is not sharded yet: leave it out, and the reference model is asked in each step",
+    ),
+    _Refused(("sync_ref_model",), "it mixes weights of two models, which are sharded: leave it out"),
     _Refused(("debug",), "its hooks wait for the device in each module: leave it out"),
     _Refused(
         ("train_sampling_strategy",),
