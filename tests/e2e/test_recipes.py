@@ -11,7 +11,7 @@ from tests import forkrun
 
 PROGRAM = Path(__file__).with_name("recipes_program.py")
 RECIPES = PROGRAM.parents[2] / "examples" / "recipes"
-BY_DEFAULT = ("lora", "dpo", "pretrain")
+BY_DEFAULT = ("lora", "pretrain")
 NAMES = [path.stem for path in sorted(RECIPES.iterdir()) if path.suffix in (".py", ".yaml")]
 CLASSES = {
     "classify": transformers.AutoModelForSequenceClassification,
