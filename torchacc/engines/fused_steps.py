@@ -33,6 +33,31 @@ def faster_choice(optimizer: torch.optim.Optimizer, device: torch.device) -> str
     return "foreach=True" if device.type == "cuda" else None
 
 
+def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Let an optimizer of a script that chose no implementation step in PyTorch's fused kernel.
+
+    Only on a CPU: elsewhere the default is no loop, and the numbers of steps would have to move to the device.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where its parameters are.
+
+    Returns:
+        Whether a group of it was told so by this call.
+    """
+    if device.type != "cpu" or not can_fuse(type(optimizer), device):
+        return False
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if (group.get("fused"), group.get("foreach")) == (None, None) and _loops(group, device)
+    ]
+    groups = [group for group in groups if all(parameter.is_floating_point() for parameter in group["params"])]
+    for group in groups:
+        group["fused"] = True
+    return bool(groups)
+
+
 def leave_out_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Let an optimizer step without PyTorch's fused kernels, and return whether it would have used them.
 

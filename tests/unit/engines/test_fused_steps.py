@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, Adam, AdamW, NAdam
 
-from torchacc.engines.fused_steps import faster_choice, leave_out_fused
+from torchacc.engines.fused_steps import faster_choice, fuse, leave_out_fused
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -43,3 +43,30 @@ def test_a_fused_step_is_left_out_where_there_is_none():
     assert leave_out_fused(optimizer)
     assert not leave_out_fused(optimizer)
     assert not optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "expected"),
+    [
+        (made(AdamW), CPU, True),
+        (made(SGD, momentum=0.9), CPU, True),
+        (made(AdamW, fused=False), CPU, False),
+        (made(AdamW, foreach=False), CPU, None),
+        (made(AdamW), GPU, None),
+        (made(NAdam), CPU, "absent"),
+        (made(Own), CPU, None),
+        (AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), CPU, None),
+    ],
+)
+def test_a_script_s_choice_of_implementation_is_kept(optimizer, device, expected):
+    assert fuse(optimizer, device) == (expected is True)
+    assert not fuse(optimizer, device)
+    assert optimizer.param_groups[0].get("fused", "absent") == expected
+
+
+def test_a_group_that_was_added_is_fused_too():
+    optimizer = made(AdamW)
+    assert fuse(optimizer, CPU)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert fuse(optimizer, CPU)
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars, mean_of_closure
+from torchacc.engines.fused_steps import fuse
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native import (
     compiled_units,
@@ -32,11 +33,14 @@ from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import ConfigError
+from torchacc.logging import get_logger
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan, Unit
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
+
+_log = get_logger(__name__)
 
 
 class NativeModel(ShardedModel):
@@ -252,8 +256,20 @@ class NativeModel(ShardedModel):
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step."""
+        if self._compiled is not None and self.plan.compute_dtype != "float16":  # asked each time, as groups are added
+            self._fuse(optimizer)
         super().before_step(optimizer, makes_gradients=makes_gradients)
         script_reads.begin()
+
+    def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a compiled model's optimizer update all parameters of a group in one kernel."""
+        if fuse(optimizer, self.engine.device):
+            name = type(optimizer).__name__
+            _log.info(
+                "%s updates the parameters of each group together, as %s(…, fused=True) does, since "
+                "config.compute.compile is set; pass fused=False to keep its loop",
+                *[name] * 2,
+            )
 
     def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose loss is the mean over all devices, by which each takes the same decisions."""
