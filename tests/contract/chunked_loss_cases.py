@@ -113,6 +113,20 @@ def chunked_loss_goes_with(options: dict[str, Any]) -> None:
     check_steps(*both(**options))
 
 
+@case([NATIVE], each={"tied": MODELS["tied"], "untied": MODELS["untied"]})
+def chunked_loss_goes_with_compiled_layers(make: Callable[[], nn.Module]) -> None:
+    before = torchacc.compile_report().graphs
+    check_steps(*both(make, compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}))
+    assert torchacc.compile_report().graphs > before
+
+
+@case([NATIVE])
+def chunked_loss_of_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    options = {"compute": {"compile": True, "compile_backend": "aot_eager"}, "min_num_params": 10**8}
+    with pytest.raises(torchacc.ConfigError, match="the model has no units but itself"):
+        both(**options)
+
+
 @case()
 def chunked_loss_takes_the_number_of_items_of_a_window() -> None:
     model, plain = both(tokens=True)

@@ -229,7 +229,7 @@ def shards_on_the_host_train_with_an_optimizer_that_has_state() -> None:
 @case([NATIVE])
 def activations_go_to_the_host_and_whole_weights_do_not() -> None:
     model, plain = sharded_and_plain()
-    context, moved, kept = SaveActivationsOnHost("cuda"), set(), set()
+    context, moved, kept = SaveActivationsOnHost(), set(), set()
     pack = context.pack_hook
 
     def noting_pack(tensor: torch.Tensor) -> Any:

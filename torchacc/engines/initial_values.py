@@ -4,7 +4,9 @@ A model may come on the meta device, where a checkpoint gives the values, or the
 may come in half precision, in which an optimizer would lose small updates.
 """
 
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torchacc.engines import deferred
 from torchacc.engines.deferred import is_recorded, take_values
 from torchacc.engines.held_parameters import find_slots
 from torchacc.engines.process_group import ProcessGroup
+from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
@@ -140,7 +143,7 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
     _check_recipes(model, group)
     state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     if not broadcast:
-        digests = group.all_gather_objects({name: _digest(tensor) for name, tensor in state.items()})
+        digests = group.all_gather_objects(_digests(state, group.job))
         differing = {name for digest in digests for name in digest if digest[name] != digests[0][name]}
         if not differing:
             return
@@ -179,13 +182,26 @@ def _differences(own: dict[str, T], group: ProcessGroup) -> Iterator[tuple[str, 
                 yield name, rank, first.get(name), other.get(name)
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _digests(state: dict[str, torch.Tensor], job: Job) -> dict[str, int]:
+    """Return a number for the values of each tensor, by as many threads as this process has cores to itself.
+
+    Launchers leave PyTorch a single thread in each process, and without the interpreter's lock its operations run
+    beside each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, cores // job.local_num_processes)) as threads:
+        return {name: _digest(tensor, threads) for name, tensor in state.items()}
+
+
+def _digest(tensor: torch.Tensor, threads: ThreadPoolExecutor) -> int:
     words = tensor.detach().cpu().contiguous().reshape(-1).clone().view(torch.uint8)
     if words.numel() % 4 == 0:
         words = words.view(torch.int32)
-    total = 0
-    for start in range(0, words.numel(), _DIGEST_WORDS):
-        part = words[start : start + _DIGEST_WORDS].to(torch.int64)
-        # Odd multipliers make the sum depend on the order of the words.
-        total += int((part * torch.arange(1, 2 * part.numel(), 2)).sum()) * (2 * start + 1)
-    return total
+    # Odd multipliers make the sum depend on the order of the words.
+    multipliers = 2 * torch.arange(min(words.numel(), _DIGEST_WORDS)) + 1
+
+    def of_part(start: int) -> int:
+        part = words[start : start + _DIGEST_WORDS]
+        return int((part * multipliers[: part.numel()]).sum()) * (2 * start + 1)
+
+    return sum(threads.map(of_part, range(0, words.numel(), _DIGEST_WORDS)))

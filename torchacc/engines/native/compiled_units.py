@@ -48,11 +48,6 @@ def check(config: Config, device: torch.device) -> None:
             "torch.compile compiles nothing while PyTorch keeps single results. Leave config.memory.gc_policy at "
             "'full', or compile at False"
         )
-    if compute.chunked_loss:
-        raise ConfigError(
-            "compute.compile = True with compute.chunked_loss is not available: graphs are not tried around logits "
-            "that are never there as a whole. Leave one of them out"
-        )
     backends = torch.compiler.list_backends(exclude_tags=())
     if compute.compile_backend not in backends:
         raise ConfigError(
@@ -62,6 +57,20 @@ def check(config: Config, device: torch.device) -> None:
     why = torch_compile.why_it_cannot(device) if compute.compile_backend == _INDUCTOR else None
     if why is not None:
         raise ConfigError(f"compute.compile = True cannot be had on this machine: {why}. Or leave compile at False")
+
+
+def check_regions(plan: ShardingPlan) -> None:
+    """Refuse to compile the whole of a model whose loss is computed in chunks, of which graphs know nothing.
+
+    Raises:
+        ConfigError: The model is the only unit.
+    """
+    if regions(plan) == ("",):
+        raise ConfigError(
+            "compute.compile = True with compute.chunked_loss, and the model has no units but itself, whose graphs "
+            "would have the head and the loss in them. Choose its layers by config.dist.fsdp.wrap_layer_cls, or leave "
+            "one of the two out"
+        )
 
 
 def prepare(config: Config) -> None:
@@ -89,7 +98,10 @@ class CompiledUnits:
     """The compiled functions of one model."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, config: Config) -> None:
-        """Let the units of a model, and the loss of a transformers model, run compiled. Nothing is compiled yet."""
+        """Let the units of a model, and the loss of a transformers model, run compiled. Nothing is compiled yet.
+
+        A loss in chunks is left as it is: what takes its time are products, which need no compiler.
+        """
         compute = config.compute
         self._compile: Callable[..., Any] = functools.partial(
             torch.compile,
@@ -98,13 +110,15 @@ class CompiledUnits:
             dynamic=compute.compile_dynamic,
         )
         self._model_config: Any = getattr(model, "config", None)
+        self._has_float8 = compute.fp8
         self._runs_eagerly = False
         self._has_said = False
         names = regions(plan)
         for name in names:
             module = model.get_submodule(name)
             module.forward = self._switched(module.forward)
-        if isinstance(getattr(type(model), "loss_function", None), property) and names != ("",):
+        has_loss = isinstance(getattr(type(model), "loss_function", None), property) and names != ("",)
+        if has_loss and not compute.chunked_loss:
             transformers_model: Any = model
             transformers_model.loss_function = self._switched(transformers_model.loss_function)
         _log.info("%d modules are compiled by torch.compile, each when it first runs", len(names))
@@ -114,7 +128,9 @@ class CompiledUnits:
 
         @functools.wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (own if self._runs_eagerly else compiled)(*args, **kwargs)
+            # Float8Layer leaves inference mode, which a graph cannot.
+            eagerly = self._runs_eagerly or (self._has_float8 and torch.is_inference_mode_enabled())
+            return (own if eagerly else compiled)(*args, **kwargs)
 
         return run
 

@@ -1,16 +1,13 @@
 """Linear layers that compute in float8, by torchao.
 
-A layer stays the module that it is, with its hooks and its parameters: only its class becomes torchao's.
+A layer stays the module that it is, with its hooks and its parameters: only its class becomes another, of torchao's.
 """
 
-import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
@@ -18,8 +15,6 @@ from torchacc.parallel.float8_layers import Float8Layers
 
 _OLDEST_GPU = (8, 9)
 """The compute capability from which on there are products in float8."""
-_MULTIPLE = 16
-"""What the kernels need the number of rows to divide by, over which a weight's gradient is summed."""
 
 
 def check(config: Config, device: torch.device) -> None:
@@ -77,33 +72,12 @@ def convert(model: nn.Module, layers: Float8Layers) -> None:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    from torchacc.engines.native.float8_layer import Float8Layer
+
     config = replace(Float8LinearConfig.from_recipe_name(layers.recipe), emulate=layers.are_emulated)
     for name in layers.names:
         layer = model.get_submodule(name)
         made = convert_to_float8_training(layer, config=config)
-        layer.__class__ = type(made)
+        layer.__class__ = Float8Layer
         for key, value in vars(made).items():
             vars(layer).setdefault(key, value)
-        forward = layer.forward if layers.are_emulated else functools.partial(_with_complete_rows, layer.forward)
-        layer.forward = functools.partial(_outside_of_inference_mode, forward)
-
-
-def _outside_of_inference_mode(forward: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    """Run a float8 layer as without gradients where there is inference mode, which has no views of torchao's tensors.
-
-    A weight that was gathered in float8 outlives an evaluation, so it is no tensor of inference mode; transposing it
-    there raises `Cannot set version_counter for inference tensor`.
-    """
-    if not torch.is_inference_mode_enabled():
-        return forward(given)
-    with torch.inference_mode(False), torch.no_grad():
-        return forward(given)
-
-
-def _with_complete_rows(forward: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    """Run a float8 layer with rows of zeros added to the 16 that its kernels take, which change none of its numbers."""
-    rows = given.numel() // given.shape[-1]
-    if not rows % _MULTIPLE:
-        return forward(given)
-    completed = F.pad(given.reshape(rows, -1), (0, 0, 0, -rows % _MULTIPLE))
-    return forward(completed)[:rows].reshape(*given.shape[:-1], -1)

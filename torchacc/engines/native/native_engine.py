@@ -84,6 +84,8 @@ class NativeEngine(Engine):
         check_installed_torch()
         if self.config.compute.compile:
             compiled_units.check(self.config, self.device)
+            if self.config.compute.chunked_loss:
+                compiled_units.check_regions(make_plan(model, self.config, self.mesh))
         if self.config.compute.fp8:
             float8_training.check(self.config, self.device)
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]

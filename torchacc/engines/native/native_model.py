@@ -232,7 +232,7 @@ class NativeModel(ShardedModel):
         with ExitStack() as stack:
             stack.enter_context(autocast_to(self._lowered, device))
             if self.plan.activations_on_host and device != "cpu":
-                stack.enter_context(SaveActivationsOnHost(device))
+                stack.enter_context(SaveActivationsOnHost())
             if self._compiled is not None:
                 stack.enter_context(self._compiled.of_call(kwargs))
             stack.enter_context(script_reads.inside())

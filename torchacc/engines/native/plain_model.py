@@ -64,7 +64,7 @@ class PlainModel(NativeModel):
         """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""
         device = self.engine.device.type
         offloads = self.plan.activations_on_host and device != "cpu"
-        with autocast_to(None, device), SaveActivationsOnHost(device) if offloads else nullcontext():
+        with autocast_to(None, device), SaveActivationsOnHost() if offloads else nullcontext():
             output = inner(*args, **kwargs)
         return output if self._average is None else average_scalars(output, self.engine.group.all_reduce_mean)
 

@@ -217,6 +217,15 @@ def compiled_layers_train_alike():
     assert compiled == pytest.approx(losses, rel=4e-3)
 
 
+def compiled_layers_do_not_break_the_graph():
+    before = torchacc.compile_report()
+    model = accelerated(llama(), compute={"compile": True, "compile_backend": "aot_eager"})
+    train(model, adamw(model))
+    found = torchacc.compile_report()
+    assert found.graphs > before.graphs
+    assert found.breaks == before.breaks
+
+
 def window_adds_up():
     model, hand = accelerated(llama()), by_hand(llama(), "tensorwise", lambda name: name != "lm_head")
     first, second = OWN[:1], OWN[1:]
@@ -323,7 +332,7 @@ def shards_that_are_uneven():
 
 
 def rows_are_completed():
-    from torchacc.engines.native.float8_training import _with_complete_rows
+    from torchacc.engines.native.float8_layer import with_complete_rows
 
     model = llama()
     layer = by_hand_layer(model.model.layers[0].mlp.up_proj)
@@ -333,12 +342,14 @@ def rows_are_completed():
     expected = given.grad, layer.weight.grad
     given.grad = layer.weight.grad = None
     seen = []
-    completed = _with_complete_rows(lambda rows: seen.append(rows.shape) or layer(rows), given)
+    completed = with_complete_rows(lambda rows: seen.append(rows.shape) or layer(rows), given)
     completed.square().sum().backward()
     assert seen == [(32, 32)]
     assert torch.equal(completed, output)
     for found, wanted in zip((given.grad, layer.weight.grad), expected, strict=True):
         torch.testing.assert_close(found, wanted)
+    compiled = torch.compile(partial(with_complete_rows, layer), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(given), output)
 
 
 def by_hand_layer(layer):
@@ -368,6 +379,7 @@ def main(out: str) -> None:
         layers_stay_what_they_are,
         recompute_changes_nothing,
         compiled_layers_train_alike,
+        compiled_layers_do_not_break_the_graph,
         window_adds_up,
         evaluation_is_that_of_training,
         adapters_train,
