@@ -7,10 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_parallel_cases
 import torch
 import transformers
-from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, NUM_DEVICES, RANK, RELATIVE, case, check_parameters
+from casekit import (
+    ADAM,
+    ADAM_ABSOLUTE,
+    ENGINE,
+    NATIVE,
+    NUM_DEVICES,
+    RANK,
+    RELATIVE,
+    SPMD,
+    case,
+    check_parameters,
+)
 from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain
+from tensor_parallel_cases import IDS, put
 from torch import nn
 
 import torchacc
@@ -247,6 +260,32 @@ def a_checkpoint_of_stages_is_that_of_shards() -> None:
     torchacc.checkpoint.load(root / "0", model=models[1], optimizer=optimizers[1])
     losses = [step(model, [part_of(model, batch)], own) for model, own in zip(models, optimizers, strict=True)]
     assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
+
+
+EIGHT = {"pp": 2, "tp": 2}  # and fsdp 2
+
+
+@case([NATIVE], num_devices=8)
+def eight_devices_train_as_the_unsharded_model() -> None:
+    compare(make(tie_word_embeddings=True), [packed(), padded(left=True)], in_windows=True, **EIGHT)
+
+
+@case([NATIVE, SPMD], num_devices=8)
+def a_checkpoint_goes_on() -> tuple[dict[str, Any], float]:
+    """Load what the launch before has saved, or train; save, and return the states and the loss of a next step."""
+    own = Path(sys.argv[2])
+    layout = {"backend": "xla", "dist": {"fsdp": {"size": 4, "use_spmd": True}}}
+    how = torchacc.Config.from_dict(layout) if ENGINE == SPMD else config(**EIGHT if NUM_DEVICES == 8 else {"pp": 1})
+    model = torchacc.accelerate(make(tie_word_embeddings=True), None, how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    if own.name == "0":
+        tensor_parallel_cases.step(model, put(IDS % VOCAB), optimizer)
+    else:
+        torchacc.checkpoint.load(own.with_name(str(int(own.name) - 1)) / "saved", model=model, optimizer=optimizer)
+    weights, states = states_of(model, optimizer)
+    torchacc.checkpoint.save(own / "saved", model=model, optimizer=optimizer)
+    moments = {f"{i} {key}": value for i, state in states["state"].items() for key, value in state.items()}
+    return {**weights, **moments}, tensor_parallel_cases.step(model, put(IDS % VOCAB), optimizer)
 
 
 @case([NATIVE])
