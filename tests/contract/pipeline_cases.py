@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensor_parallel_cases
@@ -25,6 +26,7 @@ from casekit import (
 from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain
 from tensor_parallel_cases import IDS, put
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import torchacc
 
@@ -223,6 +225,18 @@ def stages_hold_their_own_layers_and_start_from_the_deferred_initialisation() ->
     assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
 
 
+@case([NATIVE], num_devices=4)
+def four_stages_hold_at_most_three_tenths_of_parameters_and_states_each() -> None:
+    model = make(layers=8)
+    whole = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with two moments of each
+    torchacc.accelerate(model, None, config(4))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    step(model, [plain()], optimizer)
+    states = (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
+    held = sum(each.to_local().untyped_storage().nbytes() for each in (*model.parameters(), *states))
+    assert 0.2 * whole < held <= 0.3 * whole, held / whole
+
+
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     full = torchacc.optim_state_dict(
         model, optimizer, torchacc.StateDictType.FULL_STATE_DICT, torchacc.FullStateDictConfig(rank0_only=False)
@@ -260,6 +274,32 @@ def a_checkpoint_of_stages_is_that_of_shards() -> None:
     torchacc.checkpoint.load(root / "0", model=models[1], optimizer=optimizers[1])
     losses = [step(model, [part_of(model, batch)], own) for model, own in zip(models, optimizers, strict=True)]
     assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
+
+
+@case([NATIVE], num_devices=4, each={"freed-between": "FULL_SHARD", "kept": "SHARD_GRAD_OP"})
+def a_stage_gathers_and_reduces_once_for_all_microbatches(strategy: str) -> None:
+    model = make("gpt2", layers=4, tie_word_embeddings=False)
+    torchacc.accelerate(model, None, config(2, fsdp={"sharding_strategy": strategy}))
+    batch = part_of(model, plain())
+    assert len(batch["input_ids"]) == 2, "the number of microbatches"
+
+    def sent() -> tuple[int, int]:
+        with (
+            mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as gathers,
+            mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=reduce) as reductions,
+        ):
+            model(**batch).loss.backward()
+            return gathers.call_count, reductions.call_count
+
+    gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
+    layers, units = 2, 3  # with what is around the layers, which stays gathered between forward and backward
+    expected = (units + (layers if strategy == "FULL_SHARD" else 0), units)
+    assert [sent(), sent()] == [expected] * 2
+    dropped = [model(**batch).loss]  # whose backward never comes: the next one reduces at its end
+    assert sent() == expected
+    assert sent() == expected, dropped
+    (model(**batch).loss + model(**batch).loss).backward()
+    assert sent() == expected
 
 
 EIGHT = {"pp": 2, "tp": 2}  # and fsdp 2

@@ -44,6 +44,8 @@ class _Interval:
     """Whether all microbatches have it in common, from the first of them to the last."""
     is_kept: bool = False
     """Whether it stays until the forward of all microbatches has ended."""
+    is_last: bool = False
+    """Whether it is there in the backward of the last microbatch only."""
 
 
 def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
@@ -123,8 +125,9 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
             continue
         # In backward a unit is gathered when the one that comes before it begins.
         ahead = max((time for time in begins.values() if time < begins[unit]), default=begins[unit])
-        yield _Interval("gathered", nbytes, times[0], max((time for time in times if time < turn), default=times[0]))
-        yield _Interval("gathered", nbytes, ahead if plan.backward_prefetch else begins[unit], ends)
+        forward_ends = max((time for time in times if time < turn), default=times[0])
+        yield _Interval("gathered", nbytes, times[0], forward_ends, is_one=True)
+        yield _Interval("gathered", nbytes, ahead if plan.backward_prefetch else begins[unit], ends, is_one=True)
 
 
 def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
@@ -137,16 +140,21 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
     for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
         numels = [computed_numel(plan, unit, each) for each in parameters]
+        # Gradients are reduced after the last microbatch, and until then summed as they will be reduced.
+        sums_up = lifetimes.num_microbatches > 1
+        casts = sums_up and bool(unit.name) and reduced != compute
         for parameter, numel in zip(parameters, numels, strict=True):
-            time, sums_up = lifetimes.gradients[parameter.name], lifetimes.num_microbatches > 1 and not unit.name
-            yield _Interval("gradients", numel * compute, time, done, is_one=sums_up)
-            if sums_up:  # the model's own are reduced when all microbatches have run, and here one more is added
+            time = lifetimes.gradients[parameter.name]
+            yield _Interval("gradients", numel * compute, time, done, is_one=sums_up and not casts)
+            if casts:
+                yield _Interval("gradients", numel * reduced, done, done, is_one=True)
+            elif sums_up:
                 yield _Interval("gradients", numel * compute, time, time)
         following = min((time for time in complete if time > done), default=done)
         if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
-            yield _Interval("gradients", sum(numels) * reduced, done, following)
+            yield _Interval("gradients", sum(numels) * reduced, done, following, is_last=True)
         shards = sum(_shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
-        yield _Interval("gradients", shards, done, lifetimes.num_operations, is_one=True)
+        yield _Interval("gradients", shards, done, lifetimes.num_operations, is_last=True)
 
 
 def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
@@ -174,6 +182,9 @@ def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[
         return count * forward + (count - 1 - number) * backward + time - forward
 
     for each in intervals:
+        if each.is_last:
+            yield replace(each, start=at(each.start, 0), stop=at(each.stop, 0))
+            continue
         if each.is_one:
             first = 0 if each.start < forward else count - 1
             yield replace(

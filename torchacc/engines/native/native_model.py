@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,6 +41,9 @@ from torchacc.parallel.plan import ShardingPlan, Unit
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
 _log = get_logger(__name__)
+
+if TYPE_CHECKING:
+    from torchacc.engines.native.parameter_groups import Groups
 
 
 class NativeModel(ShardedModel):
@@ -159,12 +162,11 @@ class NativeModel(ShardedModel):
 
     def _take_over_groups(self) -> None:
         from torchacc.engines.native import shard_updates
-        from torchacc.engines.native.parameter_groups import Groups
 
         shard_updates.install()
         units = [self._module_of(unit) for unit in self._own_plan.units]
         is_split, float8 = self.engine.mesh.size(Role.SHARD) > 1, self.plan.float8
-        self._groups = Groups(
+        self._groups = self._groups_class(
             self._root,
             units,
             self._agree,
@@ -172,6 +174,12 @@ class NativeModel(ShardedModel):
             float8=float8.weights if float8 is not None and float8.are_gathered else (),
             shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
         )
+
+    @property
+    def _groups_class(self) -> "type[Groups]":
+        from torchacc.engines.native.parameter_groups import Groups
+
+        return Groups
 
     @property
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:

@@ -61,8 +61,7 @@ class Group(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Gather, unless the weights that were kept for this backward are still current."""
         if self._waits:
-            may_reuse = self._keeps or self._training_state is TrainingState.PRE_BACKWARD
-            if may_reuse and self._versions == self._versions_now():
+            if self._may_reuse() and self._versions == self._versions_now():
                 self._waits = False
                 for parameter in self.fsdp_params:
                     parameter.to_unsharded()
@@ -85,10 +84,18 @@ class Group(FSDPParamGroup):
             self._hide()
         elif self._training_state is not TrainingState.FORWARD:
             super().reshard()
-        elif self._reshard_after_forward or not torch.is_grad_enabled():
+        elif self._is_done_after_forward():
             self._to_sharded()
         else:
             self._hide()
+
+    def _may_reuse(self) -> bool:
+        """Return whether unsharded weights that wait may be used now, if they are current."""
+        return self._keeps or self._training_state is TrainingState.PRE_BACKWARD
+
+    def _is_done_after_forward(self) -> bool:
+        """Return whether unsharded weights are freed after the forward that ends."""
+        return self._reshard_after_forward or not torch.is_grad_enabled()
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients, once all are there: those of a graph of gradients come in an order of their own."""
@@ -244,6 +251,8 @@ def _tensors_of(parameter: FSDPParam) -> list[torch.Tensor]:
 class Groups:
     """All groups of a model."""
 
+    group_class: type[Group] = Group
+
     def __init__(
         self,
         model: nn.Module,
@@ -277,7 +286,7 @@ class Groups:
         for state in self._states:
             state._root_post_backward_final_callback = self._finish_backward
         for number, group in enumerate(self._all_groups()):
-            group.__class__ = Group
+            group.__class__ = self.group_class
             group.number, group.is_alone = number, agree is None
             group._watched, group._in_window = WeakSet(), set()
             group.owner = self

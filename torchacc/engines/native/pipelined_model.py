@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -29,6 +29,9 @@ from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sequence_cut import IGNORED, next_labels
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
+if TYPE_CHECKING:
+    from torchacc.engines.native.microbatch_groups import MicrobatchGroups
+
 _SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
 _OTHER_INPUTS = ("num_items_in_batch", "use_cache")
@@ -43,6 +46,8 @@ _models: "WeakSet[PipelinedModel]" = WeakSet()
 
 class PipelinedModel(NativeModel):
     """A model of which each stage's processes hold, and compute with, a part of the layers."""
+
+    _groups: "MicrobatchGroups"
 
     def __init__(self, engine: NativeEngine, model: nn.Module, plan: ShardingPlan) -> None:
         super().__init__(engine, model, plan)
@@ -86,6 +91,12 @@ class PipelinedModel(NativeModel):
     @cached_property
     def _root(self) -> nn.Module:
         return _StageRoot(self.model)
+
+    @property
+    def _groups_class(self) -> "type[MicrobatchGroups]":
+        from torchacc.engines.native.microbatch_groups import MicrobatchGroups
+
+        return MicrobatchGroups
 
     @property
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
@@ -207,6 +218,10 @@ class PipelinedModel(NativeModel):
     def _loss_of_batch(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stand for the model's loss function: the microbatch's sum, over the labels that count in all of the batch."""
         return self._loss(logits, labels, *args, **{**kwargs, "num_items_in_batch": self._num_counted})
+
+    def note_more(self, has_more: bool) -> None:
+        """Note whether another microbatch follows the one that runs next, for which weights stay gathered."""
+        self._groups.has_more = has_more
 
     # ---- Gradients
 
@@ -346,8 +361,13 @@ class _Forward:
     def __call__(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the loss of the batch, where there are labels, and its logits, where no gradients are recorded."""
         records, outputs = torch.is_grad_enabled(), []
-        for number, microbatch in enumerate(self._microbatches()):
-            outputs.append(self._run(number, microbatch))
+        microbatches = list(self._microbatches())
+        try:
+            for number, microbatch in enumerate(microbatches):
+                self._owner.note_more(number + 1 < len(microbatches))
+                outputs.append(self._run(number, microbatch))
+        finally:
+            self._owner.note_more(False)
         loss = self._loss(outputs) if "labels" in self._given else None
         logits = None
         if not records:
