@@ -13,7 +13,7 @@ from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _plan_input
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.layouts import DeviceSpeeds, Found, Search, find_device, search
+from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
 from torchacc.layouts.search import grouped
 from torchacc.memory_plan import PLANNED_BACKENDS
 from torchacc.parallel.axes import Role, axis_with
@@ -118,7 +118,7 @@ def _advice(found: Search) -> str:
     return f"most of it is {largest}: more devices, --bf16, or an optimizer that keeps less"
 
 
-def _table(rows: Sequence[Found]) -> list[str]:
+def _table(rows: Sequence[PlannedLayout]) -> list[str]:
     cells = [["layout", "memory", "step", "computes", "sends", "waits"]]
     for each in rows:
         time = each.time
@@ -138,7 +138,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def _yaml(found: Found, base: Config) -> str:
+def _yaml(found: PlannedLayout, base: Config) -> str:
     lines = [f"# {found.candidate.rows} samples in each batch of the loader"]
     return "\n".join([*lines, yaml.safe_dump(found.candidate.options(base), sort_keys=False).rstrip()])
 
@@ -165,7 +165,7 @@ def _as_dict(
     }
 
 
-def _found_as_dict(found: Found, base: Config) -> dict[str, Any]:
+def _found_as_dict(found: PlannedLayout, base: Config) -> dict[str, Any]:
     return {
         "layout": found.candidate.label,
         "sizes": dict(found.candidate.sizes),

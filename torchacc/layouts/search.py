@@ -73,7 +73,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedLayout:
     """A layout that the engine accepts."""
 
     candidate: Candidate
@@ -86,9 +86,9 @@ class Found:
 class Search:
     """What came of all layouts."""
 
-    fitting: tuple[Found, ...]
+    fitting: tuple[PlannedLayout, ...]
     """The fastest first."""
-    too_large: tuple[Found, ...]
+    too_large: tuple[PlannedLayout, ...]
     """Those that need more memory than there is, the smallest first."""
     refused: Mapping[str, str]
     """Which layouts are not to be had -> what they lack."""
@@ -119,7 +119,7 @@ def search(
         num_states: Tensors in a parameter's shape that the optimizer keeps for it.
         progress: Is told what is tried.
     """
-    found: list[Found] = []
+    found: list[PlannedLayout] = []
     refused: dict[str, str] = {}
     layouts = list(_inner_sizes(num_devices))
     for number, inner in enumerate(layouts):
@@ -194,12 +194,12 @@ def _strategies(replicas: int, shards: int) -> list[str]:
     return ["HYBRID_SHARD" if replicas > 1 else "FULL_SHARD", "SHARD_GRAD_OP"]
 
 
-def _look_at(model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> Found:
+def _look_at(model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> PlannedLayout:
     replicas = candidate.sizes[_REPLICAS]
     plan = step.plan_on(num_devices, candidate.strategy, replicas=replicas)
     select_experts(model, plan.mesh)  # which refuses what they do not divide into
     memory = step.on(num_devices, candidate.strategy, replicas=replicas)
-    return Found(candidate, memory, estimate(step, plan, speeds))
+    return PlannedLayout(candidate, memory, estimate(step, plan, speeds))
 
 
 def _divisors(number: int) -> list[int]:

@@ -20,6 +20,7 @@ from torchacc.engines.patches.sequence_attention import CutForward, Spread
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role, axis_with
 from torchacc.parallel.experts import Experts
+from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sequence_cut import SequenceCut, head_parts, next_labels
 from torchacc.parallel.sharding import local_shard
@@ -66,7 +67,7 @@ def on_one_device(model: nn.Module, plan: ShardingPlan, stage: int, traffic: Tra
     for experts in plan.experts:
         _spread_experts(model.get_submodule(experts.module), experts, traffic)
     if plan.mesh.size(Role.SEQUENCE) > 1:
-        _split_samples(model, plan.mesh.size(Role.SEQUENCE), traffic)
+        _split_samples(model, plan.mesh, traffic)
     if plan.mesh.size(Role.PIPELINE) > 1:
         _run_stage(model, plan, stage, dtype, traffic)
     return model
@@ -170,10 +171,10 @@ def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, *
 # Samples
 
 
-def _split_samples(model: Any, size: int, traffic: Traffic) -> None:
+def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
     """Let a model take whole samples, and compute the first part of each, as `split_sequence` does."""
-    heads = model.config.num_attention_heads
-    num_parts = head_parts([heads], size)
+    heads, size = model.config.num_attention_heads, mesh.size(Role.SEQUENCE)
+    num_parts = head_parts([heads], size, mesh.size(Role.TENSOR))
     if num_parts < size:
         raise ConfigError(
             f"config.dist.{axis_with(Role.SEQUENCE, Role.SHARD)}.size = {size} spreads {heads} attention heads over "
