@@ -194,7 +194,9 @@ def _strategies(replicas: int, shards: int) -> list[str]:
     return ["HYBRID_SHARD" if replicas > 1 else "FULL_SHARD", "SHARD_GRAD_OP"]
 
 
-def _look_at(model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> PlannedLayout:
+def _look_at(
+    model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int
+) -> PlannedLayout:
     replicas = candidate.sizes[_REPLICAS]
     plan = step.plan_on(num_devices, candidate.strategy, replicas=replicas)
     select_experts(model, plan.mesh)  # which refuses what they do not divide into
