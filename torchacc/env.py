@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchacc.errors import ConfigError, shown
 
-_SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH")
+_SECRET = re.compile("TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE")
 _OWN = Path("/proc/self/environ")
 """The variables that this process was started with."""
 

@@ -35,7 +35,8 @@ labels = sorted(set(rows["label"]))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 names = {"id2label": dict(enumerate(map(str, labels))), "label2id": {str(label): i for i, label in enumerate(labels)}}
-model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(labels), **names)
+options = {"num_labels": len(labels), "dtype": torch.float32, **names}
+model = AutoModelForSequenceClassification.from_pretrained(args.model, **options).train()
 model.config.pad_token_id = tokenizer.pad_token_id
 
 

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=4 distill.py --teacher FOLDER --files 'texts/*.txt' --layers 6
 
 Needs a folder with the teacher and its tokenizer. Memory of a device: the whole teacher, which is not sharded, in
-bfloat16 on a GPU; and the student, at most what
-`torchacc plan --model FOLDER --devices 4 --engine native` says of the teacher.
+bfloat16 on a GPU, and its logits; and the student, at most what
+`torchacc plan --model FOLDER --devices 4 --batch 4 --seq 512 --engine native` says of the teacher.
 """
 
 import argparse
@@ -37,7 +37,7 @@ config.dist.fsdp.size = torchacc.dist.world_size()
 torch.manual_seed(0)
 teacher = AutoModelForCausalLM.from_pretrained(args.teacher).eval().requires_grad_(False)
 shape = AutoConfig.from_pretrained(args.teacher, use_cache=False, num_hidden_layers=args.layers)
-student = AutoModelForCausalLM.from_config(shape)
+student = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
 options = TextConfig(dataset="text", files=args.files, tokenizer=args.teacher, block_size=args.block, packing="concat")
 text = load_text(options, seed=0)
 loader = DataLoader(text.train, batch_size=args.batch, shuffle=True)

@@ -33,7 +33,9 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, us
 
 
 def encode(prompt, answer):
-    start, ids = len(tokenizer(prompt)["input_ids"]), tokenizer(prompt + answer)["input_ids"][: args.length]
+    start, ids = len(tokenizer(prompt)["input_ids"]), tokenizer(prompt + answer)["input_ids"]
+    cut = max(0, len(ids) - args.length)  # a prompt that is too long loses its beginning
+    ids, start = ids[cut:], max(0, start - cut)
     missing = args.length - len(ids)
     return ids + [tokenizer.eos_token_id] * missing, [0] * start + [1] * (len(ids) - start) + [0] * missing
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 long_context.py --model FOLDER --files 'books/*.txt' --block 32768
 
-Needs a number of devices that divides the attention heads. Memory: the parameters are sharded over all devices, and
-each keeps the activations of its part of the tokens: with four, about what
+Any number of devices; best one that divides the attention heads. Memory: the parameters are sharded over all
+devices, and each keeps the activations of its part of the tokens: with four, about what
 `torchacc plan --model FOLDER --devices 4 --seq 8192 --gc --engine native` says of a quarter of them.
 """
 
@@ -31,7 +31,7 @@ config.backend = "native"
 config.dist.sp.size = torchacc.dist.world_size()  # all devices share each sample
 config.memory.gc = True
 
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
 model.config.use_cache = False
 options = TextConfig(dataset="text", files=args.files, tokenizer=args.model, block_size=args.block, packing="concat")
 text = load_text(options, seed=0)

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc_per_node=4 lora.py --model FOLDER --files 'texts/*.txt'
 
 Needs peft; a device for each process. Memory: the base's shard in float32 and one unit of it, and the activations: what
-`torchacc plan --model FOLDER --devices 4 --optimizer sgd` says, without its gradients.
+`torchacc plan --model FOLDER --devices 4 --batch 4 --seq 512 --optimizer sgd --engine native` says, without its
+gradients.
 """
 
 import argparse
@@ -32,7 +33,7 @@ config.backend = "native"
 config.dist.fsdp.size = torchacc.dist.world_size()
 
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
 model.config.use_cache = False
 model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 options = TextConfig(dataset="text", files=args.files, tokenizer=args.model, block_size=args.block, packing="concat")

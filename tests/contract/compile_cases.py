@@ -309,6 +309,19 @@ def nothing_is_compiled_natively() -> None:
     assert torchacc.compile_report() == torchacc.CompileReport()
 
 
+@case([NATIVE])
+def a_graph_from_before_a_step_of_a_compiled_model_is_refused() -> None:
+    compute = {"compile": True, "compile_backend": "aot_eager"}
+    model = accelerate(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), size=1, compute=compute)
+    optimizer = adamw(model)
+    losses = [model(part(X)).pow(2).mean() for _ in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["fused"]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
 @case(XLA)
 def the_report_counts() -> None:
     model = accelerate(nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)))

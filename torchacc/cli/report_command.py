@@ -52,7 +52,7 @@ def _names(folders: list[Path]) -> list[str]:
     if len(folders) == 1:
         return [f"{folders[0].parent.name}/{folders[0].name}"]
     common = os.path.commonpath(folders)
-    return [folder.relative_to(common).as_posix() if folder != Path(common) else folder.name for folder in folders]
+    return [folder.relative_to(common).as_posix() if folder != Path(common) else "." for folder in folders]
 
 
 def _planned(path: Path | None) -> dict[str, int]:

@@ -1,13 +1,16 @@
 """How an optimizer of torch.optim runs its step: in one kernel for all parameters, or one after the other."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-FUSED = ("Adam", "AdamW", "SGD")
-"""Classes of torch.optim whose fused step both CPUs and GPUs have."""
+FUSED = ("Adam", "AdamW")
+"""Classes of torch.optim whose fused step both CPUs and GPUs have, and which does what the loop does.
+
+That of SGD fails at sparse gradients, and with momentum where a parameter's first gradient comes later than others'.
+"""
 _DEVICES = ("cpu", "cuda")
 
 
@@ -52,10 +55,16 @@ def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
         for group in optimizer.param_groups
         if (group.get("fused"), group.get("foreach")) == (None, None) and _loops(group, device)
     ]
-    groups = [group for group in groups if all(parameter.is_floating_point() for parameter in group["params"])]
+    groups = [group for group in groups if _goes_through_one_kernel(group["params"])]
     for group in groups:
         group["fused"] = True
     return bool(groups)
+
+
+def _goes_through_one_kernel(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether a kernel takes all of them: real numbers, and either all shards or none."""
+    are_shards = {hasattr(each, "to_local") for each in parameters}
+    return len(are_shards) == 1 and all(each.is_floating_point() for each in parameters)
 
 
 def leave_out_fused(optimizer: torch.optim.Optimizer) -> bool:

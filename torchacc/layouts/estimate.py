@@ -53,14 +53,14 @@ def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> Ste
     computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in stage.work)
     sent = sum(_seconds(plan.mesh, (each.role,), each.nbytes, speeds) for each in stage.sent)
     moved = sum(_seconds(plan.mesh, roles, nbytes, speeds) for roles, nbytes in _of_parameters(own))
-    exchanged = max(0.0, moved - computed) if speeds.overlaps else moved
+    # A stage gathers its weights, and reduces its gradients, once for all microbatches.
+    exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
     # The optimizer reads and writes each shard: parameters, gradients and its state.
     stepped = 12 * sum(_at_rest(own)) / plan.mesh.num_shards / speeds.memory_bytes_per_second
-    each_batch = computed + sent + exchanged
     return StepTime(
         compute=count * computed + stepped,
-        exposed=count * (sent + exchanged),
-        bubble=(plan.pipeline.size - 1) * each_batch,
+        exposed=count * sent + exchanged,
+        bubble=(plan.pipeline.size - 1) * (computed + sent),
     )
 
 
@@ -71,7 +71,7 @@ def _at_rest(plan: ShardingPlan) -> Iterator[int]:
 
 
 def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[Role, ...], int]]:
-    """Yield what a microbatch sends of each unit: its weights once or twice, and its gradients."""
+    """Yield what a step sends of each unit: its weights once or twice, and its gradients."""
     shards, replicas = plan.mesh.num_shards, plan.mesh.size(Role.REPLICATE)
     for unit in plan.units:
         numel = sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)

@@ -19,7 +19,7 @@ from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan import DeviceBytes, Step, study
 from torchacc.parallel.axes import AXES, Role, axes_with, axis_with
 from torchacc.parallel.experts import select_experts
-from torchacc.parallel.mesh import from_config
+from torchacc.parallel.mesh import Mesh, from_config
 
 _REPLICAS, _SHARDS = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
 _STAGES = axis_with(Role.PIPELINE)
@@ -69,6 +69,9 @@ class Candidate:
         config.dist.fsdp.sharding_strategy = self.strategy  # type: ignore[assignment]
         config.dist.pp.num_microbatches = self.num_microbatches if self.sizes[_STAGES] > 1 else None
         config.memory.gc = self.recompute
+        if not self.recompute:  # what says which modules are computed again would be refused
+            for name in ("gc_cls", "gc_every", "gc_cnt", "gc_policy"):
+                setattr(config.memory, name, getattr(Config().memory, name))
         return config
 
 
@@ -130,6 +133,7 @@ def search(
             tried = _try(model, make_batch, config, inner, num_devices, global_batch, num_states)
             for candidate, step in tried:
                 try:
+                    _check(model, candidate.apply(config), num_devices)
                     found.append(_look_at(model, candidate, step, speeds, num_devices))
                 except ConfigError as error:
                     refused[candidate.label] = str(error)
@@ -168,9 +172,7 @@ def _try(
     """
     outer = num_devices // prod(inner.values())
     smallest = Candidate({**dict.fromkeys(AXES, 1), **inner, _SHARDS: outer}, "FULL_SHARD", False, 1).apply(config)
-    resolved = resolve(smallest, Job(num_processes=num_devices), num_devices=num_devices)
-    mesh = from_config(resolved)
-    check_axes(resolved, mesh, model)
+    mesh = _check(model, smallest, num_devices)
     if samples % mesh.num_data_shards:
         raise ConfigError(
             f"a global batch of {samples} samples does not divide over {mesh.num_data_shards} parts of the data"
@@ -182,16 +184,29 @@ def _try(
         whole = Candidate({**dict.fromkeys(AXES, 1), **inner}, "FULL_SHARD", recompute, rows, count)
         step = study(model, make_batch(rows), whole.apply(config), num_states=num_states, backend=_ENGINE)
         for replicas in _divisors(outer):
-            for strategy in _strategies(replicas, outer // replicas):
+            for strategy in _strategies(replicas, outer // replicas, mesh.num_shards // outer):
                 sizes = {**whole.sizes, _REPLICAS: replicas, _SHARDS: outer // replicas}
                 yield Candidate(sizes, strategy, recompute, rows, count), step
 
 
-def _strategies(replicas: int, shards: int) -> list[str]:
-    """Return the strategies that differ for so many copies and shards."""
-    if shards == 1:
+def _check(model: nn.Module, config: Config, num_devices: int) -> Mesh:
+    """Return the mesh of a config.
+
+    Raises:
+        ConfigError: The engine does not accept it for this model.
+    """
+    resolved = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
+    mesh = from_config(resolved)
+    check_axes(resolved, mesh, model)
+    return mesh
+
+
+def _strategies(replicas: int, shards: int, inner_shards: int) -> list[str]:
+    """Return the strategies that differ for so many copies, shards over `fsdp`, and shards over other axes."""
+    if shards * inner_shards == 1:
         return ["FULL_SHARD"] if replicas == 1 else ["NO_SHARD"]
-    return ["HYBRID_SHARD" if replicas > 1 else "FULL_SHARD", "SHARD_GRAD_OP"]
+    is_hybrid = replicas > 1 and shards > 1
+    return ["HYBRID_SHARD" if is_hybrid else "FULL_SHARD", "SHARD_GRAD_OP"]
 
 
 def _look_at(

@@ -21,10 +21,10 @@ class DeviceSpeeds:
     far_bytes_per_second: float
     """That it sends to those of other machines."""
     devices_per_machine: int
+    float32_share: float
+    """Of the FLOP/s, what products in float32 have, which PyTorch does not round to TF32 by itself."""
     seconds_per_exchange: float = 20e-6
     """What an exchange takes beside its bytes."""
-    float32_share: float = 0.5
-    """Of the FLOP/s, what products in float32 have."""
     overlaps: bool = True
     """Whether weights and gradients travel while the device computes."""
     efficiency: float = 0.6
@@ -33,10 +33,10 @@ class DeviceSpeeds:
 
 
 DEVICES: Mapping[str, DeviceSpeeds] = {
-    "a100": DeviceSpeeds("A100 SXM 80GB", 312e12, 2039e9, 300e9, 25e9, 8, memory_bytes=80 * 10**9),
-    "h100": DeviceSpeeds("H100 SXM", 989e12, 3350e9, 450e9, 50e9, 8, memory_bytes=80 * 10**9),
-    "h200": DeviceSpeeds("H200 SXM", 989e12, 4800e9, 450e9, 50e9, 8, memory_bytes=141 * 10**9),
-    "b200": DeviceSpeeds("B200", 2250e12, 8000e9, 900e9, 50e9, 8, memory_bytes=180 * 10**9),
+    "a100": DeviceSpeeds("A100 SXM 80GB", 312e12, 2039e9, 300e9, 25e9, 8, 19.5 / 312, memory_bytes=80 * 10**9),
+    "h100": DeviceSpeeds("H100 SXM", 989e12, 3350e9, 450e9, 50e9, 8, 67 / 989, memory_bytes=80 * 10**9),
+    "h200": DeviceSpeeds("H200 SXM", 989e12, 4800e9, 450e9, 50e9, 8, 67 / 989, memory_bytes=141 * 10**9),
+    "b200": DeviceSpeeds("B200", 2250e12, 8000e9, 900e9, 50e9, 8, 75 / 2250, memory_bytes=180 * 10**9),
 }
 """By the names that `--device` takes: NVIDIA's published figures, of dense products, with one network card of 200
 (A100) or 400 Gbit/s for each GPU."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -150,7 +151,12 @@ class Step:
         def fits(num_devices: int) -> bool:
             return self.on(num_devices, strategy, replicas=replicas).total <= memory_bytes
 
-        bound = next((n for n in counts if (n <= 8 or n & (n - 1) == 0) and fits(n)), None)
+        step = lcm(whole, 8)  # of all counts above 8
+
+        def is_tried(n: int) -> bool:
+            return n <= 8 or (n // step) & (n // step - 1) == 0 or n == counts[-1]
+
+        bound = next((n for n in counts if is_tried(n) and fits(n)), None)
         if bound is None or bound <= 8:
             return bound
         return min(n for n in counts if bound // 2 < n <= bound and fits(n))
@@ -182,6 +188,11 @@ def study(
     Raises:
         ConfigError: The model cannot run there, or the config asks for what is not planned.
     """
+    if config.compute.attention == "blockwise":
+        raise ConfigError(
+            "config.compute.attention = 'blockwise' is not in the memory plan, which counts all scores under XLA: "
+            "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"
+        )
     for path in _NOT_PLANNED:
         section, _, name = path.rpartition(".")
         if getattr(_section(config, section), name):

@@ -3,14 +3,20 @@
 import json
 
 import pytest
+import torch
 
 from torchacc.cli.main import main
-from torchacc.config import Config
+from torchacc.config import Config, resolve
+from torchacc.engines.native.native_engine import check_axes
+from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layouts import find_device
-from torchacc.layouts.search import grouped
+from torchacc.layouts.search import Candidate, grouped
+from torchacc.parallel.axes import AXES
+from torchacc.parallel.mesh import from_config
 
 pytest.importorskip("transformers.models.llama.modeling_llama")
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
@@ -66,6 +72,24 @@ def test_configs_are_those_of_the_layouts(run):
         assert config.memory.gc == ("recompute" in each["layout"])
     staged = [each for each in result["fitting"] if each["sizes"]["pp"] > 1]
     assert not staged  # mixtral has no stages
+
+
+def test_experts_of_replicas_are_in_configs_that_the_engine_accepts(run):
+    result = found(run, MIXTRAL, "--devices", "4", "--global-batch", "4", "--memory", "1GiB")
+    assert "dp 2 x ep 2, FULL_SHARD" in [each["layout"] for each in result["fitting"]]
+    config = AutoConfig.for_model(**MIXTRAL)
+    for each in result["fitting"]:
+        resolved = resolve(Config.from_dict(each["config"]), Job(num_processes=4), num_devices=4)
+        with torch.device("meta"):
+            check_axes(resolved, from_config(resolved), AutoModelForCausalLM.from_config(config))
+
+
+def test_what_chooses_modules_to_recompute_is_left_out_without_recompute():
+    base = Config()
+    base.memory.gc, base.memory.gc_cls = True, {"LlamaDecoderLayer"}
+    sizes = dict.fromkeys(AXES, 1)
+    assert Candidate(sizes, "FULL_SHARD", True, 1).apply(base).memory.gc_cls == {"LlamaDecoderLayer"}
+    assert not Candidate(sizes, "FULL_SHARD", False, 1).apply(base).memory.gc_cls
 
 
 def test_the_config_in_the_text_is_one(run, tmp_path):

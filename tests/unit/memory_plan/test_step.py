@@ -245,6 +245,7 @@ def test_the_fewest_devices_are_found():
     assert step.smallest(step.on(1, "FULL_SHARD").total, "FULL_SHARD") == 1
     assert step.smallest(step.on(8, "HYBRID_SHARD", replicas=2).total, "HYBRID_SHARD", replicas=2) == 8
     assert step.smallest(step.on(1, "NO_SHARD").parameters, "NO_SHARD") is None
+    assert step.smallest(step.on(24, "HYBRID_SHARD", replicas=3).total, "HYBRID_SHARD", replicas=3) == 24
 
 
 def test_what_cannot_be_planned_is_refused():

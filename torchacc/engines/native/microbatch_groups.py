@@ -1,7 +1,8 @@
 """FSDP2's groups of parameters of a stage: weights are gathered once for all microbatches, gradients reduced once.
 
 Unsharded weights stay from the first microbatch's forward to the last one's, and so in backward. Gradients of all but
-the last backward are added up unsharded, in the dtype in which they are reduced, as in an accumulation window.
+the last backward are added up unsharded, in the dtype in which they are reduced, as in an accumulation window;
+those of the root by autograd itself, in the dtype in which it computes.
 """
 
 from typing import Any

@@ -286,9 +286,8 @@ class NativeModel(ShardedModel):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
         script_reads.end()
-        if self.plan.recomputed or not self.plan.is_plain:  # else autograd does as it does for the unsharded model
-            fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
-            increment_version([each for group in fused for each in group if each.grad is not None])
+        fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+        increment_version([each for group in fused for each in group if each.grad is not None])
         if self._compiled is not None:
             compiled_units.watch.after_step(optimizer)
 

@@ -101,12 +101,24 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        group, dim = ctx.how
+        return _Scattered.apply(gradient, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+class _Scattered(torch.autograd.Function):
+    """The backward of `_Gathered`, which has one itself."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.how = group, dim
         # Summed in float32, as gradients of bfloat16 keys would lose digits.
-        parts = torch.stack(gradient.to(torch.promote_types(gradient.dtype, torch.float32)).chunk(group.size(), dim))
+        parts = torch.stack(whole.to(torch.promote_types(whole.dtype, torch.float32)).chunk(group.size(), dim))
         own = parts.new_empty(parts.shape[1:])
         dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
-        return own.to(gradient.dtype), None, None
+        return own.to(whole.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Gathered.apply(gradient.contiguous(), *ctx.how), None, None  # type: ignore[no-untyped-call]
 
 
 class _Total(torch.autograd.Function):

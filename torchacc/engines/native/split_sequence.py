@@ -128,7 +128,8 @@ def _why_it_cannot(model: Any) -> str | None:
             f"it has a {other.__name__} of {other.__module__}, which may look at tokens of other devices. Known are "
             "the modules of transformers, peft and PyTorch's layers of single tokens"
         )
-    if not getattr(config, "is_causal", True) or getattr(config, "add_cross_attention", False):
+    is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    if not is_causal or getattr(config, "add_cross_attention", False):
         return "its attention is not causal, or is over another model's tokens, too"
     rotation = _rotation_of_a_length(config)
     if rotation is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches import counter_random
+from torchacc.errors import EngineError
 
 BLOCK = 256
 """Queries of a block."""
@@ -91,6 +92,10 @@ def _form_of(
     if mask.requires_grad or mask.dim() > 4:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
+    sizes = (query.shape[0], heads, query.shape[2], key.shape[2])
+    is_broadcast = all(found in (1, size) for found, size in zip(mask.shape, sizes, strict=True))
+    if not is_broadcast or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return None  # PyTorch says what is wrong with it
     return _Form(mask.unflatten(1, (kv_heads, -1)) if mask.shape[1] == heads > 1 else mask.unsqueeze(2))
 
 
@@ -126,10 +131,10 @@ class _Attention(torch.autograd.Function):
             weights = _without(torch.exp(scores - top), hidden)
             total = weights.sum(-1, keepdim=True)
             keys.append(options.draw_key(query.device))
-            dropped = options.dropped(weights, keys[-1]).to(value.dtype)
-            found = torch.einsum("bkgqt,bktd->bkgqd", dropped, value[:, :, : block.num_keys])
             # A token that sees none gets zeros, as from PyTorch.
-            outputs.append((found / total.clamp(min=torch.finfo(total.dtype).tiny)).to(query.dtype))
+            shares = weights / total.clamp(min=torch.finfo(total.dtype).tiny)
+            dropped = options.dropped(shares, keys[-1]).to(value.dtype)
+            outputs.append(torch.einsum("bkgqt,bktd->bkgqd", dropped, value[:, :, : block.num_keys]).to(query.dtype))
             highest.append(top)
             sums.append(total)
         output = torch.cat(outputs, 3)
@@ -140,6 +145,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "create_graph=True with config.compute.attention = 'blockwise' is not available: gradients of its "
+                "gradients are not written. Leave compute.attention at 'auto'"
+            )
         output, highest, sums, query, key, value, *others = _after(gradient, list(ctx.saved_tensors))
         mask = others.pop(0) if ctx.has_mask else None
         wide = highest.dtype

@@ -114,6 +114,8 @@ def _places(key: Any, sizes: tuple[int, ...]) -> tuple[Any, Any]:
     words = [_number(key, 0).broadcast(list(sizes)) for _ in range(2)]
     word, stride = 1, 1
     for dim in reversed(range(len(sizes))):
+        if sizes[dim] == 1:
+            continue
         if stride * sizes[dim] > _WORD:
             word, stride = 0, 1
         words[word] = words[word] + xb.Op.iota(key.builder(), shape, dim) * _number(key, stride)

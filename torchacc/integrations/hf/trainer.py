@@ -20,6 +20,9 @@ from torchacc.integrations.hf.known_trainers import check_losses, is_zero_withou
 from torchacc.integrations.hf.loop import Loop, is_lazy
 from torchacc.integrations.hf.losses import MeanOf, Smoother, are_classes, class_name, find_mean, rows_of
 from torchacc.integrations.hf.training_arguments import Devices, TrainingArguments, adopt
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 _Above: Any = object  # a mixin; what is below it is transformers', or a trainer that is made of it
 
@@ -227,7 +230,18 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         if is_counted not in self._mean_of:
             is_of_pairs = self._has_rows_of_pairs(inputs, is_training=is_training)
             self._mean_of[is_counted] = MeanOf.UNKNOWN if is_of_pairs else self._tried_mean(model, inputs, is_counted)
+            if self._mean_of[is_counted] is MeanOf.UNKNOWN and not is_of_pairs and self._engine.job.launched:
+                self._warn_of_unequal_weights()
         return self._mean_of[is_counted]
+
+    def _warn_of_unequal_weights(self) -> None:
+        _log.warning(
+            "the loss of %s is a mean neither over labels nor over rows: the mean of the devices' losses, which is "
+            "trained on, is that of all samples only where each part weighs the same, and another number with weights "
+            "of classes, or where samples are compared with one another. Divide a sum by num_items_in_batch, or let "
+            "one process drive all devices (config.dist.fsdp.use_spmd = True)",
+            type(self).__name__,
+        )
 
     def _tried_mean(self, model: nn.Module, inputs: dict[str, Any], is_counted: bool) -> MeanOf:
         inputs = tree.map_tensors(torch.Tensor.cpu, dict(inputs))

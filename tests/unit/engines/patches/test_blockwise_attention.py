@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from torchacc.engines.patches import blockwise_attention
+from torchacc.errors import EngineError
 
 SIZE = 8
 LENGTHS = [(50, 50), (16, 16), (1, 1), (5, 40), (40, 5), (33, 70)]
@@ -114,3 +115,21 @@ def test_no_value_has_an_element_for_each_pair_of_tokens():
 def test_what_it_does_not_take_is_left_to_pytorch(tensors, options):
     with pytest.raises(AssertionError, match="was called"):
         attention(*tensors, **options)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(16, 16, dtype=torch.long), torch.ones(17, 17).tril() > 0, torch.ones(2, 2, 16, 16) > 0],
+    ids=["integers", "longer", "of_each_key_head"],
+)
+def test_what_pytorch_refuses_is_left_to_pytorch(mask):
+    inputs = projections(16, 16, kv_heads=2)
+    with pytest.raises(AssertionError, match="PyTorch's attention was called"):
+        attention(*inputs, attn_mask=mask, enable_gqa=True)
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = (each.requires_grad_() for each in projections(16, 16))
+    loss = attention(query, key, value).sum()
+    with pytest.raises(EngineError, match="create_graph=True"):
+        torch.autograd.grad(loss, query, create_graph=True)
