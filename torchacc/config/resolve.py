@@ -142,7 +142,7 @@ def _refuse_lone_hybrid(config: Config) -> None:
         raise ConfigError(
             f"dist.fsdp.sharding_strategy = 'HYBRID_SHARD' shards inside of groups and replicates across them, but "
             f"dp({dp}) * fsdp({fsdp}) has a single {'group' if dp == 1 else 'device in a group'}: make both larger "
-            f"than 1, or use {'NO_SHARD' if dp > 1 and config.dist.sp.size == 1 else 'FULL_SHARD'!r}"
+            f"than 1, or use {'FULL_SHARD' if dp == 1 or config.dist.sp.size > 1 else 'NO_SHARD'!r}"
         )
 
 

@@ -101,7 +101,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Scattered.apply(gradient, *ctx.how), None, None  # type: ignore[no-untyped-call]
+        return _Scattered.apply(gradient, *ctx.how), None, None
 
 
 class _Scattered(torch.autograd.Function):
@@ -118,7 +118,7 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Gathered.apply(gradient.contiguous(), *ctx.how), None, None  # type: ignore[no-untyped-call]
+        return _Gathered.apply(gradient.contiguous(), *ctx.how), None, None
 
 
 class _Total(torch.autograd.Function):
