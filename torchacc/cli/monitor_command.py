@@ -64,7 +64,7 @@ def describe(folder: Path, found: RunRead, *, width: int) -> str:
     rows = found.rows
     step = max((row["step"] for row in rows), default=0)
     outcome = found.outcome.partition("\n")[0]
-    lines = [f"{folder}: {outcome}{_silent_for(folder, found)}", _progress(found, step, width), ""]
+    lines = [str(folder), f"{outcome}{_silent_for(folder, found)}", _progress(found, step, width), ""]
     for name, (title, form) in _VALUES.items():
         values = [float(value) for value in points(rows, name)[1]]
         if values:

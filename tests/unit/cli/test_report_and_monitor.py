@@ -1,5 +1,6 @@
 """`torchacc report` and `torchacc monitor`, on what runs have written."""
 
+import contextlib
 import json
 import os
 import pty
@@ -57,6 +58,16 @@ def test_beside_a_terminal_a_run_is_shown_once(folders, capsys):
     assert "process memory   1.00 GiB" in said
 
 
+def written_to(terminal):
+    """Return all that was written to a terminal, whose other side is closed."""
+    said = b""
+    with contextlib.suppress(OSError):  # which is how it says that there is no more
+        while more := os.read(terminal, 1 << 16):
+            said += more
+    os.close(terminal)
+    return said.decode()
+
+
 def test_on_a_terminal_a_run_is_followed_to_its_end(folders, monkeypatch):
     running = folders[1]
 
@@ -69,8 +80,7 @@ def test_on_a_terminal_a_run_is_followed_to_its_end(folders, monkeypatch):
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(monitor_command.sys, "stdout", terminal)
         assert main.main(["monitor", str(running), "--every", "0.5"]) == 0
-    said = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    said = written_to(ours)
     assert said.count("\x1b[H\x1b[J") == 2
     assert said.index("no end yet") < said.index("finished")
 

@@ -68,7 +68,7 @@ def planned(make, config):
 def held(make, config, folder):
     """Return the most bytes that PyTorch's CPU allocator has given away in the second step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
         model = make()
         torchacc.accelerate(model, None, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)

@@ -37,8 +37,9 @@ PATCHES: Mapping[str, PatchVersions] = {
     "module_states": PatchVersions("torch", ">=2.9", "what Module.state_dict() and load_state_dict() call"),
     # of FSDP2 and torchao: float8_gather.py
     "float8_gather": PatchVersions("torchao", ">=0.16,<0.17", "the class of FSDP2's parameters, and torchao's tensors"),
-    # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py
+    # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py, blockwise_attention.py
     "model_patches": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), and modules of a model"),
+    "blockwise_attention": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), by model_patches"),
     "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
     "split_heads": PatchVersions("torch", ">=2.9,<2.10", "nothing: a mode in which products keep heads apart"),
     # of torch_xla: xla_lowerings.py, those beside it, and loop_seed.py
@@ -46,6 +47,8 @@ PATCHES: Mapping[str, PatchVersions] = {
     "activation_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "extreme_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "picture_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
+    "random_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
+    "counter_random": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of torch_xla.core.xla_builder"),
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
     # of safetensors: safetensors_writing.py
     "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),

@@ -71,7 +71,7 @@ class RecordingEngine(SpmdEngine):
             made.append(new)
         return made
 
-    def sync(self) -> None:
+    def sync(self, *, wait: bool = False) -> None:
         """Keep what has been recorded."""
 
     def program(self, loss: torch.Tensor, kept: Iterable[torch.Tensor]) -> Program:

@@ -356,7 +356,7 @@ class SpmdModel(XlaModel):
         """Return full tensors, flat, on the host."""
         if not self.engine.is_partitioned:
             return super().fetch(tensors)
-        runtime.sync(wait=True)  # shards are only there once they are computed
+        self.engine.sync(wait=True)  # shards are only there once they are computed
         return [tensor.reshape(-1) for tensor in runtime.join_shards([tensor.detach() for tensor in tensors])]
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:

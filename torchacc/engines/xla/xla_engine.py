@@ -148,10 +148,14 @@ class XlaEngine(Engine):
     has_recorded: bool = False
     """Whether a model ran since the last sync. A sync of nothing would wait for the devices all the same."""
 
-    def sync(self) -> None:
-        """Compile and run what has been recorded."""
+    def sync(self, *, wait: bool = False) -> None:
+        """Compile and run what has been recorded.
+
+        Args:
+            wait: Whether to return when the devices are done.
+        """
         seed = runtime.random_seed()
-        runtime.sync()
+        runtime.sync(wait=wait)
         if not self.has_recorded:
             # torch_xla moves its seed even so: then a step's random numbers would depend on whether a checkpoint was
             # saved or loaded before it.
