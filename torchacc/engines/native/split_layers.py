@@ -282,10 +282,12 @@ def _relaid(tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: s
         wants: The same of what comes out.
         sends_back: The same of the gradient of what comes out, where it is something else.
     """
-    if hasattr(mesh, "relaid"):  # the memory plan's, which has no processes
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not isinstance(mesh, DeviceMesh):  # the memory plan's, which has no processes
         planned: torch.Tensor = mesh.relaid(tensor, has, wants, sends_back)
         return planned
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements: dict[str, Any] = {"full": [Replicate()], "part": [Shard(-1)], "summand": [Partial()], "": None}
     there = DTensor.from_local(tensor, mesh, placements[has], run_check=False)
