@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         backend=args.engine,
         widens=args.platform == "cpu",
     )
-    found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args)}
+    found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args, step)}
     fewest = {}
     if args.memory is not None:
         fewest = {name: step.smallest(args.memory, name, replicas=_replicas(args, name)) for name in found}
@@ -103,13 +103,23 @@ def _platform(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _strategies(args: argparse.Namespace) -> list[str]:
-    """Return the strategies that are asked for, else those that the devices allow."""
+def _strategies(args: argparse.Namespace, step: Step) -> list[str]:
+    """Return the strategies that are asked for, else those that can be had on the devices.
+
+    Raises:
+        ConfigError: None can be had.
+    """
     if args.strategy:
         return list(args.strategy)
-    copies = _replicas(args, "HYBRID_SHARD")
-    is_hybrid = args.devices % copies == 0 and args.devices // copies > 1 and copies > 1
-    return [name for name in STRATEGIES if name != "HYBRID_SHARD" or is_hybrid]
+    refused: dict[str, ConfigError] = {}
+    for name in STRATEGIES:
+        try:
+            step.plan_on(args.devices, name, replicas=_replicas(args, name))
+        except ConfigError as error:
+            refused[name] = error
+    if len(refused) == len(STRATEGIES):
+        raise refused["FULL_SHARD"]
+    return [name for name in STRATEGIES if name not in refused]
 
 
 def _replicas(args: argparse.Namespace, strategy: str) -> int:

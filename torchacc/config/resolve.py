@@ -37,6 +37,7 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
         resolved.compute.attention = "sdpa"
     _refuse_lone_hybrid(resolved)
     _refuse_split_samples_of_replicas(resolved)
+    _refuse_spread_experts_of_replicas(resolved)
     resolved.freeze()
     return resolved
 
@@ -151,6 +152,14 @@ def _refuse_split_samples_of_replicas(config: Config) -> None:
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} with config.dist.fsdp.sharding_strategy = 'NO_SHARD': "
             "parameters are sharded over the devices that share samples: leave the strategy at 'FULL_SHARD'"
+        )
+
+
+def _refuse_spread_experts_of_replicas(config: Config) -> None:
+    if config.dist.ep.size > 1 and config.dist.fsdp.sharding_strategy == "NO_SHARD":
+        raise ConfigError(
+            f"config.dist.ep.size = {config.dist.ep.size} with config.dist.fsdp.sharding_strategy = 'NO_SHARD': "
+            "experts are sharded over the devices that they are spread over: leave the strategy at 'FULL_SHARD'"
         )
 
 

@@ -18,7 +18,6 @@ from torchacc.layouts.estimate import StepTime, estimate
 from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan import DeviceBytes, Step, study
 from torchacc.parallel.axes import AXES, Role, axes_with, axis_with
-from torchacc.parallel.experts import select_experts
 from torchacc.parallel.mesh import Mesh, from_config
 
 _REPLICAS, _SHARDS = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
@@ -134,7 +133,7 @@ def search(
             for candidate, step in tried:
                 try:
                     _check(model, candidate.apply(config), num_devices)
-                    found.append(_look_at(model, candidate, step, speeds, num_devices))
+                    found.append(_look_at(candidate, step, speeds, num_devices))
                 except ConfigError as error:
                     refused[candidate.label] = str(error)
         except ConfigError as error:
@@ -209,12 +208,9 @@ def _strategies(replicas: int, shards: int, inner_shards: int) -> list[str]:
     return ["HYBRID_SHARD" if is_hybrid else "FULL_SHARD", "SHARD_GRAD_OP"]
 
 
-def _look_at(
-    model: nn.Module, candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int
-) -> PlannedLayout:
+def _look_at(candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> PlannedLayout:
     replicas = candidate.sizes[_REPLICAS]
     plan = step.plan_on(num_devices, candidate.strategy, replicas=replicas)
-    select_experts(model, plan.mesh)  # which refuses what they do not divide into
     memory = step.on(num_devices, candidate.strategy, replicas=replicas)
     return PlannedLayout(candidate, memory, estimate(step, plan, speeds))
 

@@ -20,6 +20,7 @@ from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
 from torchacc.parallel.axes import Role, axes_with
+from torchacc.parallel.experts import spread
 from torchacc.parallel.mesh import STRATEGIES, from_config
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
@@ -133,7 +134,8 @@ class Step:
             getattr(dist, axis).size = self.plan.mesh.axis_size(axis)
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
         again = STRATEGIES[strategy].reshard_after_forward
-        return replace(self.plan, mesh=from_config(config), reshard_after_forward=again)
+        mesh = from_config(config)
+        return replace(self.plan, mesh=mesh, reshard_after_forward=again, experts=spread(self.plan.experts, mesh))
 
     def smallest(self, memory_bytes: int, strategy: str, *, replicas: int = 1) -> int | None:
         """Return the fewest devices, 1 to 8 or a multiple of 8, on which it fits; None where no number up to 1024 does.
@@ -149,7 +151,10 @@ class Step:
         counts: list[int] = [n for n in every if n % whole == 0 and n >= fewest * self.num_inner]
 
         def fits(num_devices: int) -> bool:
-            return self.on(num_devices, strategy, replicas=replicas).total <= memory_bytes
+            try:
+                return self.on(num_devices, strategy, replicas=replicas).total <= memory_bytes
+            except ConfigError:  # experts do not divide over so many
+                return False
 
         step = lcm(whole, 8)  # of all counts above 8
 

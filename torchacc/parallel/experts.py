@@ -4,6 +4,7 @@ At rest their parameters are sharded as all others are: by rows, and a row is an
 axes than that of experts gather their rows together, and compute the experts that these are.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -62,6 +63,15 @@ def select_experts(model: nn.Module, mesh: Mesh) -> tuple[Experts, ...]:
             f"config.dist.{_EP}.size at 1, and use config.dist.fsdp.size"
         )
     return tuple(Experts(name, _held(name, count, mesh)) for name, count in counts.items())
+
+
+def spread(experts: Iterable[Experts], mesh: Mesh) -> tuple[Experts, ...]:
+    """Return where the experts of the same modules lie on another mesh with such an axis.
+
+    Raises:
+        ConfigError: They cannot be divided there.
+    """
+    return tuple(Experts(each.module, _held(each.module, each.num_experts, mesh)) for each in experts)
 
 
 def count_experts(module: nn.Module) -> int | None:

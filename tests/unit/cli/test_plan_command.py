@@ -128,6 +128,37 @@ def test_a_training_file_says_on_how_many_devices_and_by_which_engine(tmp_path, 
         assert (found["devices"], found["engine"]) == (devices, engine)
 
 
+@pytest.mark.parametrize(
+    ("axis", "size", "strategies"),
+    [
+        ("sp", 2, ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"]),
+        ("tp", 2, ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        ("tp", 4, ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        ("pp", 4, ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        ("ep", 2, ["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"]),
+    ],
+)
+def test_strategies_are_those_that_can_be_had_beside_other_axes(tmp_path, capsys, axis, size, strategies):
+    family = "mixtral" if axis == "ep" else "llama"
+    model = {
+        "model_type": family, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16,
+    }  # fmt: skip
+    options = model | ({"num_local_experts": 8} if axis == "ep" else {})
+    stage = {
+        "model_config": "model_config_tiny",
+        "data": {"block_size": 8, "vocab_size": 257},
+        "training": {"batch_size": 4},
+        "distributed": {"engine": "native", "devices": 8},
+        "torchacc": {"dist": {axis: {"size": size}}},
+    }
+    path = str(
+        write(tmp_path, "config.yaml", json.dumps({"training_stages": {"one": stage}, "model_config_tiny": options}))
+    )
+    assert list(plan(capsys, "--config", path)["strategies"]) == strategies
+    assert "cannot hold 3 replicas" in refused(capsys, "--config", path, "--dp", "3")
+
+
 def test_a_checkpoint_is_planned_by_its_folder(tmp_path, capsys):
     from transformers import BertConfig
 

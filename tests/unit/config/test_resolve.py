@@ -129,9 +129,11 @@ def test_a_hybrid_needs_two_axes(fsdp, message):
     assert message in refusal({"dist": dist}, num_processes=4)
 
 
-def test_devices_that_share_samples_hold_no_copies():
+def test_devices_that_share_samples_or_experts_hold_no_copies():
     dist = {"sp": {"size": 2}, "fsdp": {"size": 2, "sharding_strategy": "NO_SHARD"}}
     assert "parameters are sharded over the devices that share samples" in refusal({"dist": dist}, num_processes=4)
+    dist = {"ep": {"size": 2}, "fsdp": {"size": 2, "sharding_strategy": "NO_SHARD"}}
+    assert "experts are sharded over the devices that they are spread over" in refusal({"dist": dist}, num_processes=4)
 
 
 @pytest.mark.parametrize("values", [{"memory": {"gc": True}}, {"dist": {"fsdp": {"activation_checkpointing": True}}}])

@@ -1,5 +1,7 @@
 """What the memory plan says of a device that computes a part of layers, samples, experts or stages."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,8 +21,8 @@ def llama():
         return transformers.LlamaForCausalLM(config).train()
 
 
-def mixtral():
-    config = transformers.MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4)
+def mixtral(num_experts=4):
+    config = transformers.MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=num_experts)
     with torch.device("meta"):
         return transformers.MixtralForCausalLM(config).train()
 
@@ -64,6 +66,16 @@ def test_a_device_gathers_its_own_experts_only():
     experts = 4 * 4 * 3 * 64 * 128 * 4
     assert half.parameters == all_of_them.parameters
     assert all_of_them.gathered - half.gathered == experts / 2
+
+
+def test_experts_that_do_not_divide_are_refused_by_the_step():
+    assert plan(mixtral, ep=2).plan_on(4, "FULL_SHARD").experts[0].held == ((0, 2), (1, 3))
+    step = plan(partial(mixtral, 6), ep=2)
+    with pytest.raises(ConfigError, match="the 6 experts"):
+        step.plan_on(4, "FULL_SHARD")
+    needed = step.on(6, "FULL_SHARD").total
+    assert step.on(2, "FULL_SHARD").total > needed
+    assert step.smallest(needed, "FULL_SHARD") == 6
 
 
 def test_what_the_engine_refuses_is_not_planned():

@@ -21,7 +21,7 @@ from torchacc.engines.process_group import gloo_silenced
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.experts import Experts, count_experts
-from torchacc.parallel.mesh import STRATEGIES, Mesh
+from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import PlannedParameter
 
 _FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
@@ -46,9 +46,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         f"config.dist.tp.size = {dist_.tp.size}": dist_.tp.size > 1,
         f"config.dist.sp.size = {dist_.sp.size}": dist_.sp.size > 1,
         f"config.dist.pp.size = {dist_.pp.size}": dist_.pp.size > 1,
-        f"config.dist.fsdp.sharding_strategy = {dist_.fsdp.sharding_strategy!r}": not STRATEGIES[
-            dist_.fsdp.sharding_strategy
-        ].shards,
         "config.dist.fsdp.cpu_offload = True": dist_.fsdp.cpu_offload,
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
