@@ -12,6 +12,7 @@ from casekit import (
     NATIVE,
     RANK,
     SPMD,
+    XLA,
     X,
     accelerate,
     adamw,
@@ -25,6 +26,8 @@ from torch import nn
 
 import torchacc
 from torchacc import StateDictType
+from torchacc.engines.sharded_model import sharded_model
+from torchacc.engines.xla import runtime
 
 OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
@@ -75,6 +78,22 @@ def checkpoint_of_a_flat_model_by_groups() -> None:
         step(model, part(X), optimizer)
         torchacc.checkpoint.load(folder / "a", model=model, optimizer=optimizer)
         check_same(snapshot(model, optimizer), before)
+
+
+@case(XLA)
+def what_is_fetched_changes_no_random_numbers() -> None:
+    torch.manual_seed(1)
+    model = accelerate(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    seed = runtime.random_seed()
+    consolidated = model.state_dict()
+    sharded_model(model).fetch(list(model.parameters()))
+    assert runtime.random_seed() == seed
+    with torchacc.accumulate(model):
+        model(part(X)).sum().backward()
+    seed = runtime.random_seed()
+    sharded_model(model).fetch(list(model.parameters()))
+    assert runtime.random_seed() == seed
+    assert set(consolidated) == {"0.weight", "0.bias"}
 
 
 class Keeper(nn.Linear):

@@ -223,7 +223,7 @@ class MultiprocessModel(XlaModel):
             yield
         finally:
             self._collectives.holds_gradients = False
-            runtime.sync()
+            self.engine.sync()
 
     def _drop_window(self) -> None:
         self._collectives.drop_gradients()

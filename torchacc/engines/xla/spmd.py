@@ -335,7 +335,7 @@ class SpmdModel(XlaModel):
     def _hold_gradients(self) -> Iterator[None]:
         """Run each backward by itself, so that the recorded program does not grow over the window."""
         yield
-        runtime.sync()
+        self.engine.sync()
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         for planned in self.plan.parameters:

@@ -268,7 +268,7 @@ class XlaModel(ShardedModel):
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""
-        runtime.sync()
+        self.engine.sync()
         return [tensor.reshape(-1) for tensor in runtime.to_host([local_of(tensor) for tensor in tensors])]
 
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
