@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 dpo.py --model FOLDER --data pairs.jsonl
 
-Needs a folder with the model and its tokenizer. The reference's log-probabilities are computed first, so that there is
-one model. Memory of a device, for two pairs:
+Needs a folder with the model and its tokenizer. The reference's log-probabilities are computed first, by the sharded
+model, so that there is one. Memory of a device, for two pairs:
 `torchacc plan --model FOLDER --devices 4 --batch 4 --seq 512 --engine native`.
 """
 
@@ -40,28 +40,34 @@ def encode(prompt, answer):
     return ids + [tokenizer.eos_token_id] * missing, [0] * start + [1] * (len(ids) - start) + [0] * missing
 
 
-def logps(ids, counts):
-    """Return the log-probability of each row's answer."""
+def logps(batch):
+    """Return the log-probabilities of each pair's answers: (pairs, 2)."""
+    ids, counts = batch["ids"].flatten(0, 1), batch["counts"].flatten(0, 1)
     found = log_softmax(model(ids[:, :-1]).logits.float(), dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return (found * counts[:, 1:]).sum(-1)
+    return (found * counts[:, 1:]).sum(-1).view(-1, 2)
 
 
 rows = []
-for row in load_dataset("json", data_files=args.data, split="train"):
+for index, row in enumerate(load_dataset("json", data_files=args.data, split="train")):
     pair = [encode(row["prompt"], row[name]) for name in ("chosen", "rejected")]
-    ids, counts = (torch.tensor([part[index] for part in pair]) for index in (0, 1))
-    with torch.no_grad():
-        rows.append({"ids": ids, "counts": counts, "reference": logps(ids, counts)})
+    ids, counts = (torch.tensor(parts) for parts in zip(*pair, strict=True))
+    rows.append({"index": index, "ids": ids, "counts": counts})
 
 config = torchacc.Config()
 config.backend = "native"
 config.dist.fsdp.size = torchacc.dist.world_size()
-model, loader = torchacc.accelerate(model, DataLoader(rows, batch_size=args.batch, shuffle=True), config)
+model = torchacc.accelerate(model, config=config)
+with torch.no_grad():  # each device its own pairs, in as many forwards as the others, and all get all results
+    for batch in torchacc.shard_loader(DataLoader(rows, batch_size=args.batch), model):
+        places, found = torchacc.dist.all_gather(batch["index"]), torchacc.dist.all_gather(logps(batch)).cpu()
+        for index, pair in zip(places.tolist(), found, strict=True):
+            rows[index]["reference"] = pair
+loader = torchacc.shard_loader(DataLoader(rows, batch_size=args.batch, shuffle=True), model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 for epoch in range(args.epochs):
     for batch in loader:
         optimizer.zero_grad()
-        ratios = logps(batch["ids"].flatten(0, 1), batch["counts"].flatten(0, 1)).view(-1, 2) - batch["reference"]
+        ratios = logps(batch) - batch["reference"]
         loss = -logsigmoid(args.beta * (ratios[:, 0] - ratios[:, 1])).mean()
         loss.backward()
         model.clip_grad_norm_(1.0)
