@@ -1,7 +1,9 @@
 # torchacc for CPUs: XLA's virtual devices, and natively. Build it in the repository's root:
 #
 #     docker build -f docker/cpu.Dockerfile -t torchacc:cpu .
-#     docker run --rm -it --shm-size=1g -v "$PWD:/work" torchacc:cpu torchacc quickstart
+#     docker run --rm -it --shm-size=1g --user "$(id -u):$(id -g)" -v "$PWD:/work" torchacc:cpu torchacc quickstart my-run
+#
+# --user lets it write what is yours; run the commands that it prints with -v "$PWD/my-run:/work".
 #
 # Not built yet: a test holds it to the package, but no machine of the project has Docker.
 FROM python:3.11-slim AS build
@@ -16,5 +18,6 @@ RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels
 RUN useradd --create-home trainer
 USER trainer
 WORKDIR /work
-ENV PYTHONUNBUFFERED=1
+# For any --user, who has no name and no home in here: caches are below HOME.
+ENV PYTHONUNBUFFERED=1 HOME=/tmp USER=trainer
 CMD ["torchacc", "env"]

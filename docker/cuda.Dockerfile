@@ -2,7 +2,7 @@
 # CUDA 12.8 or later, and its container toolkit. Build it in the repository's root:
 #
 #     docker build -f docker/cuda.Dockerfile -t torchacc:cuda .
-#     docker run --rm -it --gpus all --ipc=host -v "$PWD:/work" torchacc:cuda torchacc env
+#     docker run --rm -it --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD:/work" torchacc:cuda torchacc env
 #
 # Not built yet: a test holds it to the package, but no machine of the project has Docker.
 FROM python:3.11-slim AS build
@@ -19,5 +19,6 @@ RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[xla-cuda]" && rm -r /wheels
 RUN useradd --create-home trainer
 USER trainer
 WORKDIR /work
-ENV PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# For any --user, who has no name and no home in here: caches are below HOME.
+ENV PYTHONUNBUFFERED=1 HOME=/tmp USER=trainer NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 CMD ["torchacc", "env"]
