@@ -107,7 +107,7 @@ def set_meeting_point() -> None:
             f"{scheduler.name} has started {job.num_processes} processes, {job.local_num_processes} of them on this "
             "machine, and MASTER_ADDR does not say where they meet: export MASTER_ADDR, the first machine's name, and "
             "MASTER_PORT, a free port of it, on all machines, or start `torchacc launch` once on each "
-            "(docs/several_machines.md)"
+            "with --num-nodes, --node-rank, --master-addr and --master-port"
         )
     set_default("MASTER_ADDR", "127.0.0.1")
     number = int(hashlib.sha256(repr([get(name) for name in scheduler.job]).encode()).hexdigest(), 16)

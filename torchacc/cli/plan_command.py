@@ -21,7 +21,7 @@ from torchacc.parallel.plan import ShardingPlan
 EXAMPLES = (
     "torchacc plan --model gpt2 --devices 8",
     "torchacc plan --model config.json --devices 8 --batch 4 --seq 2048 --bf16 --gc --memory 80GiB",
-    "torchacc plan --config examples/config.yaml --model-config model_config_1.7B --devices 8",
+    "torchacc plan --config config.yaml --model-config model_config_small --devices 8",
     "torchacc plan --search --model config.json --devices 64 --seq 131072 --bf16 --device h100",
     "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for v5e:2x4 --html gpt2.html",
 )

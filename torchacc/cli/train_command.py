@@ -8,7 +8,7 @@ from torchacc.train.command import Start, as_arguments, train
 from torchacc.train.stage import StageRequest
 
 EXAMPLES = (
-    "torchacc train --config examples/config.yaml --stage stage1 --devices 4",
+    "torchacc train --config config.yaml --stage quickstart --devices 4",
     "torchacc train --config config.yaml --model-config model_config_small --precision bf16-mixed --dry-run",
 )
 _FOR_PROCESSES = ("mode", "config", "stage", "model_config", "fsdp_config", "devices", "num_nodes", "precision")

@@ -187,8 +187,8 @@ class FirstSteps:
 
 
 _DIVIDE = (
-    "Pass the number of all devices' labels, divided by the devices: model(**batch, num_items_in_batch=…), as "
-    "docs/script.md has it under 'Labels that do not count'"
+    "Count the step's labels that are not -100, sum the counts of all devices by torchacc.dist.all_gather(), divide by "
+    "the number of devices, and pass it: model(**batch, num_items_in_batch=…)"
 )
 
 

@@ -18,8 +18,8 @@ def with_globals_replaced(function: Callable[..., Any], **names: Any) -> Callabl
     if unknown:
         raise ImportError(
             f"transformers {importlib.metadata.version('transformers')}: {function.__qualname__} does not use "
-            f"{', '.join(unknown)}, by which torchacc keeps it from starting devices of its own. Install a version "
-            "that docs/huggingface.md names"
+            f"{', '.join(unknown)}, by which torchacc keeps it from starting devices of its own. Install those that "
+            "it is tested with: `pip install 'transformers==5.23.*' 'accelerate==1.15.*'`"
         )
     copy = types.FunctionType(
         code, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
