@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
+
 from torchacc.errors import EngineError, UnknownNameError
 
 
@@ -34,7 +36,7 @@ class MissingOutput:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every function of PyTorch."""
-        raise EngineError(next(each for each in args if isinstance(each, cls)).why)
+        raise EngineError(next(each for each in tree_leaves((args, kwargs or {})) if isinstance(each, cls)).why)
 
     def __repr__(self) -> str:
         return f"<{self.why}>"
