@@ -87,6 +87,8 @@ def accelerate(
     _log.info("%s: %s", engine.name, str(plan).splitlines()[0])
     if loader is not None:
         _describe_loader(loader, engine)
+    if plan.left_to_model:
+        _log.info("%s: no unit, as compute.chunked_loss computes with the head", ", ".join(plan.left_to_model))
     if plan.tensor_parallel.unsplit:
         _log.info("not split over tp: %s", plan.tensor_parallel.listed_unsplit)
     if plan.float8 is not None:

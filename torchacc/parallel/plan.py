@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
-from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.experts import Experts, select_experts
 from torchacc.parallel.float8_layers import Float8Layers, select_float8
@@ -26,8 +25,6 @@ from torchacc.parallel.units import has_forward, select_recomputed, select_units
 
 if TYPE_CHECKING:
     from torchacc.config import Config
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,8 @@ class ShardingPlan:
     """The units whose experts are spread over devices: no device gathers those that others compute."""
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     """How the layers are split into stages."""
+    left_to_model: tuple[str, ...] = ()
+    """Modules around the head that are no units, as the loss in chunks computes with it after their forward."""
 
     def of_stage(self, stage: int) -> "ShardingPlan":
         """Return the plan of what one stage computes: its units and parameters, and what it computes again."""
@@ -173,6 +172,8 @@ class ShardingPlan:
         lines += ["  gathers nothing ahead in backward"] if not self.backward_prefetch else []
         width = max(len(unit.name or "(model)") for unit in self.units)
         lines += [f"  {unit.name or '(model)':<{width}}  {unit.module_class}  {unit.numel:,}" for unit in self.units]
+        left = ", ".join(self.left_to_model)
+        lines += [f"  no units, as compute.chunked_loss computes with the head: {left}"] if left else []
         lines += [str(self.float8)] if self.float8 is not None else []
         lines += [f"  tied: {' = '.join(names)}" for names in self.tied]
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
@@ -201,8 +202,8 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
     modules = dict(model.named_modules())
     chosen = select_units(model, config.dist.fsdp)
     head = find_head(model) if config.compute.chunked_loss else None
-    if head is not None:
-        chosen = _leave_head_to_model(chosen, head)
+    left_to_model = [name for name in chosen if head is not None and f"{head}.".startswith(f"{name}.")]
+    chosen = [name for name in chosen if name not in left_to_model]
     experts = select_experts(model, mesh)
     unit_names = {*chosen, *(each.module for each in experts)}
     owned: dict[str, list[PlannedParameter]] = {name: [] for name in modules if name in unit_names or not name}
@@ -238,15 +239,8 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         float8=select_float8(model, config) if config.compute.fp8 else None,
         experts=experts,
         pipeline=plan_pipeline(model, config.dist.pp, mesh, [(p.names, p.numel) for p in parameters]),
+        left_to_model=tuple(left_to_model),
     )
-
-
-def _leave_head_to_model(units: Sequence[str], head: str) -> list[str]:
-    """Leave out the units that hold the head, which the loss in chunks computes with after their forward has ended."""
-    around = [unit for unit in units if f"{head}.".startswith(f"{unit}.")]
-    if around:
-        _log.info("%s: no unit of its own, as compute.chunked_loss computes with %s", ", ".join(around), head)
-    return [unit for unit in units if unit not in around]
 
 
 def _refuse_recomputed_head(recomputed: Sequence[str], head: str) -> None:

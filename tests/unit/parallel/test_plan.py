@@ -383,12 +383,16 @@ def chunked(**sections):
     return make_plan(Language(), Config(compute={"chunked_loss": True}, **sections), ALONE)
 
 
-def test_the_head_is_no_unit_where_the_loss_is_computed_in_chunks():
+def test_the_head_is_no_unit_where_the_loss_is_computed_in_chunks(caplog):
+    caplog.set_level("INFO", "torchacc")
     assert "head" in units(Language(), min_num_params=40)
     found = chunked(dist={"fsdp": {"min_num_params": 40}}, memory={"gc": True})
     assert [unit.name for unit in found.units] == ["blocks.0.attention", "blocks.1.attention", ""]
     assert "head.weight" in [parameter.name for parameter in found.units[-1].parameters]
     assert found.recomputed == ("blocks.0.attention", "blocks.1.attention")
+    assert found.left_to_model == ("head",)
+    assert "computes with the head: head" in str(found)
+    assert not caplog.records, "a plan is made several times, and accelerate() logs of it once"
 
 
 def test_a_loss_in_chunks_needs_a_head_that_is_computed_once():
