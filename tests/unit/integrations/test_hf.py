@@ -18,8 +18,13 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 import torchacc.integrations.hf
 from torchacc import Config, ConfigError, DataError
 from torchacc.integrations.hf import Trainer, TrainingArguments, arguments_for, trainer_for
+from torchacc.integrations.hf.accelerator import AcceleratorAdapter
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own
+from torchacc.integrations.hf.known_trainers import check_losses, refuse_uncovered
+from torchacc.integrations.hf.loop import Loop
+from torchacc.integrations.hf.losses import MeanOf
 from torchacc.integrations.hf.replaced_globals import with_globals_replaced
+from torchacc.integrations.hf.trainer import ShardedTrainer
 from torchacc.integrations.hf.training_arguments import adopt
 
 
@@ -181,6 +186,65 @@ def test_arguments_of_ones_own_start_no_device_and_can_be_copied_and_saved(tmp_p
     assert args.scale == 2.0
     with pytest.raises(ConfigError, match=r"pass a subclass of transformers\.TrainingArguments"):
         arguments_for(Own)
+
+
+def of_trl(name, module, *bases):
+    return type(name, bases or (transformers.Trainer,), {"__module__": module})
+
+
+def test_of_trl_only_the_trainers_that_were_compared_are_taken():
+    base = of_trl("_BaseTrainer", "trl.trainer.base_trainer")
+    covered = of_trl("SFTTrainer", "trl.trainer.sft_trainer", base)
+    for kind in (Own, covered, type("Mine", (covered,), {})):
+        refuse_uncovered(kind)
+    for kind in (
+        of_trl("GRPOTrainer", "trl.trainer.grpo_trainer", base),
+        of_trl("GKDTrainer", "trl.experimental.gkd.gkd_trainer", covered),
+        of_trl("SFTTrainer", "trl.experimental.other", covered),
+        of_trl("_BaseTrainer", "trl.trainer.base_trainer"),
+    ):
+        with pytest.raises(ConfigError, match=f"{kind.__module__}.{kind.__name__} has not been compared"):
+            refuse_uncovered(type("Mine", (kind,), {}))
+
+
+def test_generating_in_an_evaluation_is_refused_where_ranks_generate_apart(tmp_path):
+    args = arguments_for(transformers.Seq2SeqTrainingArguments)(
+        str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none"
+    )
+    check_losses(SimpleNamespace(args=args), 1)
+    with pytest.raises(ConfigError, match=r"predict_with_generate=True would have.*synced_gpus=True"):
+        check_losses(SimpleNamespace(args=args), 2)
+
+
+def test_the_order_of_the_data_is_of_the_arguments_seed_whatever_a_rank_has_seeded(tmp_path):
+    orders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loop = Loop.__new__(Loop)
+        loop.args, loop.train_dataset = arguments(tmp_path), list(range(20))
+        orders.append(list(loop._get_train_sampler()))
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+def test_a_batch_in_which_no_device_has_a_label_weighs_nothing():
+    kind = of_trl("SFTTrainer", "trl.trainer.sft_trainer", SimpleNamespace)
+    accelerator = SimpleNamespace(gather=lambda count: torch.stack([count, count]))
+    trainer = kind(_num_losses=2, accelerator=accelerator, _engine=engine_of(range(1)))
+    trainer.compute_loss_func = trainer.label_smoother = None
+    batch = {"labels": torch.full((2, 3), -100)}
+    inputs, weight = ShardedTrainer._weighed(trainer, batch, MeanOf.LABELS)
+    assert (inputs is batch, weight.item()) == (True, 0.0)
+
+
+def test_what_accelerates_accelerator_has_and_torchaccs_has_not_is_said(capsys):
+    adapter = AcceleratorAdapter()
+    assert (adapter.is_local_main_process, adapter.local_process_index) == (True, 0)
+    adapter.wait_for_everyone()
+    adapter.print("once")
+    assert capsys.readouterr().out == "once\n"
+    assert not hasattr(adapter, "state")
+    with pytest.raises(AttributeError, match=r"trainer\.accelerator\.get_state_dict is not there.*full_state_dict"):
+        adapter.get_state_dict(None)
 
 
 def engine_of(data_shards):

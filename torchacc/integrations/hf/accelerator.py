@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from torchacc import api
+from torchacc import api, dist
 from torchacc.data.tree import map_tensors
 from torchacc.engines.base import Engine
 from torchacc.engines.sharded_model import ShardedModel
@@ -63,9 +63,40 @@ class AcceleratorAdapter:
         return read_job().rank
 
     @property
+    def local_process_index(self) -> int:
+        """This process's rank among those of its machine."""
+        return read_job().local_rank
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this process is the one that speaks for all."""
         return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process is the first of its machine."""
+        return self.local_process_index == 0
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here. Collective."""
+        dist.rendezvous("wait_for_everyone")
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print, as `print()` does, on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)  # noqa: T201
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what there is instead. It is an AttributeError, as transformers and others ask by getattr and hasattr.
+
+        Raises:
+            AttributeError: Always: Python comes here for what is not there.
+        """
+        raise AttributeError(
+            f"trainer.accelerator.{name} is not there: under torchacc's Trainer no Accelerator of accelerate moves, "
+            "wraps or gathers. Use what docs/huggingface.md names: torchacc.dist (rank, world_size, rendezvous), "
+            "torchacc.full_state_dict(model), trainer.save_model(), trainer.accelerator.gather()"
+        )
 
     @property
     def _models(self) -> list[nn.Module]:

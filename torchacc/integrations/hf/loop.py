@@ -71,12 +71,11 @@ class Loop(_Theirs):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return transformers' sampler, with an order that follows from the seed and the epoch, as accelerate's."""
         sampler = super()._get_train_sampler(train_dataset)
-        seed = self.args.data_seed
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed  # whatever a rank has seeded
         if type(sampler) is RandomSampler:
-            generator = torch.Generator()
-            return SeedableRandomSampler(sampler.data_source, generator=generator, data_seed=seed)
+            return SeedableRandomSampler(sampler.data_source, generator=torch.Generator(), data_seed=seed)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = torch.Generator().manual_seed(self.args.seed if seed is None else seed)
+            sampler.generator = torch.Generator().manual_seed(seed)
         return sampler
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:

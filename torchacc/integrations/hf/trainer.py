@@ -197,10 +197,12 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         """Return the inputs, and what their loss counts in the mean of all devices'. Collective."""
         labels = inputs["labels"].cpu() if is_lazy() else inputs["labels"]
         count = kind.count(labels)
-        weight = count * self._num_losses / self.accelerator.gather(count).sum()
-        if not count and not is_zero_without_labels(
-            self
-        ):  # the mean of none is not a number, also times nothing: let it be of any one label
+        is_zero_of_none = is_zero_without_labels(self)
+        num_of_all = self.accelerator.gather(count).sum()
+        if is_zero_of_none:
+            num_of_all = num_of_all.clamp(min=1)  # where no device has a label, each has the loss zero, as one device
+        weight = count * self._num_losses / num_of_all
+        if not count and not is_zero_of_none:  # the mean of none is no number, also times nothing: let it be of one
             labels = labels.clone()
             labels[(-1,) * labels.dim()] = 0
             inputs = {**inputs, "labels": self._engine.put(labels)}
