@@ -15,7 +15,6 @@ Needs `pip install 'torchacc[hf,examples]'`.
 """
 
 import argparse
-import os
 
 from corpus import blocks_of, load_corpus
 from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
@@ -36,7 +35,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = torchacc.dist.world_size()
     config = torchacc.Config()
     config.backend = options.engine
     config.dist.fsdp.use_spmd = options.engine == "xla" and processes == 1

@@ -92,6 +92,12 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job:
     )
 
 
+def scheduler() -> str | None:
+    """Return who has started several processes without a launcher, such as `srun`; None where nobody has."""
+    found = _scheduler(os.environ)
+    return None if found is None else found.name
+
+
 def set_meeting_point() -> None:
     """Set where the processes of a scheduler's job meet, unless the user has, or the launcher.
 

@@ -16,7 +16,7 @@ from torchacc.config import Config
 from torchacc.engines import attention_kernels, registry
 from torchacc.engines.process_group import accelerator_kind
 from torchacc.engines.registry import survey
-from torchacc.env import installed_version, read_job, with_prefixes
+from torchacc.env import SCHEDULERS, installed_version, read_job, with_prefixes
 from torchacc.errors import ConfigError
 
 _PACKAGES = (
@@ -27,7 +27,7 @@ _PACKAGES = (
 _VARIABLES = (
     "TORCH", "PYTORCH_", "XLA_", "PJRT_", "TPU_", "LIBTPU_", "NCCL_", "GLOO_", "CUDA_", "NVIDIA_VISIBLE", "HF_",
     "USE_TORCH", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_",
-    "SLURM_", "PYTHON",
+    "PYTHON", *sorted({f"{name.split('_')[0]}_" for each in SCHEDULERS for name in (each.rank, *each.job)}),
 )  # fmt: skip
 """Beginnings of the names of variables that change how a training runs."""
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")

@@ -59,6 +59,11 @@ def accelerator_kind() -> str | None:
     return None if found is None else found.type
 
 
+def sees_own_device_alone() -> bool:
+    """Return whether a scheduler shows each process one device, as `srun --gpus-per-task=1`; a launcher shows all."""
+    return torch.accelerator.device_count() == 1 and env.scheduler() is not None
+
+
 class ProcessGroup:
     """The job's processes. With one process every operation is the identity."""
 
@@ -80,7 +85,8 @@ class ProcessGroup:
             if "cpu:" not in backends:
                 raise EngineError(
                     f"torch.distributed runs with the backends {backends!r}, of which none is for tensors of the host: "
-                    "leave init_process_group() to accelerate(), or call it with 'cpu:gloo,cuda:nccl'"
+                    "leave init_process_group() to accelerate(), or call it with 'cpu:gloo,cuda:nccl'; with Ray Train, "
+                    "pass torch_config=TorchConfig(backend='cpu:gloo,cuda:nccl') to the TorchTrainer"
                 )
             _drain_at_exit()
             return

@@ -74,7 +74,8 @@ def train_production_mode(
     Raises:
         ConfigError: Something in the file or in the arguments is wrong, or this run needs processes of its own.
     """
-    launched = read_launched()
+    # What a scheduler has started several times is the script itself; of the command it is one for each machine.
+    launched = read_launched() if env.scheduler() is None else env.read_job()
     request = StageRequest(model=model_config_key, stage=stage, default_devices=devices, precision=precision)
     run = resolve_stage(_read(config), request, launched)
     if not _is_ready(run, launched):

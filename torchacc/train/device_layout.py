@@ -11,7 +11,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines import registry
-from torchacc.engines.process_group import accelerator_kind
+from torchacc.engines.process_group import accelerator_kind, sees_own_device_alone
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 from torchacc.parallel.axes import AXES, Role, axis_with
@@ -213,7 +213,7 @@ def _check_devices(devices: int, engine: str, notes: list[str]) -> None:
     """Refuse more devices than this machine has, or than its CPU can simulate."""
     if not registry.engine_class(engine).runs_on_cpu():
         accelerator = accelerator_kind()
-        if accelerator and devices > (found := torch.accelerator.device_count()):
+        if accelerator and not sees_own_device_alone() and devices > (found := torch.accelerator.device_count()):
             raise ConfigError(
                 f"distributed.devices = {devices}, and this machine has {found} of kind {accelerator}: ask for no more"
             )

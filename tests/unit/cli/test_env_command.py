@@ -66,11 +66,14 @@ def test_an_engine_that_cannot_run_says_why_in_words():
 def test_variables_are_shown_and_secrets_are_not(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_this=1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    schedulers = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE")
+    for name in schedulers:
+        monkeypatch.setenv(name, "1")
     for secret in ("HF_TOKEN", "NCCL_AUTH", "TORCH_API_KEY", "SLURM_PASSWORD"):
         monkeypatch.setenv(secret, "hidden")
     found = env_command.with_prefixes(*env_command._VARIABLES)
     assert found["XLA_FLAGS"] == "--xla_this=1"
-    assert "TOKENIZERS_PARALLELISM" in found
+    assert {"TOKENIZERS_PARALLELISM", *schedulers} <= found.keys()
     assert "hidden" not in found.values()
 
 

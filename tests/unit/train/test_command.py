@@ -129,6 +129,13 @@ def test_a_run_that_needs_processes_tells_a_script_how_to_get_them():
     assert not Path("out").exists()
 
 
+def test_a_script_that_srun_starts_is_one_of_its_processes(monkeypatch):
+    for name, value in {"PROCID": "1", "STEP_NUM_TASKS": "3", "LOCALID": "1", "STEP_TASKS_PER_NODE": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(ConfigError, match="has started 3 processes, 3 of them on this machine, and the run has 1"):
+        train_production_mode()
+
+
 def test_arguments_reach_the_processes_but_for_those_that_are_not_given():
     assert as_arguments({"num_nodes": 2, "fsdp_config": "nodes", "stage": None}) == [
         "--num-nodes=2",

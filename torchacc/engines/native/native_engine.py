@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from torchacc import env
 from torchacc.config import Config
 from torchacc.engines import attention_kernels
 from torchacc.engines.base import NO_GPU, Engine
@@ -22,7 +23,7 @@ from torchacc.engines.native import (
     spread_experts,
 )
 from torchacc.engines.patches.private_names import check_installed_torch
-from torchacc.engines.process_group import accelerator_kind, gloo_silenced
+from torchacc.engines.process_group import accelerator_kind, gloo_silenced, sees_own_device_alone
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -101,14 +102,24 @@ class NativeEngine(Engine):
                 "gradients in one go, with no moment in between to gather the next: use 'BACKWARD_PRE', or 'NONE', "
                 "which holds one unit less"
             )
-        if self.device.type == "cpu":
-            return
+        if self.device.type != "cpu":
+            self._check_devices()
+
+    def _check_devices(self) -> None:
+        """Refuse more processes on this machine than this one sees devices, but where it sees its own alone."""
         found = torch.accelerator.device_count()
-        if self.job.local_num_processes > found:
-            raise ConfigError(
-                f"the launcher started {self.job.local_num_processes} processes on this machine, which has {found} "
-                f"{self.device.type} devices: `torchrun --nproc_per_node={found} your_script.py`"
+        if self.job.local_num_processes <= found or sees_own_device_alone():
+            return
+        scheduler = env.scheduler()
+        instead = f"`torchrun --nproc_per_node={found} your_script.py`"
+        if scheduler is not None:
+            instead = (
+                f"have {scheduler} start {found} on each machine, or give each task one device (--gpus-per-task=1)"
             )
+        raise ConfigError(
+            f"{scheduler or 'the launcher'} started {self.job.local_num_processes} processes on this machine, of which "
+            f"this one sees {found} {self.device.type} devices, and each takes one: {instead}"
+        )
 
     def setup(self, plan: ShardingPlan) -> None:
         """Start the process group, and choose this process's device."""
@@ -127,7 +138,9 @@ class NativeEngine(Engine):
     def device(self) -> torch.device:
         """This process's accelerator, or the CPU where there is none."""
         kind = accelerator_kind()
-        return torch.device("cpu") if kind is None else torch.device(kind, self.job.local_rank)
+        if kind is None:
+            return torch.device("cpu")
+        return torch.device(kind, 0 if sees_own_device_alone() else self.job.local_rank)
 
     @cached_property
     def device_mesh(self) -> Any:
