@@ -105,8 +105,6 @@ class Bucketing:
         self.buckets = make_buckets(buckets)
         self.pad_dims = dict(pad_dims or {})
         self.truncate = truncate
-        self.tokens = 0
-        self.padding = 0
         self._named = {*(pad_values or {}), *self.pad_dims}
         values = {**_PAD_VALUES, **(pad_values or {})}
         self.pad_values = {key: value for key, value in values.items() if value is not None}
@@ -115,11 +113,6 @@ class Bucketing:
                 f"pad_dims={self.pad_dims} names {unpaired}, which have no pad value. "
                 f"Write pad_values={{{unpaired[0]!r}: 0}} as well."
             )
-
-    @property
-    def padding_share(self) -> float:
-        """The share of padding, as added here, in all the positions handed out so far; 0.0 before the first batch."""
-        return self.padding / self.tokens if self.tokens else 0.0
 
     def __call__(self, batch: Any) -> Any:
         """Pad one batch.
@@ -145,9 +138,6 @@ class Bucketing:
         padded = copy.copy(batch)
         for name, dim in dims.items():
             padded[name] = _resize(batch[name], dim, target, self.pad_values[name])
-        positions = batch[key].numel() // length if length else 0
-        self.tokens += positions * target
-        self.padding += positions * max(target - length, 0)
         return padded
 
     def _dim(self, key: str, value: Any) -> int | None:

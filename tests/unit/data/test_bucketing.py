@@ -141,12 +141,3 @@ def test_refuses_batches_it_cannot_pad(batch, options, message):
 def test_a_dim_without_a_value_is_refused():
     with pytest.raises(ConfigError, match=r"pad_values=\{'x': 0\}"):
         Bucketing([4], pad_dims={"x": 1})
-
-
-def test_padding_share():
-    bucketing = Bucketing([4, 8])
-    assert bucketing.padding_share == 0.0
-    bucketing(text_batch(3))
-    assert (bucketing.tokens, bucketing.padding) == (8, 2)
-    bucketing(text_batch(8))
-    assert bucketing.padding_share == pytest.approx(2 / 24)
