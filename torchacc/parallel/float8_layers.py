@@ -15,8 +15,8 @@ from torchacc.parallel.units import fits
 if TYPE_CHECKING:
     from torchacc.config import Config
 
-_MULTIPLE = 16
-"""What float8's kernels need the sides of a weight to divide by."""
+MULTIPLE = 16
+"""What float8's kernels need the sides of a weight to divide by, and the rows that a gradient is summed over."""
 _HEADS = frozenset({"classifier", "embed_out", "lm_head", "output", "score"})
 """Names of layers outside of the repeated ones that make what the loss is computed of."""
 _CONV1D = "Conv1D"
@@ -92,7 +92,7 @@ def select_float8(model: nn.Module, config: "Config") -> Float8Layers:
         )
         raise ConfigError(
             f"compute.fp8 = True, and no linear layer of {type(model).__name__} would compute in float8"
-            f"{f' ({listed})' if listed else ', as it has none'}. config.compute.fp8_min_features = {_MULTIPLE} takes "
+            f"{f' ({listed})' if listed else ', as it has none'}. config.compute.fp8_min_features = {MULTIPLE} takes "
             "small layers, too; else set config.compute.fp8 = False"
         )
     gathers = compute.fp8_recipe == "tensorwise" and not config.dist.fsdp.cpu_offload
@@ -143,8 +143,8 @@ class _Chosen:
         if len(self._holders[weight]) > 1:
             others = [other for other in self._holders[weight] if other != f"{name}.weight".lstrip(".")]
             return f"as its weight is tied to {others[0]}"
-        if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
-            return f"as its inputs or outputs are no multiple of {_MULTIPLE}"
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            return f"as its inputs or outputs are no multiple of {MULTIPLE}"
         if name == self._chunked:
             return "as compute.chunked_loss computes with its weight"
         return None

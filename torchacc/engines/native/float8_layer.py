@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 
-_MULTIPLE = 16
-"""What the kernels need the number of rows to divide by, over which a weight's gradient is summed."""
+from torchacc.parallel.float8_layers import MULTIPLE
 
 
 class Float8Layer(Float8Linear):  # type: ignore[misc]
@@ -24,17 +23,20 @@ class Float8Layer(Float8Linear):  # type: ignore[misc]
         it there raises `Cannot set version_counter for inference tensor`. Asking for the mode would end a graph of
         torch.compile; `compiled_units` runs none in inference mode.
         """
-        forward = super().forward
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return forward(given) if self.config.emulate else with_complete_rows(forward, given)
+            return self._forward(given)
         with torch.inference_mode(False), torch.no_grad():
-            return forward(given) if self.config.emulate else with_complete_rows(forward, given)
+            return self._forward(given)
+
+    def _forward(self, given: torch.Tensor) -> torch.Tensor:
+        forward = super().forward
+        return forward(given) if self.config.emulate else with_complete_rows(forward, given)
 
 
 def with_complete_rows(forward: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
     """Run a float8 layer with rows of zeros added to the 16 that its kernels take, which change none of its numbers."""
     rows = given.numel() // given.shape[-1]
-    if not rows % _MULTIPLE:
+    if not rows % MULTIPLE:
         return forward(given)
-    completed = F.pad(given.reshape(rows, -1), (0, 0, 0, -rows % _MULTIPLE))
+    completed = F.pad(given.reshape(rows, -1), (0, 0, 0, -rows % MULTIPLE))
     return forward(completed)[:rows].reshape(*given.shape[:-1], -1)
