@@ -34,7 +34,7 @@ def tour(folder, engine, *, num_ranks=0):
     done = run(WORKER, folder, engine, *names, cwd=folder, num_ranks=num_ranks, imports=imports)
     assert done.returncode == 0, done.stderr[-5000:]
     metrics = {name: json.loads((folder / name / "metrics.json").read_text()) for name in names}
-    return metrics | {"names": names, "lines": done.stdout.splitlines(), "folder": folder}
+    return metrics | {"names": names, "lines": done.stdout.splitlines(), "folder": folder, "num_ranks": num_ranks}
 
 
 @pytest.fixture(scope="module")
@@ -66,26 +66,12 @@ def test_losses_are_those_of_one_device(launched, native_1):
             assert launched[name][when] == pytest.approx(native_1[name][when], rel=SAME_LOSS), name
 
 
-@pytest.mark.xla
-def test_batch_norm_under_spmd_is_that_of_one_device(spmd_4, native_1):
-    found, expected = spmd_4["resnet_acc"], native_1["resnet_acc"]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=SAME_LOSS)
-    assert found["trained"] == pytest.approx(expected["trained"], rel=SAME_LOSS)
-    assert found["loaded back"] == found["trained"]
-
-
-def test_batch_norm_of_two_processes_has_statistics_of_each(native_2, native_1):
-    found, expected = native_2["resnet_acc"], native_1["resnet_acc"]
-    assert found["losses"][-1] != pytest.approx(expected["losses"][-1], rel=SAME_LOSS)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=0.05)
-    assert found["loaded back"]["loss"] != found["trained"]["loss"], "those of rank 0 are loaded by both"
-
-
 @pytest.mark.parametrize("launched", [pytest.param("native_1", id="native-1"), NATIVE_2, SPMD_4], indirect=True)
 def test_examples_learn_and_come_back_as_they_were(launched):
     lines = launched["lines"]
-    for name in {"resnet_group"}.intersection(launched["names"]):
-        assert launched[name]["loaded back"] == launched[name]["trained"]
+    for name in {"resnet_acc", "resnet_group"}.intersection(launched["names"]):
+        is_same = launched[name]["loaded back"] == launched[name]["trained"]
+        assert is_same == (name == "resnet_group" or launched["num_ranks"] < 2), "both ranks load rank 0's statistics"
     assert launched["bert_classification"]["losses"][-1] < launched["bert_classification"]["losses"][0] - 0.05
     assert 0 < launched["bert_classification"]["accuracy"] < 1
     assert launched["t5_summarise"]["trained"] < launched["t5_summarise"]["untrained"] - 0.5
