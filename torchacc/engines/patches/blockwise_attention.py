@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches import counter_random
+from torchacc.engines.patches.split_heads import masked
 from torchacc.errors import EngineError
 
 BLOCK = 256
@@ -39,22 +40,16 @@ def replace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        form = _form_of(query, key, value, attn_mask, enable_gqa)
-        if form is None or dropout_p >= 1 or (is_causal and attn_mask is not None):
+        fits = _have_known_shapes(query, key, value, enable_gqa) and _is_known_mask(attn_mask, query, key)
+        if not fits or dropout_p >= 1 or (is_causal and attn_mask is not None):
             others = {"scale": scale, "enable_gqa": enable_gqa}
             return original(query, key, value, attn_mask, dropout_p, is_causal, **others)
         grouped = query.unflatten(1, (key.shape[1], -1))
         options = _Options(query.shape[-1] ** -0.5 if scale is None else scale, is_causal, dropout_p)
-        output: torch.Tensor = _Attention.apply(grouped, key, value, form.mask, options)
+        output: torch.Tensor = _Attention.apply(grouped, key, value, _grouped(attn_mask, query, key), options)
         return output.flatten(1, 2)
 
     return attention
-
-
-@dataclass(frozen=True)
-class _Form:
-    mask: torch.Tensor | None
-    """Of five dimensions: samples, heads of keys, queries' heads of each, queries, keys; some may be 1."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +71,32 @@ class _Options:
         return weights * (kept.to(weights.dtype) / (1 - self.dropout))
 
 
-def _form_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool
-) -> _Form | None:
-    """Return the mask in the form that blocks are cut from; None where PyTorch is left to do it."""
+def _have_known_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
     if any(each.dim() != 4 for each in (query, key, value)) or key.shape[:3] != value.shape[:3]:
-        return None
+        return False
     heads, kv_heads = query.shape[1], key.shape[1]
     if query.shape[0] != key.shape[0] or heads % kv_heads or (heads != kv_heads and not enable_gqa):
-        return None
-    if not (query.shape[2] and key.shape[2]):
-        return None
+        return False
+    return bool(query.shape[2] and key.shape[2])
+
+
+def _is_known_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether a mask broadcasts to all scores, and needs no gradient; of others PyTorch says what is wrong."""
     if mask is None:
-        return _Form(None)
-    if mask.requires_grad or mask.dim() > 4:
+        return True
+    if mask.requires_grad or mask.dim() > 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    sizes = (*query.shape[:3], key.shape[2])[4 - mask.dim() :]
+    return all(found in (1, size) for found, size in zip(mask.shape, sizes, strict=True))
+
+
+def _grouped(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask of five dimensions, some of 1: samples, heads of keys, queries' heads of each, queries, keys."""
+    if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    sizes = (query.shape[0], heads, query.shape[2], key.shape[2])
-    is_broadcast = all(found in (1, size) for found, size in zip(mask.shape, sizes, strict=True))
-    if not is_broadcast or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        return None  # PyTorch says what is wrong with it
-    return _Form(mask.unflatten(1, (kv_heads, -1)) if mask.shape[1] == heads > 1 else mask.unsqueeze(2))
+    is_of_each_head = mask.shape[1] == query.shape[1] > 1
+    return mask.unflatten(1, (key.shape[1], -1)) if is_of_each_head else mask.unsqueeze(2)
 
 
 @dataclass
@@ -179,19 +179,13 @@ def _scores(
     wide = torch.promote_types(query.dtype, torch.float32)
     some = query[..., block.queries, :]
     scores = torch.einsum("bkgqd,bktd->bkgqt", some, key[:, :, : block.num_keys]).to(wide) * options.scale
-    hidden = None
-    if options.is_causal and block.num_keys > block.queries.start + 1:
-        places = [torch.arange(size, device=query.device) for size in (block.queries.stop, block.num_keys)]
-        hidden = places[1][None, :] > places[0][block.queries, None]
     if mask is not None:
         part = mask if mask.shape[-1] == 1 else mask[..., : block.num_keys]
-        part = part if mask.shape[-2] == 1 else part[..., block.queries, :]
-        if part.dtype == torch.bool:
-            hidden = part.logical_not()
-        else:
-            scores = scores + part
-            hidden = part == float("-inf")
-    return (scores if hidden is None else scores.masked_fill(hidden, torch.finfo(wide).min)), hidden
+        return masked(scores, part if mask.shape[-2] == 1 else part[..., block.queries, :])
+    if options.is_causal and block.num_keys > block.queries.start + 1:
+        places = [torch.arange(size, device=query.device) for size in (block.queries.stop, block.num_keys)]
+        return masked(scores, places[1][None, :] <= places[0][block.queries, None])
+    return scores, None
 
 
 def _without(weights: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -64,12 +64,23 @@ def _attention(
     if attn_mask is None:
         weights = torch.softmax(scores, -1)
     else:
-        if attn_mask.dtype == torch.bool:
-            hidden = attn_mask.logical_not()
-        else:
-            scores, hidden = scores + attn_mask, attn_mask == float("-inf")
-        # A row that sees nothing attends to nothing; with an infinity its gradient would be no number.
-        weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), -1)
+        # A row that sees nothing attends to nothing.
+        scores, hidden = masked(scores, attn_mask)
+        weights = torch.softmax(scores, -1)
         weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     weights = F.dropout(weights, dropout_p) if dropout_p else weights
     return _product("bhqk,bhkd->bhqd", weights.to(value.dtype), value)
+
+
+def masked(scores: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores under a mask, and what is hidden: it is the lowest number, as infinity has no gradient that is one.
+
+    Args:
+        scores: Those of each query and key.
+        mask: What is seen, of booleans, or what is added; of a shape that broadcasts to the scores'.
+    """
+    if mask.dtype == torch.bool:
+        hidden = mask.logical_not()
+    else:
+        scores, hidden = scores + mask, mask == float("-inf")
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min), hidden
