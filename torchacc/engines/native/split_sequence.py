@@ -47,15 +47,11 @@ _FAMILIES = (
     "smollm3",
 )
 """Model families that tests show to match the unsharded run, by transformers' `model_type`."""
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How the classes end that predict each next token."""
 _KERNELS = ("auto", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
-"""What transformers calls the loss that takes shifted labels, and the number to divide by."""
 _ROTATIONS_OF_A_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on how many tokens there are."""
-_LIBRARY = "transformers."
 _TOKENWISE = (
-    _LIBRARY,
+    transformers_attention.LIBRARY,
     "peft.",
     "torch.nn.modules.activation",
     "torch.nn.modules.container",
@@ -113,9 +109,9 @@ def _why_it_cannot(model: Any) -> str | None:
     config, forward = model.config, inspect.unwrap(type(model).forward)
     if config.model_type not in _FAMILIES:
         return f"the families whose samples are split are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
-    if not forward.__module__.startswith(_LIBRARY):
+    if not forward.__module__.startswith(transformers_attention.LIBRARY):
         return f"its forward is the script's own ({forward.__module__}), which may look at tokens of other devices"
-    if not (type(model).__name__.endswith(_CAUSAL) or model.base_model is model):
+    if not (type(model).__name__.endswith(transformers_attention.PREDICTS_NEXT_TOKENS) or model.base_model is model):
         return "its head looks at single tokens, or at pairs of them, which may be on another device"
     if model.base_model is not model and not transformers_attention.has_loss_of_next_tokens(model):
         return (

@@ -25,10 +25,7 @@ from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
 
 _FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Model families that tests show to match the unsharded run, by transformers' `model_type`."""
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How the classes end that predict each next token."""
-_LIBRARY = "transformers."
-_MODULES = (_LIBRARY, "torch.nn.")
+_MODULES = (transformers_attention.LIBRARY, "torch.nn.")
 """Packages of which all modules have to be."""
 
 
@@ -72,9 +69,9 @@ def _why_it_cannot(model: Any) -> str | None:
     config, forward = model.config, inspect.unwrap(type(model).forward)
     if config.model_type not in _FAMILIES:
         return f"the families that are split into stages are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
-    if not type(model).__name__.endswith(_CAUSAL):
+    if not type(model).__name__.endswith(transformers_attention.PREDICTS_NEXT_TOKENS):
         return "it does not predict each next token by transformers' own head"
-    if not forward.__module__.startswith(_LIBRARY) or "forward" in vars(model):
+    if not forward.__module__.startswith(transformers_attention.LIBRARY) or "forward" in vars(model):
         return f"its forward is the script's own ({forward.__module__})"
     if not transformers_attention.has_loss_of_next_tokens(model):
         return "its loss_function is not transformers' loss of causal language models"

@@ -26,7 +26,6 @@ from torchacc.parallel.plan import PlannedParameter
 
 _FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
 """Model families that tests show to match the unsharded run, by transformers' `model_type`."""
-_LIBRARY = "transformers."
 
 
 def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
@@ -79,7 +78,7 @@ def _check_experts(asked: str, model: nn.Module, name: str, module: nn.Module) -
         )
     around = model.get_submodule(name.rpartition(".")[0])  # which may read the weights by itself, as kernels do
     for each in (module, around):
-        if not type(each).__module__.startswith(_LIBRARY) or "forward" in vars(each):
+        if not type(each).__module__.startswith(transformers_attention.LIBRARY) or "forward" in vars(each):
             raise ConfigError(
                 f"{asked}: {name!r}, or the module around it, has a forward that is not transformers' own, which "
                 "may look for all experts: use config.dist.fsdp.size"

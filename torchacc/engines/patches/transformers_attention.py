@@ -16,6 +16,10 @@ from torchacc.errors import EngineError, in_one_line
 
 EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
 """Implementations, by their names in transformers."""
+LIBRARY = "transformers."
+"""How the names of the library's modules begin."""
+PREDICTS_NEXT_TOKENS = ("ForCausalLM", "LMHeadModel")
+"""How the classes end that predict each next token."""
 
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "dropout_rate")
 """Names that configs of transformers have for the dropout of attention's weights."""
