@@ -5,10 +5,12 @@ Times are of the device that takes longest. They rank layouts; they are no promi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 
 from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan.step import StageStep, Step
-from torchacc.memory_plan.strategies import computed_numel
+from torchacc.memory_plan.strategies import computed_numel, shard_numel
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
@@ -51,12 +53,13 @@ def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> Ste
     flops = speeds.flops_per_second * speeds.efficiency
     flops *= speeds.float32_share if plan.compute_dtype == "float32" else 1
     computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in stage.work)
-    sent = sum(_seconds(plan.mesh, (each.role,), each.nbytes, speeds) for each in stage.sent)
-    moved = sum(_seconds(plan.mesh, roles, nbytes, speeds) for roles, nbytes in _of_parameters(own))
+    sent = sum(_seconds(plan.mesh, plan.mesh.axes(each.role), each.nbytes, speeds) for each in stage.sent)
+    moved = sum(_seconds(plan.mesh, axes, nbytes, speeds) for axes, nbytes in _of_parameters(own))
     # A stage gathers its weights, and reduces its gradients, once for all microbatches.
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
     # The optimizer reads and writes each shard: parameters, gradients and its state.
-    stepped = 12 * sum(_at_rest(own)) / plan.mesh.num_shards / speeds.memory_bytes_per_second
+    at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * _DTYPE_BYTES[plan.master_dtype]
+    stepped = 12 * at_rest / speeds.memory_bytes_per_second
     return StepTime(
         compute=count * computed + stepped,
         exposed=count * sent + exchanged,
@@ -64,28 +67,33 @@ def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> Ste
     )
 
 
-def _at_rest(plan: ShardingPlan) -> Iterator[int]:
+def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield what a step sends of each unit, and along which axes: its weights once or twice, and its gradients."""
+    mesh, spread = plan.mesh, {experts.module for experts in plan.experts}
+    replicas = mesh.size(Role.REPLICATE)
     for unit in plan.units:
-        for parameter in unit.parameters:
-            yield computed_numel(plan, unit, parameter) * _DTYPE_BYTES[plan.master_dtype]
-
-
-def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[Role, ...], int]]:
-    """Yield what a step sends of each unit: its weights once or twice, and its gradients."""
-    shards, replicas = plan.mesh.num_shards, plan.mesh.size(Role.REPLICATE)
-    for unit in plan.units:
+        axes = mesh.axes(Role.SHARD)
+        if unit.name in spread:  # gathered by the devices that have the same experts
+            axes = tuple(axis for axis in axes if axis not in mesh.axes(Role.EXPERT))
+        shards = prod(mesh.axis_size(axis) for axis in axes)
         numel = sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)
         if numel and shards > 1:
             gathers = 2 if plan.is_resharded_after_forward(unit) else 1
             for itemsize in (*[_DTYPE_BYTES[plan.compute_dtype]] * gathers, _DTYPE_BYTES[plan.reduce_dtype]):
-                yield (Role.SHARD,), numel * itemsize * (shards - 1) // shards
+                yield axes, numel * itemsize * (shards - 1) // shards
         if numel and replicas > 1:
             each = numel * _DTYPE_BYTES[plan.reduce_dtype] // shards
-            yield (Role.REPLICATE,), 2 * each * (replicas - 1) // replicas
+            yield mesh.axes(Role.REPLICATE), 2 * each * (replicas - 1) // replicas
 
 
-def _seconds(mesh: Mesh, roles: tuple[Role, ...], nbytes: int, speeds: DeviceSpeeds) -> float:
-    farthest = mesh.device(**{axis: mesh.axis_size(axis) - 1 for axis in mesh.axes(*roles)})
-    is_near = farthest < speeds.devices_per_machine
+def _seconds(mesh: Mesh, axes: tuple[str, ...], nbytes: int, speeds: DeviceSpeeds) -> float:
+    is_near = _is_near(mesh, axes, speeds.devices_per_machine)
     rate = speeds.near_bytes_per_second if is_near else speeds.far_bytes_per_second
     return nbytes / rate + speeds.seconds_per_exchange
+
+
+@cache
+def _is_near(mesh: Mesh, axes: tuple[str, ...], devices_per_machine: int) -> bool:
+    """Return whether no group of devices along these axes lies on several machines."""
+    groups = mesh.groups_along(axes)
+    return all(min(group) // devices_per_machine == max(group) // devices_per_machine for group in groups)

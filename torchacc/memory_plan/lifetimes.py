@@ -81,6 +81,8 @@ class Lifetimes:
     """Of parameters that are only read in the dtype of products: the bytes that a full one takes there."""
     num_microbatches: int = 1
     """How often all of it runs: first each forward, then each backward, that of the last one first."""
+    adds_gradients: bool = False
+    """Whether there are gradients of batches before it, not reduced yet, to which it adds its own."""
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:

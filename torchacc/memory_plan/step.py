@@ -175,6 +175,7 @@ def study(
     num_states: int,
     backend: str = "xla",
     widens: bool = False,
+    adds_gradients: bool = False,
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
 
@@ -189,6 +190,7 @@ def study(
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
         backend: One of `PLANNED_BACKENDS`.
         widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
+        adds_gradients: Whether a step is of several batches, all but the last inside of `torchacc.accumulate()`.
 
     Raises:
         ConfigError: The model cannot run there, or the config asks for what is not planned.
@@ -199,6 +201,8 @@ def study(
             "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"
         )
     for path in _NOT_PLANNED:
+        if path == "compute.scan_layers" and PLANNED_BACKENDS[backend].runs_eagerly:
+            continue  # it has no effect there
         section, _, name = path.rpartition(".")
         if getattr(_section(config, section), name):
             raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
@@ -212,6 +216,11 @@ def study(
             "leave it at 'full', or plan for the native engine"
         )
     chosen = PLANNED_BACKENDS[backend]
+    if adds_gradients and not chosen.runs_eagerly:
+        raise ConfigError(
+            "a step of several batches, as training.gradient_accumulation_steps asks for, is in the memory plan of the "
+            "native engine only: plan for the native engine, or for one batch in a step"
+        )
     for axis in axes_with(*_INNER):
         size = getattr(config.dist, axis).size
         if size > 1 and not chosen.runs_eagerly:
@@ -227,8 +236,9 @@ def study(
     if chosen.runs_eagerly:
         check_axes(config, mesh, model)
     plan = make_plan(model, config, mesh)
-    stages = tuple(_study_stage(model, batch, config, plan, chosen, stage, widens=widens) for stage in _stages(plan))
-    return Step(plan, stages, num_states, chosen)
+    found = [_study_stage(model, batch, config, plan, chosen, stage, widens=widens) for stage in _stages(plan)]
+    stages = [replace(each, lifetimes=replace(each.lifetimes, adds_gradients=adds_gradients)) for each in found]
+    return Step(plan, tuple(stages), num_states, chosen)
 
 
 def _stages(plan: ShardingPlan) -> list[int]:

@@ -88,8 +88,8 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
     """
     master = _DTYPE_BYTES[plan.master_dtype]
-    at_rest = sum(_shard_numel(plan, parameter) for parameter in plan.parameters)
-    trained = sum(_shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    at_rest = sum(shard_numel(plan, parameter) for parameter in plan.parameters)
+    trained = sum(shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     end = lifetimes.num_operations
     intervals = [_Interval("activations", b.nbytes, b.birth, b.death, is_kept=b.is_kept) for b in lifetimes.buffers]
     intervals += _unit_weights(plan, lifetimes)
@@ -141,19 +141,21 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
         numels = [computed_numel(plan, unit, each) for each in parameters]
         # Gradients are reduced after the last microbatch, and until then summed as they will be reduced.
-        sums_up = lifetimes.num_microbatches > 1
+        adds = lifetimes.adds_gradients
+        sums_up = lifetimes.num_microbatches > 1 or adds
         casts = sums_up and bool(unit.name) and reduced != compute
         for parameter, numel in zip(parameters, numels, strict=True):
             time = lifetimes.gradients[parameter.name]
-            yield _Interval("gradients", numel * compute, time, done, is_one=sums_up and not casts)
+            birth = 0 if adds and not casts else time
+            yield _Interval("gradients", numel * compute, birth, done, is_one=sums_up and not casts)
             if casts:
-                yield _Interval("gradients", numel * reduced, done, done, is_one=True)
+                yield _Interval("gradients", numel * reduced, 0 if adds else done, done, is_one=True)
             elif sums_up:
                 yield _Interval("gradients", numel * compute, time, time)
         following = min((time for time in complete if time > done), default=done)
         if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
             yield _Interval("gradients", sum(numels) * reduced, done, following, is_last=True)
-        shards = sum(_shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
+        shards = sum(shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, lifetimes.num_operations, is_last=True)
 
 
@@ -163,7 +165,10 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
     for parameter in plan.parameters:
         if parameter.name in lifetimes.gradients:
             birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * _DTYPE_BYTES[plan.master_dtype]
-            yield _Interval("gradients", nbytes, birth, lifetimes.num_operations, is_one=True)
+            first = 0 if lifetimes.adds_gradients else birth
+            yield _Interval("gradients", nbytes, first, lifetimes.num_operations, is_one=True)
+            if lifetimes.adds_gradients:
+                yield _Interval("gradients", nbytes, birth, birth)
             if plan.mesh.averages_gradients:
                 yield _Interval("gradients", nbytes, birth, end)
 
@@ -202,7 +207,7 @@ def _local(plan: ShardingPlan, parameter: PlannedParameter) -> LocalShard:
     return local_shard(parameter.name, parameter.shape, plan.mesh, 0, spec)
 
 
-def _shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
+def shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
     """Return how many elements of a parameter a device holds at rest natively, padding included."""
     return _local(plan, parameter).shard_numel
 

@@ -116,7 +116,10 @@ class Mesh:
 
     def groups(self, *roles: Role) -> list[list[int]]:
         """Return the groups of devices that differ only along axes with these roles, each in the order of the mesh."""
-        along = self.axes(*roles)
+        return self.groups_along(self.axes(*roles))
+
+    def groups_along(self, along: Sequence[str]) -> list[list[int]]:
+        """Return the groups of devices that differ only along these axes, each in the order of the mesh."""
         across = [name for name in self.axis_names if name not in along]
         return [
             [self.device(**fixed, **moving) for moving in self._positions(along)] for fixed in self._positions(across)

@@ -58,23 +58,24 @@ def make_config(sizes, *, recomputed, bf16, policy="full"):
     return config
 
 
-def planned(make, config):
+def planned(make, config, *, accumulates):
     with torch.device("meta"):
         model, tokens = make(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, backend="native")
+    batch = {"input_ids": tokens, "labels": tokens}
+    step = study(model, batch, config, num_states=2, backend="native", adds_gradients=accumulates)
     return step.on(RANKS, "FULL_SHARD").total
 
 
-def held(make, config, folder):
+def held(make, config, folder, *, accumulates):
     """Return the most bytes that PyTorch's CPU allocator has given away in the second step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
         model = make()
         torchacc.accelerate(model, None, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        train(model, optimizer, tokens)
+        train(model, optimizer, tokens, accumulates=accumulates)
         with record_function(STEP):
-            train(model, optimizer, tokens)
+            train(model, optimizer, tokens, accumulates=accumulates)
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
@@ -85,8 +86,11 @@ def held(make, config, folder):
     return max(each["args"]["Total Allocated"] for each in during) - before
 
 
-def train(model, optimizer, tokens):
+def train(model, optimizer, tokens, *, accumulates):
     optimizer.zero_grad()
+    if accumulates:
+        with torchacc.accumulate(model):
+            model(input_ids=tokens, labels=tokens).loss.backward()
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
 
@@ -105,7 +109,9 @@ def main(folder, *cases):
             bf16="bf16" in options,
             policy="save_matmuls" if keeps else "full",
         )
-        found[case] = planned(MODELS[name], config), held(MODELS[name], config, folder)
+        adds = "accumulated" in options
+        make = MODELS[name]
+        found[case] = planned(make, config, accumulates=adds), held(make, config, folder, accumulates=adds)
         gc.collect()
     (folder / "found.json").write_text(json.dumps(found))
 

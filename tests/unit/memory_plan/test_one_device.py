@@ -27,13 +27,24 @@ def mixtral(num_experts=4):
         return transformers.MixtralForCausalLM(config).train()
 
 
-def plan(make=llama, rows=4, backend="native", num_microbatches=None, **axes):
+def plan(make=llama, rows=4, backend="native", num_microbatches=None, adds_gradients=False, **axes):
     config = Config(backend="native")
     for axis, size in axes.items():
         getattr(config.dist, axis).size = size
     config.dist.pp.num_microbatches = num_microbatches
     tokens = torch.zeros(rows, 256, dtype=torch.long, device="meta")
-    return study(make(), {"input_ids": tokens, "labels": tokens}, config, num_states=2, backend=backend)
+    batch = {"input_ids": tokens, "labels": tokens}
+    return study(make(), batch, config, num_states=2, backend=backend, adds_gradients=adds_gradients)
+
+
+def test_gradients_of_batches_before_are_unsharded():
+    one, several = plan(), plan(adds_gradients=True)
+    nbytes = 4 * one.plan.numel
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        more = several.on(4, strategy).total - one.on(4, strategy).total
+        assert 0.5 * nbytes < more < 1.1 * nbytes, strategy
+    with pytest.raises(ConfigError, match=r"training\.gradient_accumulation_steps .* native engine only"):
+        plan(adds_gradients=True, backend="xla")
 
 
 def test_devices_that_share_samples_have_a_part_of_the_activations_and_of_the_parameters():
@@ -59,6 +70,21 @@ def test_a_stage_has_its_layers_and_the_activations_of_all_microbatches():
     assert many > 0.7 * few  # all wait for backward, however small they are
     twice = plan(pp=2, rows=16, num_microbatches=8).on(2, "FULL_SHARD").activations
     assert twice > 1.8 * many
+
+
+def test_layers_in_a_loop_are_refused_under_xla_alone():
+    config = Config()
+    config.compute.scan_layers = True
+    tokens = torch.zeros(1, 16, dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens}
+    look = partial(study, batch=batch, config=config, num_states=2)
+    assert look(llama(), backend="native").on(1, "FULL_SHARD") == plan_of(batch)
+    with pytest.raises(ConfigError, match=r"compute\.scan_layers = True is not in the memory plan"):
+        look(llama())
+
+
+def plan_of(batch):
+    return study(llama(), batch, Config(), num_states=2, backend="native").on(1, "FULL_SHARD")
 
 
 def test_a_device_gathers_its_own_experts_only():

@@ -1,0 +1,57 @@
+"""The estimate of a step's time: what is sent, how far, and by whom."""
+
+import pytest
+import torch
+
+from torchacc.config import Config
+from torchacc.layouts import find_device
+from torchacc.layouts.estimate import _is_near, _of_parameters, estimate
+from torchacc.memory_plan import study
+from torchacc.parallel.axes import Role
+from torchacc.parallel.mesh import Mesh
+
+transformers = pytest.importorskip("transformers")
+
+
+def mixtral(**sizes):
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    options = Config(backend="native")
+    for axis, size in sizes.items():
+        getattr(options.dist, axis).size = size
+    with torch.device("meta"):
+        model, tokens = transformers.MixtralForCausalLM(config).train(), torch.zeros(2, 16, dtype=torch.long)
+    return study(model, {"input_ids": tokens, "labels": tokens}, options, num_states=2, backend="native")
+
+
+def test_groups_of_any_devices_that_lie_on_two_machines_are_far():
+    mesh = Mesh((("dp", 2), ("tp", 3)))
+    assert _is_near(mesh, ("tp",), 3)
+    assert not _is_near(mesh, ("tp",), 4), "devices 3, 4 and 5 are on two machines of 4"
+    assert _is_near(mesh, ("tp",), 6)
+    assert not _is_near(Mesh((("dp", 2), ("tp", 4))), ("dp",), 4)
+    assert _is_near(mesh, (), 1)
+
+
+def test_experts_are_gathered_by_the_devices_that_have_the_same():
+    step = mixtral(ep=2)
+    for num_devices, num_gathers in ((2, 0), (4, 3)):  # its weights twice, and its gradients
+        plan = step.plan_on(num_devices, "FULL_SHARD")
+        exchanges = [axes for axes, _ in _of_parameters(plan)]
+        of_experts = [axes for axes in exchanges if "ep" not in axes]
+        assert len(of_experts) == num_gathers * len(plan.experts)
+        assert len(exchanges) > len(of_experts)
+        assert {plan.mesh.axes(Role.SHARD)} == {axes for axes in exchanges if "ep" in axes}
+
+
+def test_a_step_writes_each_shard_once_however_experts_are_spread():
+    fast = find_device("1e30,1,1e30,1e30,8")  # so that memory is all that takes time
+    alone, spread = mixtral(), mixtral(ep=2)
+    nbytes = 12 * alone.on(2, "FULL_SHARD").parameters
+    assert nbytes == pytest.approx(12 * spread.on(2, "FULL_SHARD").parameters, rel=0.01)
+    for step in (alone, spread):
+        moved = sum(max(done / 1e30, read) for done, read in step.stages[0].work)
+        found = estimate(step, step.plan_on(2, "FULL_SHARD"), fast)
+        assert found.compute == pytest.approx(moved + nbytes, rel=1e-3)
