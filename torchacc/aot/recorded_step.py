@@ -25,6 +25,7 @@ def record_step(
     make_optimizer: MakeOptimizer,
     *,
     num_devices: int,
+    clips: bool = False,
 ) -> Program:
     """Record a training step of the SPMD engine.
 
@@ -36,6 +37,7 @@ def record_step(
         config: Its sizes together are `num_devices`.
         make_optimizer: Makes the optimizer of the sharded parameters.
         num_devices: All devices.
+        clips: Whether the gradients are clipped by their norm, which reads all of them before the first update.
 
     Raises:
         ConfigError: The config contradicts itself, or the batch does not divide.
@@ -59,6 +61,8 @@ def record_step(
     with named_operations(model):
         loss = model(**inputs).loss
         loss.backward()
+        if clips:
+            sharded.clip_grad_norm_(1.0)
         optimizer.step()
         state = [value for each in optimizer.state.values() for value in each.values()]
         on_devices = [each for each in state if isinstance(each, torch.Tensor) and each.device.type == "xla"]

@@ -8,11 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from torchacc.aot.compiler import check_installed, compile_program
-from torchacc.aot.recorded_step import record_step
+from torchacc.aot.recorded_step import MakeOptimizer, record_step
 from torchacc.aot.step_report import make_report
 from torchacc.aot.topologies import Topology, find_topology
 from torchacc.cli import _plan_input
@@ -27,11 +24,19 @@ def run(args: argparse.Namespace) -> int:
     strategy = _take_devices(args, topology)
     check_installed()
     training = _plan_input.read(args)
+    if training.adds_gradients:
+        raise ConfigError(
+            "--compile-for compiles a step of one batch, and training.gradient_accumulation_steps asks for several: "
+            "set it to 1 to compile without"
+        )
     for_plan = replace(training, model=deepcopy(training.model))  # planned afterwards: autograd is to know XLA first
     config = _config(training.config, topology, strategy, args.dp or 1)
-    batch = training.make_batch(topology.num_devices // (config.dist.tp.size * config.dist.sp.size))
-    make_optimizer = partial(_make_optimizer, training.optimizer)
-    program = record_step(training.model, batch, config, make_optimizer, num_devices=topology.num_devices)
+    shards = topology.num_devices // (config.dist.tp.size * config.dist.sp.size)
+    batch = training.make_batch(training.batch * shards)
+    make_optimizer = optimizer_of(training)
+    program = record_step(
+        training.model, batch, config, make_optimizer, num_devices=topology.num_devices, clips=training.clips
+    )
     compiled = compile_program(program, topology, partial(_show_progress, topology.name))
     report = make_report(compiled, topology, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
     if args.html is not None:
@@ -70,14 +75,16 @@ def _config(config: Config, topology: Topology, strategy: str, replicas: int) ->
 def _planned_bytes(training: _plan_input.Training, topology: Topology, strategy: str, replicas: int) -> int | None:
     """Return what the memory plan says of a device; None where it cannot plan such a step."""
     try:
-        step = study(training.model, training.make_batch(), training.config, num_states=training.num_states)
+        batch = training.make_batch(training.batch)
+        step = study(training.model, batch, training.config, num_states=training.num_states)
         return step.on(topology.num_devices, strategy, replicas=replicas).total
     except ConfigError:
         return None
 
 
-def _make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return find_optimizer(name)(parameters, lr=1e-3)  # type: ignore[call-arg]
+def optimizer_of(training: _plan_input.Training) -> MakeOptimizer:
+    """Return what makes the optimizer of a training, with its options."""
+    return partial(find_optimizer(training.optimizer), **training.optimizer_options)
 
 
 def _show_progress(name: str, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,10 +45,16 @@ class Training:
     optimizer: str
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
+    optimizer_options: Mapping[str, Any]
+    """Its arguments, beside the parameters."""
+    adds_gradients: bool = False
+    """Whether a step is of several batches."""
+    clips: bool = False
+    """Whether gradients are clipped by their norm."""
 
-    def make_batch(self, num_shards: int = 1) -> dict[str, torch.Tensor]:
-        """Return the batch of so many data-parallel devices, without values, with labels."""
-        tokens = torch.zeros(self.batch * num_shards, self.length, dtype=torch.long, device="meta")
+    def make_batch(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return a batch of so many samples, without values, with labels."""
+        tokens = torch.zeros(rows, self.length, dtype=torch.long, device="meta")
         labels = tokens[:, 0] if type(self.model).__name__.endswith("ForSequenceClassification") else tokens
         return {"input_ids": tokens, "labels": labels}
 
@@ -96,7 +102,7 @@ def _from_file(args: argparse.Namespace) -> Training:
     config.dist.fsdp.cpu_offload = stage.distributed.fsdp.cpu_offload
     config.memory.gc = config.memory.gc or stage.distributed.fsdp.activation_checkpointing
     options = {"lr": 1e-3} if args.optimizer else stage.optimizer.options
-    return _training(
+    training = _training(
         args,
         name,
         _model_config(source, {"vocab_size": vocabulary}),
@@ -106,6 +112,8 @@ def _from_file(args: argparse.Namespace) -> Training:
         args.optimizer or stage.optimizer.name,
         options,
     )
+    # The trainer asks for the norm of the gradients in each step, whatever it clips them to.
+    return replace(training, adds_gradients=stage.training.gradient_accumulation_steps > 1, clips=True)
 
 
 def _training(
@@ -132,6 +140,7 @@ def _training(
         config=config,
         optimizer=kind.__name__,
         num_states=count_states(kind, options),
+        optimizer_options=options,
     )
 
 

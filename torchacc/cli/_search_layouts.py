@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import yaml
@@ -16,10 +17,11 @@ from torchacc.errors import ConfigError
 from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
 from torchacc.layouts.search import grouped
 from torchacc.memory_plan import PLANNED_BACKENDS
-from torchacc.parallel.axes import Role, axis_with
+from torchacc.parallel.axes import Role, axes_with, axis_with
 
 _NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for")
 """Options that a layout has, or that are of other engines."""
+_SHARING_SAMPLES = axes_with(Role.TENSOR, Role.SEQUENCE, Role.PIPELINE)
 _NUM_ROWS = 10
 _DEFAULT_DEVICE = "h100"
 
@@ -38,18 +40,21 @@ def run(args: argparse.Namespace) -> int:
     if memory is None:
         raise ConfigError("--search needs what memory a device has: write --memory, such as --memory 16GiB")
     _plan_input.take_devices(args)
-    samples = args.global_batch or args.devices
     args.engine = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
     training = _plan_input.read(args)
+    # Devices that compute parts of one step see the same samples.
+    shared = prod(getattr(training.config.dist, axis).size for axis in _SHARING_SAMPLES)
+    samples = args.global_batch or training.batch * max(1, args.devices // shared)
     found = search(
         training.model,
-        lambda rows: replace(training, batch=rows).make_batch(),
+        training.make_batch,
         training.config,
         num_devices=args.devices,
         global_batch=samples,
         memory_bytes=memory,
         speeds=speeds,
         num_states=training.num_states,
+        adds_gradients=training.adds_gradients,
         progress=_show_progress,
     )
     _show_progress("")

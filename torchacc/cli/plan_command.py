@@ -57,7 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--html", type=path, metavar="FILE", help="write a page of what was compiled")
     add = parser.add_argument_group("every layout").add_argument
     add("--search", action="store_true", help="try all sizes of all axes, natively: which fit, and which is fastest")
-    add("--global-batch", type=positive, metavar="N", help="samples of a step, of all devices (default: --devices)")
+    add(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="samples of a forward, of all devices (default: the training file's, else --devices)",
+    )
     known = f"{', '.join(DEVICES)}, or its own figures: FLOPS,MEMORY,NEAR,FAR,PER_MACHINE in bytes per second"
     add("--device", type=named, metavar="NAME", help=f"whose speeds rank the layouts: {known} (default: h100)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
@@ -79,11 +84,12 @@ def run(args: argparse.Namespace) -> int:
     training = _plan_input.read(args)
     step = study(
         training.model,
-        training.make_batch(),
+        training.make_batch(training.batch),
         training.config,
         num_states=training.num_states,
         backend=args.engine,
         widens=args.platform == "cpu",
+        adds_gradients=training.adds_gradients,
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args, step)}
     fewest = {}

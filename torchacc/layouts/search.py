@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -106,6 +107,7 @@ def search(
     memory_bytes: int,
     speeds: DeviceSpeeds,
     num_states: int,
+    adds_gradients: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Search:
     """Try all products of axes that are so many devices, with each strategy, with and without recompute.
@@ -115,10 +117,11 @@ def search(
         make_batch: Returns a batch.
         config: What is the same in all layouts: precision and kernels.
         num_devices: All devices.
-        global_batch: Samples of a step, of all devices.
+        global_batch: Samples of a forward and backward, of all devices.
         memory_bytes: What each device has.
         speeds: The devices'.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it.
+        adds_gradients: Whether a step is of several such batches.
         progress: Is told what is tried.
     """
     found: list[PlannedLayout] = []
@@ -129,7 +132,8 @@ def search(
         if progress is not None:
             progress(f"{number + 1} of {len(layouts)}: {label}")
         try:
-            tried = _try(model, make_batch, config, inner, num_devices, global_batch, num_states)
+            look = partial(study, model, num_states=num_states, backend=_ENGINE, adds_gradients=adds_gradients)
+            tried = _try(model, make_batch, config, inner, num_devices, global_batch, look)
             for candidate, step in tried:
                 try:
                     _check(model, candidate.apply(config), num_devices)
@@ -162,7 +166,7 @@ def _try(
     inner: Mapping[str, int],
     num_devices: int,
     samples: int,
-    num_states: int,
+    look: Callable[..., Step],
 ) -> Iterator[tuple[Candidate, Step]]:
     """Yield the layouts with these sizes, and what is known of their step.
 
@@ -181,7 +185,7 @@ def _try(
     count = max(each for each in _divisors(rows) if each <= most) if mesh.size(Role.PIPELINE) > 1 else 1
     for recompute in (False, True):
         whole = Candidate({**dict.fromkeys(AXES, 1), **inner}, "FULL_SHARD", recompute, rows, count)
-        step = study(model, make_batch(rows), whole.apply(config), num_states=num_states, backend=_ENGINE)
+        step = look(make_batch(rows), whole.apply(config))
         for replicas in _divisors(outer):
             for strategy in _strategies(replicas, outer // replicas, mesh.num_shards // outer):
                 sizes = {**whole.sizes, _REPLICAS: replicas, _SHARDS: outer // replicas}

@@ -56,6 +56,7 @@ def real_step(model, batch):
     SpmdEngine.sync = sync
     loss = model(**batch).loss
     loss.backward()
+    model.clip_grad_norm_(1.0)
     optimizer.step()
     SpmdEngine.sync = own
     return operations(texts[-1])
@@ -72,7 +73,7 @@ def main():
 
     texts, own = [], _XLAC._get_xla_tensors_hlo_proto
     _XLAC._get_xla_tensors_hlo_proto = lambda tensors: texts.append(_XLAC._get_xla_tensors_hlo(tensors)) or own(tensors)
-    program = record_step(without_values, batch, configured(), optimizer_of, num_devices=2)
+    program = record_step(without_values, batch, configured(), optimizer_of, num_devices=2, clips=True)
     shardings = Counter((each.sharding, each.is_donated) for each in program.inputs)
     found = {
         "real": real,

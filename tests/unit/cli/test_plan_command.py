@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+import torch
 
+from torchacc.cli import _compile_step, _plan_input, plan_command
 from torchacc.cli.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +117,44 @@ def test_a_training_file_says_it_all(tmp_path, capsys):
     assert found["num_parameters"] == 28032 + (300 - 64) * 32
     assert found["strategies"]["FULL_SHARD"]["optimizer"] == 0
     assert (found["devices"], found["engine"]) == (2, "xla")
+
+
+def test_the_optimizer_has_the_options_of_a_training_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    parser = ArgumentParser()
+    plan_command.add_options(parser)
+    for options, expected in (
+        ("name: sgd, lr: 0.1, momentum: 0.9", {"momentum_buffer"}),
+        ("name: adamw, lr: 0.1, amsgrad: true", {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    ):
+        path.write_text(TRAINING.replace("name: sgd, lr: 0.1", options))
+        training = _plan_input.read(parser.parse_args(["--config", str(path)]))
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = _compile_step.optimizer_of(training)([parameter])
+        optimizer.step()
+        assert set(optimizer.state[parameter]) == expected
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_several_batches_in_a_step_are_planned_natively(tmp_path, capsys):
+    one = write(tmp_path, "one.yaml", TRAINING)
+    two = write(
+        tmp_path, "two.yaml", TRAINING.replace("batch_size: 3", "batch_size: 3, gradient_accumulation_steps: 2")
+    )
+    needed = [
+        plan(capsys, "--config", str(path), "--engine", "native", "--strategy", "NO_SHARD") for path in (one, two)
+    ]
+    less, more = (each["strategies"]["NO_SHARD"]["total"] for each in needed)
+    assert less < more
+    assert "is in the memory plan of the native engine only" in refused(capsys, "--config", str(two))
+
+
+def test_a_search_has_the_samples_of_a_training_file(tmp_path, capsys):
+    path = str(write(tmp_path, "config.yaml", TRAINING))
+    command = ("--search", "--config", path, "--devices", "2", "--memory", "1GiB", "--device", "1e11,1e10,1e9,1e8,4")
+    assert plan(capsys, *command)["global_batch"] == 3 * 2
+    assert plan(capsys, *command, "--global-batch", "4")["global_batch"] == 4
 
 
 def test_a_training_file_says_on_how_many_devices_and_by_which_engine(tmp_path, capsys):
