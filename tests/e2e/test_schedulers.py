@@ -1,5 +1,6 @@
-"""Jobs of SLURM and Open MPI, each with its real programs and daemons, on this machine."""
+"""Jobs of SLURM, Open MPI and Ray Train, each with its real programs and daemons, on this machine."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests import forkrun
 
 HERE = Path(__file__).parent
 TRAINING = HERE / "launched_training.py"
+SBATCH = HERE.parents[1] / "examples" / "cluster" / "slurm.sbatch"
 NUM_STEPS = 10
 SECONDS = 300
 
@@ -26,6 +29,7 @@ needs_slurm = pytest.mark.skipif(
     not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
     reason="needs SLURM's slurmctld, slurmd and srun, and munged",
 )
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[train]")
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -46,10 +50,11 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdParameters=config_overrides
 KillWait=5
-NodeName=node[0-1] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{nodes}] CPUs=4 RealMemory=1000
+GresTypes=gpu
+NodeName=node[0-1] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{nodes}] CPUs=4 RealMemory=1000 Gres=gpu:2
 PartitionName=main Nodes=node[0-1] Default=YES State=UP
 """
-"""Two nodes, which are two daemons of this machine."""
+"""Two nodes, which are two daemons of this machine, with files that stand for GPUs."""
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
@@ -103,6 +108,7 @@ def slurm(tmp_path_factory):
             folder=folder, host=host, port=port, nodes=f"{port + 1}-{port + 2}", user=os.environ.get("USER", "root")
         )
     )
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     for name in ("state", "spool-node0", "spool-node1"):
@@ -167,6 +173,27 @@ def test_srun_that_starts_two_launchers_on_a_machine_is_refused(slurm, tmp_path)
     assert "srun has started 2 of `torchacc launch` on this machine" in done.stdout + done.stderr
 
 
+@needs_slurm
+def test_a_job_of_the_template_saves_upon_sigterm_and_goes_on_when_it_is_submitted_again(slurm, tmp_path, expected):
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": forkrun.free_port()}  # no name of a node is known here
+    env = environment(tmp_path, **slurm, **here)
+    options = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-task=3", "--job-name=train"]
+    command = ["sbatch", "--wait", "--parsable", *options, SBATCH, TRAINING, "wait", "native", NUM_STEPS, tmp_path]
+    with subprocess.Popen(list(map(str, command)), env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            wait_until(lambda: list(tmp_path.glob("checkpoints/*/manifest.json")), "the job has saved nothing")
+            stopped = run("scancel", "--signal=TERM", "--name=train", env=env, folder=tmp_path)
+            assert (stopped.returncode, first.wait(SECONDS)) == (0, 143), stopped.stderr
+        finally:
+            subprocess.run(["scancel", "--name=train"], env=env, capture_output=True)
+    again = run(*command, env=env, folder=tmp_path)
+    log = tmp_path / f"train-{again.stdout.strip()}.log"
+    assert again.returncode == 0, log.read_text()
+    again.stdout = log.read_text()
+    assert losses_of(again) == pytest.approx(expected, rel=1e-5)
+    assert (tmp_path / "starts-3").read_text().split() == ["4", "4"]
+
+
 def mpirun(folder: Path, num_ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
     options = ["--oversubscribe", "-n", num_ranks, *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
     return run("mpirun", *options, "python", *command, env=environment(folder), folder=folder)
@@ -185,3 +212,13 @@ def test_a_worker_that_dies_ends_the_job_of_mpirun_which_goes_on_in_one_process(
     assert done.returncode != 0
     again = run("python", TRAINING, "crash", "native", NUM_STEPS, tmp_path, env=environment(tmp_path), folder=tmp_path)
     assert losses_of(again) == pytest.approx(expected, rel=1e-5)
+
+
+@needs_ray
+@pytest.mark.parametrize(("fault", "starts"), [("none", 1), ("crash", 2)])
+def test_ray_train_starts_the_script_and_starts_it_again_where_a_worker_dies(tmp_path, expected, fault, starts):
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # as the names of Ray's sockets are long
+        command = (sys.executable, HERE / "ray_script.py", short, TRAINING, fault, "native", NUM_STEPS, tmp_path)
+        done = run(*command, env=environment(tmp_path), folder=tmp_path)
+    assert losses_of(done) == pytest.approx(expected, rel=1e-5), done.stderr
+    assert (tmp_path / "starts-1").read_text().split() == ["2"] * starts
