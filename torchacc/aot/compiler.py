@@ -126,8 +126,7 @@ def _installed() -> dict[str, str]:
 
 def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited: Callable[[float], None]) -> None:
     """Compile in a folder beside `kept`, which is there at once, or not at all."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept.parent, prefix="compiling-") as name:
+    with _new_folder(kept.parent) as name:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
@@ -141,6 +140,17 @@ def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited:
         shutil.rmtree(kept, ignore_errors=True)
         folder.rename(kept)
         folder.mkdir()  # which TemporaryDirectory is to find
+
+
+def _new_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=parent, prefix="compiling-")
+    except OSError as error:
+        raise ConfigError(
+            f"compiled programs are kept in {parent}, which cannot be written: {error}; set XDG_CACHE_HOME to a folder "
+            "that can"
+        ) from None
 
 
 def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> tuple[int, str]:

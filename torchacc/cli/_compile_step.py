@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -23,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     topology = find_topology(args.compile_for)
     strategy = _take_devices(args, topology)
     check_installed()
+    if args.html is not None:
+        _check_folder(Path(args.html))
     training = _plan_input.read(args)
     if training.adds_gradients:
         raise ConfigError(
@@ -39,13 +42,24 @@ def run(args: argparse.Namespace) -> int:
     )
     compiled = compile_program(program, topology, partial(_show_progress, topology.name))
     report = make_report(compiled, topology, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
-    if args.html is not None:
-        Path(args.html).write_text(report.as_html(training.name), encoding="utf-8")
     title = f"{training.name}: {training.batch} x {training.length} tokens on each device, {strategy}"
     described = {"model": training.name, "batch": training.batch, "seq": training.length, "strategy": strategy}
     text = json.dumps(described | report.as_dict(), indent=2) if args.json else f"{title}\n{report.as_text()}"
     sys.stdout.write(text + "\n")
+    if args.html is not None:
+        try:
+            Path(args.html).write_text(report.as_html(training.name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {args.html} cannot be written: {error}; name another file") from None
     return 0
+
+
+def _check_folder(page: Path) -> None:
+    """Refuse a page that could not be written after minutes of compiling."""
+    if not page.parent.is_dir():
+        raise ConfigError(f"--html {page}: there is no folder {page.parent}; make it, or name another file")
+    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise ConfigError(f"--html {page} cannot be written; name another file")
 
 
 def _take_devices(args: argparse.Namespace, topology: Topology) -> str:

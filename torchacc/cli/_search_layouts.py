@@ -16,7 +16,7 @@ from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
 from torchacc.layouts.search import grouped
-from torchacc.memory_plan import PLANNED_BACKENDS
+from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer
 from torchacc.parallel.axes import Role, axes_with, axis_with
 
 _NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for")
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         global_batch=samples,
         memory_bytes=memory,
         speeds=speeds,
+        optimizer=find_optimizer(training.optimizer),
         num_states=training.num_states,
         adds_gradients=training.adds_gradients,
         progress=_show_progress,

@@ -22,6 +22,33 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return bool(ELEMENTWISE & {base.__name__ for base in type(optimizer).__mro__})
 
 
+def check_split(name: str, *, is_elementwise: bool, num_stages: int, num_parts: int) -> None:
+    """Refuse an optimizer where no process sees all layers, or all of a layer.
+
+    Args:
+        name: The name of its class.
+        is_elementwise: Whether it is known to update each element by itself.
+        num_stages: Stages of layers, `dist.pp.size`.
+        num_parts: Parts of each layer, `dist.tp.size`.
+
+    Raises:
+        ConfigError: It would have to update each element by itself.
+    """
+    if is_elementwise:
+        return
+    if num_stages > 1:
+        raise ConfigError(
+            f"{name} is not known to update each element by itself, as it would have to where layers are in stages of "
+            "dist.pp, none of which sees all: use an element-wise optimizer such as AdamW, or config.dist.fsdp.size"
+        )
+    if num_parts > 1:
+        raise ConfigError(
+            f"{name} is not known to update each element by itself, as it would have to where layers are split "
+            "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
+            "element-wise optimizer such as AdamW"
+        )
+
+
 def is_of_torchao(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is one of torchao.optim's, which update each process's shard by itself."""
     return any(base.__module__ == "torchao.optim.adam" for base in type(optimizer).__mro__)

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchacc.config import Config, resolve
 from torchacc.engines.native.native_engine import check_axes
+from torchacc.engines.optimizers import ELEMENTWISE, check_split
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.layouts.estimate import StepTime, estimate
@@ -23,6 +24,7 @@ from torchacc.parallel.mesh import Mesh, from_config
 
 _REPLICAS, _SHARDS = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
 _STAGES = axis_with(Role.PIPELINE)
+_PARTS = axis_with(Role.TENSOR)
 _INNER = axes_with(Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)
 """Axes along which devices compute other parts of one step."""
 _MICROBATCHES_PER_STAGE = 4
@@ -106,6 +108,7 @@ def search(
     global_batch: int,
     memory_bytes: int,
     speeds: DeviceSpeeds,
+    optimizer: type[torch.optim.Optimizer],
     num_states: int,
     adds_gradients: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -120,6 +123,7 @@ def search(
         global_batch: Samples of a forward and backward, of all devices.
         memory_bytes: What each device has.
         speeds: The devices'.
+        optimizer: Its class.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it.
         adds_gradients: Whether a step is of several such batches.
         progress: Is told what is tried.
@@ -132,6 +136,12 @@ def search(
         if progress is not None:
             progress(f"{number + 1} of {len(layouts)}: {label}")
         try:
+            check_split(
+                optimizer.__name__,
+                is_elementwise=optimizer.__name__ in ELEMENTWISE,
+                num_stages=inner[_STAGES],
+                num_parts=inner[_PARTS],
+            )
             look = partial(study, model, num_states=num_states, backend=_ENGINE, adds_gradients=adds_gradients)
             tried = _try(model, make_batch, config, inner, num_devices, global_batch, look)
             for candidate, step in tried:

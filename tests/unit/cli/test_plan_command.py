@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchacc.aot import compiler
 from torchacc.cli import _compile_step, _plan_input, plan_command
 from torchacc.cli.main import main
+from torchacc.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,6 +137,16 @@ def test_the_optimizer_has_the_options_of_a_training_file(tmp_path):
         optimizer.step()
         assert set(optimizer.state[parameter]) == expected
         assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_it_is_compiled(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_compile_step, "check_installed", lambda: None)
+    command = ("--model", model, "--compile-for", "v5e:2x2", "--html")
+    assert "there is no folder" in refused(capsys, *command, str(tmp_path / "reports" / "x.html"))
+    assert "cannot be written" in refused(capsys, *command, str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        compiler._new_folder(tmp_path / "file" / "compiled")
 
 
 def test_several_batches_in_a_step_are_planned_natively(tmp_path, capsys):

@@ -62,6 +62,14 @@ def test_each_layout_is_tried_and_the_fastest_is_first(run):
     assert "is not available yet" in result["refused"]["sp 2 x ep 2"]
 
 
+def test_layouts_that_an_optimizer_cannot_step_are_refused(run):
+    command = (LLAMA, "--devices", "2", "--global-batch", "2", "--memory", "1GiB", "--optimizer")
+    result = found(run, *command, "adafactor")
+    assert all(each["sizes"]["tp"] == each["sizes"]["pp"] == 1 for each in result["fitting"])
+    assert "Adafactor is not known to update each element by itself" in result["refused"]["tp 2"]
+    assert "in stages of dist.pp" in result["refused"]["pp 2"]
+
+
 def test_configs_are_those_of_the_layouts(run):
     result = found(run, MIXTRAL, "--devices", "2", "--global-batch", "4", "--memory", "1GiB", "--bf16")
     assert any(each["sizes"]["ep"] == 2 for each in result["fitting"])

@@ -3,7 +3,7 @@
 import torch
 
 from torchacc.engines.fused_steps import faster_choice
-from torchacc.engines.optimizers import is_elementwise, is_of_torchao
+from torchacc.engines.optimizers import check_split, is_elementwise, is_of_torchao
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
@@ -35,20 +35,10 @@ def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_shards(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Warn of an optimizer that gathers unsharded weights; refuse it where layers are split."""
-    name, is_split = type(optimizer).__name__, sharded.plan.tensor_parallel.size > 1
-    if sharded.plan.pipeline.size > 1 and not is_elementwise(optimizer):
-        raise ConfigError(
-            f"{name} is not known to update each element by itself, as it would have to where layers are in stages of "
-            "dist.pp, none of which sees all: use an element-wise optimizer such as AdamW, or config.dist.fsdp.size"
-        )
-    if is_elementwise(optimizer) or (is_of_torchao(optimizer) and not is_split):
+    name, plan, alone = type(optimizer).__name__, sharded.plan, is_elementwise(optimizer)
+    check_split(name, is_elementwise=alone, num_stages=plan.pipeline.size, num_parts=plan.tensor_parallel.size)
+    if alone or is_of_torchao(optimizer):
         return
-    if is_split:
-        raise ConfigError(
-            f"{name} is not known to update each element by itself, as it would have to where layers are split "
-            "over dist.tp: use config.backend = 'xla' with config.dist.fsdp.use_spmd = True, or an "
-            "element-wise optimizer such as AdamW"
-        )
     _log.warning(
         "%s is not known to update each element by itself: norms, means and products of full weights are "
         "right, but each gathers the full weight, in time and memory",
