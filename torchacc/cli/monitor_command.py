@@ -11,9 +11,8 @@ from shutil import get_terminal_size
 from torchacc.cli._options import path
 from torchacc.errors import shown
 from torchacc.train.metric_sinks import Row
-from torchacc.train.report_charts import points
 from torchacc.train.run_folder import METRICS
-from torchacc.train.run_reading import RunRead, read_run
+from torchacc.train.run_reading import RunRead, memory_points, points, read_run
 
 EXAMPLES = ("torchacc monitor runs/trainer/stage1", "torchacc monitor runs/trainer/stage1 --every 10")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -28,6 +27,8 @@ _VALUES = {
     "compile_secs": ("compiling, s", "{:.1f}"),
 }
 _NUM_EVENTS = 5
+_RESTART_SECS = 60.0
+"""How long a run that has ended, but not finished, writes nothing before nobody starts it again."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run until it ends; once where nobody watches a terminal. Returns the exit status."""
+    """Show the run until it ends and is not started again; once where nobody watches. Returns the exit status."""
     if not sys.stdout.isatty():
         sys.stdout.write(describe(args.folder, read_run(args.folder), width=100) + "\n")
         return 0
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         text = describe(args.folder, found, width=get_terminal_size().columns)
         sys.stdout.write(f"\x1b[H\x1b[J{text}\n")  # from the upper left corner, on an empty screen
         sys.stdout.flush()
-        if found.has_ended:
+        if found.is_finished or (found.has_ended and _silent_secs(args.folder) > _RESTART_SECS):
             return 0
         time.sleep(args.every)
 
@@ -69,9 +70,8 @@ def describe(folder: Path, found: RunRead, *, width: int) -> str:
         values = [float(value) for value in points(rows, name)[1]]
         if values:
             lines.append(f"{title:<14} {form.format(values[-1]):>10}  {sparkline(values, max(width - 28, 8))}")
-    for of in ("device", "process"):
-        if peaks := points(rows, f"{of}_memory_bytes")[1]:
-            lines.append(f"{f'{of} memory':<14} {f'{max(peaks) / 2**30:.2f} GiB':>10}")
+    for of, (_, peaks) in memory_points(rows).items():
+        lines.append(f"{f'{of} memory':<14} {f'{max(peaks) / 2**30:.2f} GiB':>10}")
     events = [row for row in rows if "event" in row][-_NUM_EVENTS:]
     lines += (
         ["", *(f"step {row['step']}: {str(row['event']).partition(chr(10))[0]}" for row in events)] if events else []
@@ -108,8 +108,11 @@ def _left(rows: Sequence[Row], steps: int) -> str:
 def _silent_for(folder: Path, found: RunRead) -> str:
     if found.has_ended:
         return ""
-    secs = max(time.time() - (folder / METRICS).stat().st_mtime, 0.0)
-    return f", last wrote {timedelta(seconds=round(secs))} ago"
+    return f", last wrote {timedelta(seconds=round(_silent_secs(folder)))} ago"
+
+
+def _silent_secs(folder: Path) -> float:
+    return max(time.time() - (folder / METRICS).stat().st_mtime, 0.0)
 
 
 def _secs(text: str) -> float:

@@ -10,6 +10,7 @@ from torchacc.cli._options import path
 from torchacc.config.text_file import read_json
 from torchacc.errors import ConfigError
 from torchacc.train.html_report import write_comparison
+from torchacc.train.run_folder import RUN
 from torchacc.train.run_reading import read_run
 
 EXAMPLES = (
@@ -22,7 +23,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="folder of a stage, with metrics.jsonl")
     parser.add_argument(
-        "--output", type=path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+        "--output",
+        type=path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page, outside of a run's folder, which has one of its own (default: report.html)",
     )
     parser.add_argument(
         "--plan", type=path, metavar="FILE", help="what `torchacc plan --json` printed, drawn beside the memory"
@@ -31,6 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and return the exit status."""
+    if (args.output.resolve().parent / RUN).exists():
+        raise ConfigError(
+            f"--output {args.output} lies in a run's folder, whose report.html is the run's own: name a file "
+            "elsewhere, such as --output ../report.html"
+        )
     folders = list(dict.fromkeys(folder.resolve() for folder in args.runs))
     runs = dict(zip(_names(folders), [read_run(folder) for folder in folders], strict=True))
     try:

@@ -13,7 +13,8 @@ import yaml
 
 from torchacc.env import installed_version
 from torchacc.train.metric_sinks import Row
-from torchacc.train.report_charts import charts, colors, points
+from torchacc.train.report_charts import charts, colors
+from torchacc.train.run_reading import memory_points, points
 
 _PACKAGES = ("torchacc", "torch", "torch_xla", "transformers", "datasets")
 
@@ -96,9 +97,8 @@ def _tiles(rows: Sequence[Row]) -> dict[str, str]:
         tiles["tokens/s, median"] = f"{sorted(rates)[len(rates) // 2]:,.0f}"
     if shares:
         tiles["MFU, median"] = f"{sorted(shares)[len(shares) // 2]:.1%}"
-    for of in ("device", "process"):
-        if peaks := points(rows, f"{of}_memory_bytes")[1]:
-            tiles[f"peak {of} memory"] = f"{max(peaks) / 2**30:.2f} GiB"
+    for of, (_, peaks) in memory_points(rows).items():
+        tiles[f"peak {of} memory"] = f"{max(peaks) / 2**30:.2f} GiB"
     if secs := points(rows, "secs")[1]:
         tiles["duration"] = str(datetime.timedelta(seconds=round(secs[-1])))
     return tiles

@@ -20,6 +20,7 @@ from torchacc.train.flops import peak_flops
 from torchacc.train.html_report import write_report
 from torchacc.train.metric_sinks import MetricsFile, MetricSink, Row, TensorBoardFiles, WandbRun, check_packages
 from torchacc.train.run_folder import METRICS, REPORT, TENSORBOARD, WANDB_ID
+from torchacc.train.run_reading import memory_points
 
 _log = get_logger(__name__)
 
@@ -111,8 +112,7 @@ class _RunOutput:
 
     def say_interval(self, row: Row) -> None:
         parts = [f"step {self.position(row['step'])}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
-        memory = {f"{of}_memory_gib": row.get(f"{of}_memory_bytes", 0) / 2**30 for of in ("device", "process")}
-        values = {name: value for name, value in (row | memory).items() if value or name not in memory}
+        values = row | {f"{of}_memory_gib": peaks[0] / 2**30 for of, (_, peaks) in memory_points([row]).items()}
         parts += [text.format(values[name]) for name, text in _SHOWN.items() if name in values]
         _log.info("%s", "  ".join(parts))
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from torchacc.train.metric_sinks import Row
+from torchacc.train.run_reading import memory_points, points
 
 _INK, _FAINT = "#1f2933", "#9aa5b1"
 _COLORS = ("#2f6fde", "#e8710a", "#1a936f", "#b5179e", "#6d4c41", "#00838f", "#c62828", "#7e57c2", "#9e9d24", "#455a64")
@@ -43,12 +44,6 @@ def charts(runs: Runs, planned: Mapping[str, int] | None = None) -> list[str]:
     """
     drawn = [_loss(runs), *(_curve(runs, *curve) for curve in _CURVES), *_memory(runs, planned or {})]
     return [chart for chart in drawn if chart]
-
-
-def points(rows: Sequence[Row], name: str) -> tuple[list[int], list[Any]]:
-    """Return the steps at which a value was measured, and its values."""
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
 
 
 def _loss(runs: Runs) -> str:
@@ -99,10 +94,9 @@ def _curve(runs: Runs, name: str, title: str, formatter: Any) -> str:
 def _memory(runs: Runs, planned: Mapping[str, int]) -> list[str]:
     drawn = []
     gib = 2**30  # the axis is in GiB, so that its ticks are round
-    for of in ("device", "process"):
-        found = {run: points(rows, f"{of}_memory_bytes") for run, rows in runs.items()}
-        if not any(steps for steps, _ in found.values()):
-            continue
+    measured = {run: memory_points(rows) for run, rows in runs.items()}
+    for of in {of: None for peaks in measured.values() for of in peaks}:
+        found = {run: peaks.get(of, ([], [])) for run, peaks in measured.items()}
         figure, axes = _axes(f"peak memory of {'the fullest device' if of == 'device' else 'the process'}", (5.4, 2.8))
         _draw(axes, {run: (steps, [nbytes / gib for nbytes in values]) for run, (steps, values) in found.items()})
         for index, (name, nbytes) in enumerate(planned.items()):

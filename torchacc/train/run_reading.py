@@ -1,6 +1,6 @@
 """Read a run's folder while it trains or afterwards: what was measured, by what options, and how it ended."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,29 @@ class RunRead:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has said how it ended."""
+        """Whether it has said how it ended; one that failed may be started again."""
         return self.outcome != _NO_END
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has trained all its steps, so that nothing follows."""
+        return self.outcome == _FINISHED
 
 
 _NO_END = "no end yet"
+_FINISHED = "finished"
+
+
+def points(rows: Sequence[Row], name: str) -> tuple[list[int], list[Any]]:
+    """Return the steps at which a value was measured, and its values."""
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def memory_points(rows: Sequence[Row]) -> dict[str, tuple[list[int], list[int]]]:
+    """Return peaks of memory in bytes, as `points()` does, of what was measured: the `device`, the `process`."""
+    found = {of: points(rows, f"{of}_memory_bytes") for of in ("device", "process")}
+    return {of: measured for of, measured in found.items() if measured[0]}
 
 
 def read_run(folder: Path) -> RunRead:
@@ -52,4 +70,4 @@ def read_run(folder: Path) -> RunRead:
         options = found.get("identity", {}) if isinstance(found, dict) else {}
     last = rows[-1] if rows else {}
     said = str(last["event"]) if "event" in last and "secs" in last else _NO_END  # the row that ends a run has both
-    return RunRead(rows, options, "finished" if is_finished(folder) and said == _NO_END else said)
+    return RunRead(rows, options, _FINISHED if is_finished(folder) and said == _NO_END else said)

@@ -7,6 +7,7 @@ import pty
 
 import pytest
 
+from tests import forkrun
 from torchacc.cli import main, monitor_command
 from torchacc.train.run_reading import read_run
 
@@ -47,6 +48,13 @@ def test_what_is_no_plan_or_no_run_is_refused(folders, tmp_path, capsys):
         assert "name one of those below it: a/one, b/one" in capsys.readouterr().err
 
 
+def test_a_page_is_not_written_over_a_runs_own(folders, monkeypatch, capsys):
+    monkeypatch.chdir(folders[0])
+    assert main.main(["report", "."]) == 2
+    assert "whose report.html is the run's own" in capsys.readouterr().err
+    assert not (folders[0] / "report.html").exists()
+
+
 def test_beside_a_terminal_a_run_is_shown_once(folders, capsys):
     assert main.main(["monitor", str(folders[1])]) == 0
     said = capsys.readouterr().out
@@ -83,6 +91,35 @@ def test_on_a_terminal_a_run_is_followed_to_its_end(folders, monkeypatch):
     said = written_to(ours)
     assert said.count("\x1b[H\x1b[J") == 2
     assert said.index("no end yet") < said.index("finished")
+
+
+def test_a_run_that_failed_is_followed_while_it_may_be_started_again(folders, monkeypatch):
+    file = folders[1] / "metrics.jsonl"
+
+    def write_event(event):
+        with file.open("a") as rows:
+            rows.write(json.dumps({**END, "event": event}) + "\n")
+
+    slept = []
+
+    def sleep(secs):
+        slept.append(secs)
+        write_event("finished" if len(slept) == 2 else "failed: again")
+
+    write_event("failed: out of memory")
+    monkeypatch.setattr(monitor_command.time, "sleep", sleep)
+    monkeypatch.setattr(monitor_command.sys.stdout, "isatty", lambda: True)
+    assert main.main(["monitor", str(folders[1])]) == 0
+    assert len(slept) == 2
+    write_event("failed: for good")
+    os.utime(file, (0, 0))
+    assert main.main(["monitor", str(folders[1])]) == 0
+    assert len(slept) == 2
+
+
+def test_following_a_run_loads_nothing_that_draws():
+    code = "import sys, torchacc.cli.monitor_command; print(sorted({'matplotlib', 'torch_xla'} & sys.modules.keys()))"
+    assert forkrun.run("-c", code).stdout == "[]\n"
 
 
 def test_no_line_is_longer_than_the_terminal(folders):
