@@ -1,8 +1,12 @@
 """Layers in stages over two and four devices, beside the unsharded model on the whole batch."""
 
 import copy
+import functools
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +31,7 @@ from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, pack
 from tensor_parallel_cases import IDS, put
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils.checkpoint import checkpoint
 
 import torchacc
 
@@ -45,9 +50,17 @@ def make(family: str = "llama", layers: int = 3, **options: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def config(pp: int, *, dp: int = 1, tp: int = 1, microbatches: int | None = None, **options: Any) -> torchacc.Config:
+def config(
+    pp: int,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    microbatches: int | None = None,
+    schedule: str = "gpipe",
+    **options: Any,
+) -> torchacc.Config:
     fsdp = {"size": NUM_DEVICES // pp // dp // tp, **options.pop("fsdp", {})}
-    stages = {"size": pp, "num_microbatches": microbatches}
+    stages = {"size": pp, "num_microbatches": microbatches, "schedule": schedule}
     dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}}
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
 
@@ -159,10 +172,56 @@ def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any
     compare(make(**options), [packed(), padded(left=True)], in_windows=True, pp=2, tp=2, **more)
 
 
-@case([NATIVE], each={"gpt2": "gpt2"})
-def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(family: str) -> None:
-    model, plain_model = make(family), make(family)
-    torchacc.accelerate(model, None, config(2))
+class Saved:
+    """What a graph has saved, whose size is noted when it is saved and when it goes."""
+
+    def __init__(self, sizes: list[int], tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        sizes.append(tensor.nbytes)
+        weakref.finalize(self, sizes.append, -tensor.nbytes)
+
+
+@case([NATIVE], each=BATCHES)
+def backwards_between_forwards_train_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
+    compare(make("gpt2"), [make_batch(), padded(left=True)], pp=2, microbatches=3, schedule="1f1b", in_windows=True)
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={
+        "shards-recomputed": {"pp": 2, "memory": {"gc": True}},
+        "kept-weights": {"pp": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+        "copies": {"pp": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}},
+        "replicas": {"pp": 2, "dp": 2},
+        "split-layers": {"pp": 2, "tp": 2, "family": "llama"},
+        "four": {"pp": 4, "microbatches": 3},
+        "four-with-few": {"pp": 4, "microbatches": 2},
+    },
+)
+def backwards_between_forwards_of_four_devices_train_with(how: dict[str, Any]) -> None:
+    family = how.pop("family", "gpt2")
+    compare(make(family, layers=5), WINDOW, in_windows=True, schedule="1f1b", **how)
+
+
+@case([NATIVE])
+def a_stage_with_backwards_between_forwards_holds_activations_of_few_microbatches() -> None:
+    held = {}
+    for schedule in ("gpipe", "1f1b"):
+        model = make("gpt2")
+        torchacc.accelerate(model, None, config(2, microbatches=8, schedule=schedule))
+        batch, sizes = {name: value.repeat(4, 1) for name, value in plain().items()}, [0]
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(Saved, sizes), lambda saved: saved.tensor):
+            model(**batch).loss.backward()
+        held[schedule] = max(itertools.accumulate(sizes))
+        assert sum(sizes) == 0
+    assert held["1f1b"] < 0.4 * held["gpipe"], held
+
+
+@case([NATIVE], each={"gpipe": "gpipe", "1f1b": "1f1b"})
+def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(schedule: str) -> None:
+    model, plain_model = make("gpt2"), make("gpt2")
+    torchacc.accelerate(model, None, config(2, schedule=schedule))
     batch = padded(left=False)
     for each in (model, plain_model):
         each(**batch)  # without a backward: nothing is left of it
@@ -173,6 +232,58 @@ def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(family: str) 
     for order in (1.0, float("inf")):
         norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9, order) for each in (model, plain_model))
         assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)
+
+
+def penalty(model: nn.Module) -> Any:
+    return 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def in_a_window(model: nn.Module) -> None:
+    with torchacc.accumulate(model) if hasattr(model, "_torchacc") else nullcontext():
+        before = penalty(model)  # whose gradient comes last
+        (before + model(**plain()).loss).backward()
+    model(**plain()).loss.backward()
+
+
+def between_forwards(model: nn.Module) -> None:
+    first, between = model(**padded(left=False)).loss, penalty(model)
+    (first + between + model(**plain()).loss).backward()
+
+
+def before_two_backwards(model: nn.Module) -> None:
+    first, second = model(**padded(left=False)).loss, model(**plain()).loss
+    with torch.no_grad():
+        model(**plain())
+    first.backward()
+    second.backward()
+
+
+def twice(model: nn.Module) -> None:
+    loss = model(**plain()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@case(
+    [NATIVE],
+    each={
+        f"{order.__name__}-{schedule}": (order, schedule)
+        for order in (in_a_window, between_forwards, before_two_backwards, twice)
+        for schedule in ("gpipe", "1f1b")
+    },
+)
+def stages_compute_the_gradients_of(how: tuple[Callable[[nn.Module], None], str]) -> None:
+    run, schedule = how
+    models = [make("gpt2"), make("gpt2")]
+    torchacc.accelerate(models[0], None, config(2, schedule=schedule))
+    norms = []
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        run(model)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    assert norms[0] == pytest.approx(norms[1], rel=RELATIVE)
+    check_parameters(models[0], models[1], absolute=ADAM_ABSOLUTE)
 
 
 @case([NATIVE])
@@ -330,12 +441,37 @@ def a_checkpoint_goes_on() -> tuple[dict[str, Any], float]:
 @case([NATIVE])
 def bfloat16_in_stages_trains_as_in_shards() -> None:
     batch, losses = padded(left=False), []
-    for pp in (1, 2):
+    for how in ({"pp": 1}, {"pp": 2}, {"pp": 2, "schedule": "1f1b"}):
         model = make()
-        torchacc.accelerate(model, None, config(pp, compute={"bf16": True}))
+        torchacc.accelerate(model, None, config(**how, compute={"bf16": True}))
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
-    assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+    for found in losses[1:]:
+        assert found == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+    assert losses[2] == [pytest.approx(each, rel=1e-5) for each in losses[1]]
+
+
+@case([NATIVE])
+def what_backwards_between_forwards_cannot_do_is_refused() -> None:
+    model, batch = make("gpt2"), plain()
+    torchacc.accelerate(model, None, config(2, schedule="1f1b"))
+    weight = model.lm_head.weight
+    for call, expected in (
+        (lambda: (model(**batch).loss * (RANK + 1)).backward(), "scale the loss differently"),
+        (lambda: model(**batch).loss.backward(create_graph=True), "create_graph"),
+        (lambda: torch.autograd.grad(model(**batch).loss, [weight]), "backward"),
+        (lambda: checkpoint(lambda: model(**batch).loss, use_reentrant=False).backward(), "torch.utils.checkpoint"),
+    ):
+        with pytest.raises(torchacc.EngineError, match=expected):
+            call()
+        model.zero_grad()
+    for parameter in model.parameters():
+        hook = parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        break
+    with pytest.raises(torchacc.EngineError, match="register_post_accumulate_grad_hook"):
+        model(**batch)
+    hook.remove()
+    model(**batch).loss.backward()
 
 
 def unscale(model: nn.Module) -> None:

@@ -73,11 +73,13 @@ def _refuse_contradictions(config: Config) -> None:
     _refuse_choice_without_compile(config)
     _refuse_choice_without_float8(config)
     _refuse_two_kernels(config)
-    if config.dist.pp.size == 1 and config.dist.pp.num_microbatches is not None:
-        raise ConfigError(
-            f"dist.pp.num_microbatches = {config.dist.pp.num_microbatches} with dist.pp.size = 1, so that there are no "
-            "stages to keep busy: leave it out, or set config.dist.pp.size"
-        )
+    for name, default in (("num_microbatches", None), ("schedule", "gpipe")):
+        value = getattr(config.dist.pp, name)
+        if config.dist.pp.size == 1 and value != default:
+            raise ConfigError(
+                f"dist.pp.{name} = {value!r} with dist.pp.size = 1, so that there are no stages to keep busy: leave it "
+                "out, or set config.dist.pp.size"
+            )
     if config.memory.gc_policy != "full" and config.memory.offload_activations:
         raise ConfigError(
             f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "

@@ -31,6 +31,7 @@ HighPrecision = Literal["float32", "bfloat16"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 RecomputePolicy = Literal["full", "save_matmuls"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+PipelineSchedule = Literal["gpipe", "1f1b"]
 Float8Recipe = Literal["tensorwise", "rowwise"]
 BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 Attention = Literal[
@@ -420,6 +421,9 @@ class PPConfig(Section):
     num_microbatches: Count | None = None
     """Number of parts into which the rows of each batch are split, so that the stages compute at the same time; at most
     as many as there are rows. None for twice as many as there are stages."""
+    schedule: PipelineSchedule = "gpipe"
+    """`"gpipe"`: all forwards, then all backwards. `"1f1b"`: the model's forward runs both in turn, so that a stage has
+    activations of no more microbatches than there are stages; all processes have to scale the loss alike."""
 
 
 class SPConfig(Section):

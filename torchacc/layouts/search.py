@@ -70,6 +70,7 @@ class Candidate:
             getattr(config.dist, axis).size = size
         config.dist.fsdp.sharding_strategy = self.strategy  # type: ignore[assignment]
         config.dist.pp.num_microbatches = self.num_microbatches if self.sizes[_STAGES] > 1 else None
+        config.dist.pp.schedule = "1f1b" if self.sizes[_STAGES] > 1 else "gpipe"  # which holds fewer activations
         config.memory.gc = self.recompute
         if not self.recompute:  # what says which modules are computed again would be refused
             for name in ("gc_cls", "gc_every", "gc_cnt", "gc_policy"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torchacc.memory_plan.order import in_xla_order
 from torchacc.memory_plan.trace import Operation, Read, Trace
+from torchacc.parallel.pipeline_plan import Pass, all_forwards_first
 
 _SHAPING = {
     "alias_copy", "arange", "cat", "clone", "constant_pad_nd", "copy", "copy_", "empty_like", "expand_copy", "fill",
@@ -63,7 +64,7 @@ class Buffer:
     joins_another: bool = False
     """Whether the parameter's gradient has another part, into which they are added."""
     is_kept: bool = False
-    """Whether it stays until the forward of all microbatches has ended."""
+    """Whether it stays until the next microbatch's forward: of all of them, where those come first."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,15 @@ class Lifetimes:
     """When the gradient of each trained parameter is complete."""
     casts: Mapping[str, int] = field(default_factory=dict)
     """Of parameters that are only read in the dtype of products: the bytes that a full one takes there."""
-    num_microbatches: int = 1
-    """How often all of it runs: first each forward, then each backward, that of the last one first."""
+    passes: tuple[tuple[Pass, int], ...] = tuple(all_forwards_first(1))
+    """The forwards and backwards of the microbatches for each of which all of it runs, in their order."""
     adds_gradients: bool = False
     """Whether there are gradients of batches before it, not reduced yet, to which it adds its own."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """How often all of it runs."""
+        return len(self.passes) // 2
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:

@@ -299,7 +299,7 @@ def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, t
         hidden, modules.received, modules.computed = modules.computed, None, None
         if stage == last:
             return {"loss": output.loss, "kept": output.logits}
-        return {"loss": _Passed.apply(hidden, traffic), "kept": hidden}
+        return {"loss": _Passed.apply(hidden, traffic)}
 
     model.forward = run
 

@@ -278,7 +278,7 @@ def _study_stage(
         widens=widens,
         chunked_loss=config.compute.chunked_loss,
     )
-    lifetimes = replace(backend.lifetimes(trace), num_microbatches=count)
+    lifetimes = replace(backend.lifetimes(trace), passes=tuple(plan.pipeline.passes(stage, count)))
     work = tuple((operation.flops, operation.nbytes) for operation in trace.operations)
     return StageStep(stage, lifetimes, batch_bytes, tuple(traffic.found), work)
 

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
 from torchacc.parallel.axes import Role
+from torchacc.parallel.pipeline_plan import Pass
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, Unit
 from torchacc.parallel.sharding import DivisibleDimLayout, LocalShard, local_shard
 
@@ -120,7 +122,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
             continue
         nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * _DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
-        if not plan.is_resharded_after_forward(unit):
+        if not plan.is_resharded_after_forward(unit) or plan.pipeline.schedule == "1f1b":
             yield _Interval("gathered", nbytes, times[0], ends, is_one=True)
             continue
         # In backward a unit is gathered when the one that comes before it begins.
@@ -138,10 +140,11 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
+    in_turn, end = plan.pipeline.schedule == "1f1b", lifetimes.num_operations
     for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
         numels = [computed_numel(plan, unit, each) for each in parameters]
         # Gradients are reduced after the last microbatch, and until then summed as they will be reduced.
-        adds = lifetimes.adds_gradients
+        adds = lifetimes.adds_gradients and not in_turn
         sums_up = lifetimes.num_microbatches > 1 or adds
         casts = sums_up and bool(unit.name) and reduced != compute
         for parameter, numel in zip(parameters, numels, strict=True):
@@ -156,7 +159,10 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
             yield _Interval("gradients", sum(numels) * reduced, done, following, is_last=True)
         shards = sum(shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
-        yield _Interval("gradients", shards, done, lifetimes.num_operations, is_last=True)
+        yield _Interval("gradients", shards, done, end, is_last=True)
+        if in_turn:  # scaled and added to those of the parameters when the script calls backward
+            before = lifetimes.adds_gradients
+            yield _Interval("gradients", shards, 0 if before else end - 1, end - 1, is_one=before, is_last=not before)
 
 
 def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
@@ -174,31 +180,31 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
 
 
 def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield the intervals of all microbatches: first each forward, then each backward, that of the last one first."""
-    count, forward = lifetimes.num_microbatches, lifetimes.num_forward
-    backward = lifetimes.num_operations - forward
+    """Yield the intervals of all microbatches, in the order in which they run."""
+    forward, end, count = lifetimes.num_forward, lifetimes.num_operations, lifetimes.num_microbatches
+    lengths = [forward if each is Pass.FORWARD else end - forward for each, _ in lifetimes.passes]
+    begins = dict(zip(lifetimes.passes, accumulate(lengths, initial=0), strict=False))
+    forwards_end = max(begins[each] + forward for each in begins if each[0] is Pass.FORWARD)
+    last = next(number for each, number in reversed(lifetimes.passes) if each is Pass.BACKWARD)
 
     def at(time: int, number: int) -> int:
         """Return when that is for one of the microbatches."""
         if time < forward:
-            return number * forward + time
-        if time == lifetimes.num_operations:  # the optimizer's step
+            return begins[Pass.FORWARD, number] + time
+        if time == end:  # the optimizer's step
             return count * time
-        return count * forward + (count - 1 - number) * backward + time - forward
+        return begins[Pass.BACKWARD, number] + time - forward
 
     for each in intervals:
         if each.is_last:
-            yield replace(each, start=at(each.start, 0), stop=at(each.stop, 0))
-            continue
-        if each.is_one:
-            first = 0 if each.start < forward else count - 1
-            yield replace(
-                each, start=at(each.start, first), stop=at(each.stop, 0 if each.stop >= forward else count - 1)
-            )
-            continue
-        for number in range(count):
-            stop = max(at(each.stop, number), count * forward - 1 if each.is_kept else 0)
-            yield replace(each, start=at(each.start, number), stop=stop)
+            yield replace(each, start=at(each.start, last), stop=at(each.stop, last))
+        elif each.is_one:
+            starts, stops = ([at(time, number) for number in range(count)] for time in (each.start, each.stop))
+            yield replace(each, start=min(starts), stop=max(stops))
+        else:
+            for number in range(count):
+                stop = max(at(each.stop, number), forwards_end - 1 if each.is_kept else 0)
+                yield replace(each, start=at(each.start, number), stop=stop)
 
 
 def _local(plan: ShardingPlan, parameter: PlannedParameter) -> LocalShard:

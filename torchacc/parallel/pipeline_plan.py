@@ -1,8 +1,9 @@
 """Which stage of a pipeline computes what of a model, as plain data."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,17 @@ from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torchacc.config.sections import PPConfig
+    from torchacc.config.sections import PipelineSchedule, PPConfig
 
 _DEFAULT_PER_STAGE = 2
 """How many microbatches a batch has for each stage, where the config names no number."""
+
+
+class Pass(Enum):
+    """A direction through a stage."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class PipelinePlan:
     """Names of those that run after them."""
     num_microbatches: int = 1
     """Parts into which the rows of each batch are split, if there are as many."""
+    schedule: "PipelineSchedule" = "gpipe"
+    """In which order the stages run them."""
 
     def layers_of(self, stage: int) -> range:
         """Return the numbers of a stage's layers."""
@@ -57,6 +67,17 @@ class PipelinePlan:
         """
         return tuple(sorted({self.stage_of(name) for name in names})) if self.size > 1 else (0,)
 
+    def passes(self, stage: int, count: int) -> list[tuple[Pass, int]]:
+        """Return what a stage runs in turn, and of which microbatch.
+
+        Args:
+            stage: The stage.
+            count: The number of microbatches.
+        """
+        if self.schedule == "gpipe":
+            return all_forwards_first(count)
+        return list(one_forward_one_backward(stage, self.size, count))
+
     def is_layer(self, name: str) -> bool:
         """Return whether a module is a layer, or inside of one."""
         return name.startswith(f"{self.layers}.")
@@ -67,7 +88,32 @@ class PipelinePlan:
             own = f"{self.layers}.{first}" + (f" to {self.layers}.{stop - 1}" if stop - first > 1 else "")
             beside = (self.before if stage == 0 else ()) + (self.after if stage == self.size - 1 else ())
             lines.append(f"  stage {stage}: {', '.join([own, *beside])}")
-        return "\n".join([*lines, f"  batches split into {self.num_microbatches} microbatches"])
+        return "\n".join([*lines, f"  batches split into {self.num_microbatches} microbatches, {self.schedule}"])
+
+
+def all_forwards_first(count: int) -> list[tuple[Pass, int]]:
+    """Return what a stage runs in turn in GPipe's schedule, and of which microbatch: back from the last."""
+    forwards = [(Pass.FORWARD, number) for number in range(count)]
+    return [*forwards, *((Pass.BACKWARD, number) for number in reversed(range(count)))]
+
+
+def one_forward_one_backward(stage: int, num_stages: int, count: int) -> Iterator[tuple[Pass, int]]:
+    """Yield what a stage runs in turn in the schedule 1F1B, and of which microbatch.
+
+    Each stage is as many forwards ahead as there are stages behind it, so that it holds activations of no more than
+    `num_stages - stage` microbatches (Narayanan et al., PipeDream-Flush, https://arxiv.org/abs/2006.09503).
+
+    Args:
+        stage: The stage.
+        num_stages: How many there are.
+        count: The number of microbatches.
+    """
+    ahead = min(num_stages - 1 - stage, count)
+    for number in range(count + ahead):
+        if number < count:
+            yield Pass.FORWARD, number
+        if number >= ahead:
+            yield Pass.BACKWARD, number - ahead
 
 
 def plan_pipeline(
@@ -113,11 +159,10 @@ def plan_pipeline(
         before=tuple(name for name in outside if order[name] < order[layers]),
         after=tuple(name for name in outside if order[name] > order[layers]),
         num_microbatches=config.num_microbatches or _DEFAULT_PER_STAGE * size,
+        schedule=config.schedule,
     )
     weights = _weights(asked, plan, num_layers, numels)
-    return PipelinePlan(
-        size, layers, _balanced(weights, size), plan.before, plan.after, num_microbatches=plan.num_microbatches
-    )
+    return replace(plan, bounds=_balanced(weights, size))
 
 
 def _weights(

@@ -27,11 +27,13 @@ def mixtral(num_experts=4):
         return transformers.MixtralForCausalLM(config).train()
 
 
-def plan(make=llama, rows=4, backend="native", num_microbatches=None, adds_gradients=False, **axes):
+def plan(
+    make=llama, rows=4, backend="native", num_microbatches=None, schedule="gpipe", adds_gradients=False, **axes
+):
     config = Config(backend="native")
     for axis, size in axes.items():
         getattr(config.dist, axis).size = size
-    config.dist.pp.num_microbatches = num_microbatches
+    config.dist.pp.num_microbatches, config.dist.pp.schedule = num_microbatches, schedule
     tokens = torch.zeros(rows, 256, dtype=torch.long, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
     return study(make(), batch, config, num_states=2, backend=backend, adds_gradients=adds_gradients)
@@ -70,6 +72,8 @@ def test_a_stage_has_its_layers_and_the_activations_of_all_microbatches():
     assert many > 0.7 * few  # all wait for backward, however small they are
     twice = plan(pp=2, rows=16, num_microbatches=8).on(2, "FULL_SHARD").activations
     assert twice > 1.8 * many
+    one_by_one = plan(pp=2, rows=16, num_microbatches=8, schedule="1f1b").on(2, "FULL_SHARD").activations
+    assert one_by_one < 0.4 * twice  # of the first stage two wait
 
 
 def test_layers_in_a_loop_are_refused_under_xla_alone():

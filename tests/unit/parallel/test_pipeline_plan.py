@@ -1,5 +1,6 @@
 """Which stage of a pipeline has what: plain data, no device."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.pipeline_plan import _balanced
+from torchacc.parallel.pipeline_plan import Pass, _balanced, all_forwards_first, one_forward_one_backward
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
 
@@ -57,7 +58,7 @@ def test_stages_are_runs_of_layers_with_what_is_around_them_at_the_ends():
     assert str(planned).splitlines()[-4:-1] == [
         "  stage 0: layers.0 to layers.2, embed",
         "  stage 1: layers.3 to layers.4, norm, head",
-        "  batches split into 4 microbatches",
+        "  batches split into 4 microbatches, gpipe",
     ]
 
 
@@ -65,6 +66,39 @@ def test_a_large_table_has_few_layers_beside_it():
     assert plan(Model(vocab=64, tied=False)).pipeline.bounds == (0, 3, 5)
     assert plan(Model(vocab=64), stages=3).pipeline.bounds == (0, 1, 4, 5)
     assert plan(Model(), pp={"num_microbatches": 7}).pipeline.num_microbatches == 7
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_a_stage_holds_no_more_microbatches_than_there_are_stages_behind_it(size, count):
+    sent = []
+    for stage in range(size):
+        passes = list(one_forward_one_backward(stage, size, count))
+        of_forwards, of_backwards = ([n for each, n in passes if each is kind] for kind in Pass)
+        assert of_forwards == of_backwards == list(range(count))
+        held = itertools.accumulate(1 if each is Pass.FORWARD else -1 for each, _ in passes)
+        assert max(held) == min(size - stage, count)
+        sent.append(passes)
+    assert runs_to_its_end(sent)
+    assert runs_to_its_end([all_forwards_first(count)] * size)
+
+
+def runs_to_its_end(stages) -> bool:
+    """Return whether no stage waits forever, where each waits for what the stage beside it sends."""
+    done, left = set(), [list(passes) for passes in stages]
+    while any(left):
+        ready = []
+        for stage, passes in enumerate(left):
+            if not passes:
+                continue
+            kind, number = passes[0]
+            source = stage - 1 if kind is Pass.FORWARD else stage + 1
+            if not 0 <= source < len(stages) or (source, kind, number) in done:
+                ready.append(stage)
+        if not ready:
+            return False
+        for stage in ready:
+            done.add((stage, *left[stage].pop(0)))
+    return True
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 5))

@@ -42,6 +42,8 @@ AVERAGE = "_torchacc_average"
 _taking_part: WeakSet[Backward] = WeakSet()
 _num_without_accumulation = 0
 """How many graphs run now that `torch.autograd.grad()` has asked for."""
+_is_kept = False
+"""Whether the graph that runs was asked to be kept (`retain_graph=True`)."""
 
 
 def take_part_in_backward(model: Backward) -> None:
@@ -65,6 +67,11 @@ def accumulates() -> bool:
     return _num_without_accumulation == 0
 
 
+def is_graph_kept() -> bool:
+    """Return whether another backward of the graph that runs may follow (`retain_graph=True`)."""
+    return _is_kept
+
+
 @functools.cache
 def _patch() -> None:
     torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
@@ -81,8 +88,9 @@ def _run_graph(
     accumulate_grad: bool,
 ) -> Any:
     """Run a graph of autograd's. Collective where gradients of a model's parameters are computed."""
-    global _num_without_accumulation
-    options = keep_graph, create_graph
+    global _num_without_accumulation, _is_kept
+    options, outer = (keep_graph, create_graph), _is_kept
+    _is_kept = keep_graph
     try:
         _refuse_some_of_stages(inputs)
         if accumulate_grad:
@@ -108,6 +116,8 @@ def _run_graph(
             for model in _taking_part:
                 model.end_failed_backward()
         raise
+    finally:
+        _is_kept = outer
 
 
 def _refuse_some_of_stages(inputs: Sequence[torch.Tensor]) -> None:

@@ -422,6 +422,10 @@ class Groups:
             self._update_scales()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward of the model, unless it is computed again in backward."""
         self._prepare()
         if _is_in_backward():  # the model is recomputed
             return

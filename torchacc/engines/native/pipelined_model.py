@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -15,13 +15,20 @@ from torch import nn
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.native import script_reads
-from torchacc.engines.native.gradients import accumulates, total_norm
+from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_stages import StageModules, leave_out
 from torchacc.engines.native.stage_collectives import StageLink
+from torchacc.engines.native.stage_schedules import (
+    OF_LOSS,
+    SPLIT_INPUTS,
+    Microbatches,
+    run_forwards,
+    run_forwards_and_backwards,
+)
 from torchacc.errors import DataError, EngineError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
@@ -32,10 +39,7 @@ from torchacc.parallel.sharding import LocalShard, ShardPlacement
 if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
-_SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
-"""Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
 _OTHER_INPUTS = ("num_items_in_batch", "use_cache")
-_OF_LOSS = ("labels", "shift_labels")
 _OUTPUTS = ("loss", "logits", "past_key_values")
 _COMPARED_FORWARDS = 2
 """Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
@@ -54,7 +58,7 @@ class PipelinedModel(NativeModel):
         mesh, rank = engine.mesh, engine.job.rank
         group = engine.group.own_subgroup(mesh.groups(Role.PIPELINE))
         assert group is not None
-        self._link = StageLink(group, mesh.index(rank, Role.PIPELINE), engine.device)
+        self.link = StageLink(group, mesh.index(rank, Role.PIPELINE), engine.device)
         self._replicas_of_stage = engine.group.own_subgroup(_groups_of_stages(engine))
         ends = [[ranks[0], ranks[-1]] for ranks in mesh.groups(Role.PIPELINE)]
         self._ends = engine.group.own_subgroup(ends)
@@ -64,29 +68,23 @@ class PipelinedModel(NativeModel):
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Shard the modules of this stage, and let those of others pass on what they are given."""
-        stage = self._link.stage
+        stage = self.link.stage
         self.absent: list[nn.Parameter] = []
         """The parameters of other stages, without elements."""
         loss: Any = self.model
         self._loss: Callable[..., torch.Tensor] = loss.loss_function
-        if self._link.is_last:
+        if self.link.is_last:
             loss.loss_function = self._loss_of_batch
         shards = super()._shard(optimizer)
         shared = [each for each in self.plan.parameters if len(self.plan.pipeline.stages_of(each.names)) > 1]
         held = [each for each in shared if stage in self.plan.pipeline.stages_of(each.names)]
         self._tied = [self.model.get_parameter(each.name) for each in held]
         """Parameters that the first and the last stage both hold, and keep equal."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._tied:
-                is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)  # also of a frozen one, which may be trained later
-                parameter.register_hook(functools.partial(self._share_of_tied, parameter))
-                parameter.requires_grad_(is_trained)
         return shards
 
     @cached_property
     def _own_plan(self) -> ShardingPlan:
-        return self.plan.of_stage(self._link.stage)
+        return self.plan.of_stage(self.link.stage)
 
     @cached_property
     def _root(self) -> nn.Module:
@@ -109,14 +107,14 @@ class PipelinedModel(NativeModel):
     def on_unscale(self) -> None:
         """Refuse PyTorch's `GradScaler`, by which a stage alone would skip a step where its gradients overflow."""
         raise EngineError(
-            f"a GradScaler with a model in {self._link.size} stages (config.dist.pp.size): it looks for infinite "
+            f"a GradScaler with a model in {self.link.size} stages (config.dist.pp.size): it looks for infinite "
             "gradients in each stage by itself, so that some would step and others not. Leave it out, as "
             f"config.compute.bf16 needs none, {_WITHOUT}"
         )
 
     def _prepare_parameters(self) -> None:
         """Leave out the parameters of other stages, and what their modules compute, as split layers or not."""
-        self.modules = StageModules(self.model, self.plan, self._link.stage, self._lowered or torch.float32)
+        self.modules = StageModules(self.model, self.plan, self.link.stage, self._lowered or torch.float32)
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]
         mesh = self.engine.parameter_mesh
@@ -135,15 +133,19 @@ class PipelinedModel(NativeModel):
         is_tuple = given.pop("return_dict", config.return_dict) is False
         self._check_inputs(given)
         self._compare(given)
-        self._give_back_gradients()
         self._num_counted = _num_counted(given)
-        forward = _Forward(self, inner, given)
+        microbatches = Microbatches(self, inner, given)
         self.modules.is_running = True
+        loss: torch.Tensor | None = None
+        logits: Any = None
         try:
-            loss, logits = self._root(forward)
+            if torch.is_grad_enabled() and self.plan.pipeline.schedule == "1f1b":
+                loss = run_forwards_and_backwards(microbatches)
+            else:
+                loss, logits = run_forwards(microbatches)
         finally:
             self.modules.is_running = False
-        template = forward.output
+        template = microbatches.output
         unknown = next((name for name in template if name not in _OUTPUTS), None)
         if unknown is not None:
             raise self._refuse(f"the output {unknown!r}")
@@ -174,22 +176,22 @@ class PipelinedModel(NativeModel):
             if isinstance(given.get(name), bool | int) and not given[name]:
                 given.pop(name)
         for name, value in given.items():
-            if name not in (*_SPLIT_INPUTS, *_OTHER_INPUTS):
+            if name not in (*SPLIT_INPUTS, *_OTHER_INPUTS):
                 raise self._refuse(f"the input {name!r}")
-            if name in _SPLIT_INPUTS and not isinstance(value, torch.Tensor):
+            if name in SPLIT_INPUTS and not isinstance(value, torch.Tensor):
                 raise self._refuse(f"{name} that is a {type(value).__name__}")
-            if name in _OF_LOSS and value.shape != ids.shape:
+            if name in OF_LOSS and value.shape != ids.shape:
                 raise self._refuse(f"{name} of shape {tuple(value.shape)} for input_ids of {tuple(ids.shape)}")
         if torch.is_grad_enabled() and "labels" not in given:
             raise EngineError(
-                f"a call without labels that records gradients, of a model in {self._link.size} stages "
+                f"a call without labels that records gradients, of a model in {self.link.size} stages "
                 "(config.dist.pp.size): only the last stage has logits, so that the model has to compute the loss. "
                 "Pass labels, or call it under torch.no_grad(), where all ranks get the logits"
             )
 
     def _refuse(self, what: str) -> EngineError:
         return EngineError(
-            f"{type(self.model).__name__} with {what}, where the model is in {self._link.size} stages "
+            f"{type(self.model).__name__} with {what}, where the model is in {self.link.size} stages "
             f"(config.dist.pp.size): leave it out, {_WITHOUT}. To generate, load a checkpoint with dist.pp.size = 1"
         )
 
@@ -208,9 +210,9 @@ class PipelinedModel(NativeModel):
             return
         self._left_to_compare[is_training] -= 1
         own = digest_of([sorted(given), *(each.detach().cpu() for each in tensors_in(dict(given)))])
-        if not self._link.compare(own):
+        if not self.link.compare(own):
             raise DataError(
-                f"the {self._link.size} stages (config.dist.pp.size) have called {type(self.model).__name__} with "
+                f"the {self.link.size} stages (config.dist.pp.size) have called {type(self.model).__name__} with "
                 "different inputs: a batch runs through all of them. Hand the loader over to accelerate(), which gives "
                 "them the same batch, and draw random numbers for it by a generator with the same seed on all ranks"
             )
@@ -219,63 +221,140 @@ class PipelinedModel(NativeModel):
         """Stand for the model's loss function: the microbatch's sum, over the labels that count in all of the batch."""
         return self._loss(logits, labels, *args, **{**kwargs, "num_items_in_batch": self._num_counted})
 
-    def note_more(self, has_more: bool) -> None:
-        """Note whether another microbatch follows the one that runs next, for which weights stay gathered."""
-        self._groups.has_more = has_more
+    def run_root(self, run: Callable[[], Any]) -> Any:
+        """Run a function as one forward of what FSDP2 takes for the model."""
+        return self._root(run)
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Hold a context in which each unit is gathered once, for all microbatches."""
+        with self._groups.keeping_weights():
+            yield
 
     # ---- Gradients
 
-    def begin_backward(self) -> None:
-        """Prepare for the gradients of a backward, as the first node of its graph.
+    def run_backwards(self, losses: Sequence[torch.Tensor], gradient: torch.Tensor) -> None:
+        """Run the backwards of all microbatches, from the last to the first, inside of a script's own backward.
+
+        Args:
+            losses: Of each microbatch its loss, or what stands in the graph for what is sent.
+            gradient: That of their sum.
 
         Raises:
-            EngineError: It is not `loss.backward()`.
+            EngineError: The backward is not `loss.backward()`.
         """
-        if not accumulates():
-            raise EngineError(_NO_GRAD)
-        self._give_back_gradients()
-        # FSDP2 queues the end of its own backward before, where the gradient of the loss arrives.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        _check_accumulates()
+        keeps_graph = is_graph_kept()
+        with nullcontext() if self._in_window else self._summing_tied(), self.keeping_weights():
+            for number in reversed(range(len(losses))):
+                self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
+        self.link.finish()
+
+    def run_backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        *,
+        is_last: bool,
+        keeps_graph: bool = False,
+    ) -> None:
+        """Run the backward of a microbatch.
+
+        Args:
+            loss: Its loss, or what stands in the graph for what is sent.
+            gradient: That of the loss; None for 1.
+            is_last: Whether it is the last of the batch, after which gradients are reduced.
+            keeps_graph: Whether another backward of the same graph may follow.
+        """
+        is_held = self._in_window and self.plan.pipeline.schedule == "gpipe"
+        with nullcontext() if is_last or is_held else super()._hold_gradients():
+            torch.autograd.backward(loss, gradient, retain_graph=keeps_graph)
+
+    @contextmanager
+    def _summing_tied(self) -> Iterator[None]:
+        """Hold a context of a backward; sum its gradients of tied parameters over the stages that hold them."""
+        tied = [each for each in self._tied if each.requires_grad]
+        with self._setting_aside(tied) as computed:
+            yield
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in tied:
+                new = self._sum_over_ends(parameter, computed.get(parameter))
+                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+
+    @contextmanager
+    def _setting_aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+        """Hold a context in which parameters have no gradients at first; collect those that they have at its end.
+
+        Yields:
+            What is collected; `parameter.grad` is as it was afterwards.
+        """
+        computed: dict[nn.Parameter, torch.Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._tied:
-                self._gradients_before[parameter] = parameter.grad
+            before = {each: each.grad for each in parameters}
+            for parameter in before:
                 parameter.grad = None
-
-    @cached_property
-    def _gradients_before(self) -> dict[nn.Parameter, torch.Tensor | None]:
-        """The gradients that tied parameters had before the backward that runs."""
-        return {}
-
-    def _share_of_tied(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """Halve what comes to a tied parameter from outside of the model, on both stages, where it will be summed."""
-        return gradient / 2 if parameter in self._gradients_before and not self._in_window else gradient
-
-    def _give_back_gradients(self) -> None:
-        """Take back what a backward that has raised had begun with."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, before in self._gradients_before.items():
-                parameter.grad = before
-        self._gradients_before.clear()
+        try:
+            yield computed
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                computed.update({each: each.grad for each in before if each.grad is not None})
+                for parameter, gradient in before.items():
+                    parameter.grad = gradient
 
     @torch.no_grad()
-    def _end_backward(self) -> None:
-        """Sum the gradients of tied parameters over the stages that hold them."""
-        self._link.finish()
+    def _sum_over_ends(self, parameter: nn.Parameter, own: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of a tied parameter's gradients over the stages that hold it. Collective: those stages."""
+        new: Any = torch.zeros_like(parameter) if own is None else own
+        dist.all_reduce(new.to_local(), group=self._ends)
+        return new  # type: ignore[no-any-return]
+
+    @contextmanager
+    def computing_gradients(self) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+        """Hold a context in which backward runs inside of a forward; collect what it has computed at its end.
+
+        Yields:
+            What will be the gradient of each parameter of this stage; `parameter.grad` is as it was afterwards.
+        """
+        absent = set(self.absent)
+        with self._setting_aside([each for each in self.model.parameters() if each not in absent]) as computed:
+            yield computed
+        for parameter in self._tied:
+            if parameter.requires_grad:
+                computed[parameter] = self._sum_over_ends(parameter, computed.get(parameter))
+
+    @torch.no_grad()
+    def add_gradients(self, computed: Mapping[nn.Parameter, torch.Tensor], scale: torch.Tensor) -> None:
+        """Add what a forward has computed to the gradients. Collective: every process.
+
+        Args:
+            computed: Gradients of the loss.
+            scale: That of what the script has made of the loss.
+
+        Raises:
+            EngineError: Processes scale differently, whose gradients are averaged already; or it is no `backward()`.
+        """
+        _check_accumulates()
+        bits = int(scale.float().view(torch.int32))
+        largest, negated = self.engine.group.all_reduce_max([bits, -bits])
+        if largest != -negated:
+            raise EngineError(
+                f"the processes scale the loss differently, this one by {float(scale):.6g}, with "
+                "config.dist.pp.schedule = '1f1b', where gradients are averaged before: scale it alike on all, leave "
+                "the number of labels that count to the model (num_items_in_batch), or set schedule = 'gpipe'"
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, before in self._gradients_before.items():
-                if self._in_window or not parameter.requires_grad:
-                    parameter.grad = before
-                    continue
-                new: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(new.to_local(), group=self._ends)
-                parameter.grad = new if before is None else before.add_(new)
-        self._gradients_before.clear()
+            for parameter, gradient in computed.items():
+                new = gradient * scale
+                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+            for parameter in self.absent:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         self._in_window = True
         try:
-            with super()._hold_gradients():
+            with nullcontext() if self.plan.pipeline.schedule == "1f1b" else super()._hold_gradients():
                 yield
         finally:
             self._in_window = False
@@ -287,11 +366,11 @@ class PipelinedModel(NativeModel):
                 f"clip_grad_norm_(norm_type={norm_type}) of a model in stages (config.dist.pp.size): their norms are "
                 "put together for orders above 0: choose one, such as 2.0"
             )
-        tied = self._tied if self._link.is_last else []
+        tied = self._tied if self.link.is_last else []
         elsewhere = {id(each) for each in tied} | {id(each.grad) for each in tied}
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
         own = total_norm(counted, norm_type) if counted else None
-        return self._link.combined_norm(torch.zeros((), device=self.engine.device) if own is None else own, norm_type)
+        return self.link.combined_norm(torch.zeros((), device=self.engine.device) if own is None else own, norm_type)
 
     # ---- Who holds what
 
@@ -316,7 +395,7 @@ class PipelinedModel(NativeModel):
         """Return this process's place among those with the same shard, which of a tied parameter are in two stages."""
         index, count = super().replica_of(local_shard)
         stages = self.plan.pipeline.stages_of(self._names_of[local_shard.names[0]])
-        place = stages.index(self._link.stage) if self._link.stage in stages else 0
+        place = stages.index(self.link.stage) if self.link.stage in stages else 0
         return index * len(stages) + place, count * len(stages)
 
     def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
@@ -341,98 +420,6 @@ class _StageRoot(nn.Module):
         return run()
 
 
-class _Forward:
-    """One forward of all microbatches of a batch.
-
-    Args:
-        owner: The model.
-        inner: Its own forward.
-        given: The inputs of the batch by name.
-    """
-
-    def __init__(self, owner: PipelinedModel, inner: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        self._owner = owner
-        self._link = owner._link
-        self._inner = inner
-        self._given = given
-        self.output: Any = None
-        """What the model's forward has returned of the last microbatch."""
-
-    def __call__(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss of the batch, where there are labels, and its logits, where no gradients are recorded."""
-        records, outputs = torch.is_grad_enabled(), []
-        microbatches = list(self._microbatches())
-        try:
-            for number, microbatch in enumerate(microbatches):
-                self._owner.note_more(number + 1 < len(microbatches))
-                outputs.append(self._run(number, microbatch))
-        finally:
-            self._owner.note_more(False)
-        loss = self._loss(outputs) if "labels" in self._given else None
-        logits = None
-        if not records:
-            own = torch.cat([output.logits for output in outputs]) if self._link.is_last else None
-            logits = self._link.from_last(own)
-        self._link.finish()
-        return loss, logits
-
-    def _microbatches(self) -> Iterator[dict[str, Any]]:
-        rows = len(self._given["input_ids"])
-        count = min(rows, self._owner.plan.pipeline.num_microbatches)
-        parts: dict[str, Any] = {}
-        for name, value in self._given.items():
-            is_split = name in _SPLIT_INPUTS and value.dim() > 1 and len(value) == rows
-            parts[name] = value.tensor_split(count) if is_split else [value] * count
-        for number in range(count):
-            yield {name: parts[name][number] for name in parts if name != "num_items_in_batch"}
-
-    def _run(self, number: int, microbatch: dict[str, Any]) -> Any:
-        """Run one microbatch; return the last stage's output, or what stands in the graph for what is sent."""
-        link, modules = self._link, self._owner.modules
-        if not link.is_first:
-            config: Any = self._owner.model.config
-            if number == 0:
-                self._dtype = link.receive_dtype()
-            modules.received = link.receive((*microbatch["input_ids"].shape, config.hidden_size), self._dtype, number)
-        if not link.is_last:
-            microbatch = {name: value for name, value in microbatch.items() if name not in _OF_LOSS}
-        output = self.output = self._inner(**microbatch, return_dict=True)
-        hidden, modules.received, modules.computed = modules.computed, None, None
-        if link.is_last:
-            return output
-        assert hidden is not None, "a layer of the next stage has been called"
-        if number == 0:
-            link.send_dtype(hidden.dtype)
-        return link.send(hidden, number)
-
-    def _loss(self, outputs: Sequence[Any]) -> torch.Tensor:
-        """Return the loss of the batch, from which backward goes to the microbatches of this stage."""
-        losses = [output.loss for output in outputs] if self._link.is_last else list(outputs)
-        total: Any = sum(each.detach() for each in losses)  # zero, of what is sent
-        value = self._link.scalar_from_last(total)
-        absent = [each for each in self._owner.absent if each.requires_grad]
-        loss: torch.Tensor = _WithGraphs.apply(value, self._owner, len(losses), *losses, *absent)
-        return loss
-
-
-class _WithGraphs(torch.autograd.Function):
-    """Give a loss the graphs of this stage's microbatches, and the parameters of other stages gradients of nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, owner: PipelinedModel, num_losses: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.how = owner, num_losses, tensors[num_losses:]
-        return value.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        owner, num_losses, absent = ctx.how
-        owner.begin_backward()
-        return (None, None, None, *[gradient] * num_losses, *[torch.zeros_like(each) for each in absent])
-
-
 def _groups_of_stages(engine: NativeEngine) -> list[list[int]]:
     """Return the processes of each stage."""
     return engine.mesh.groups(*(role for role in Role if role is not Role.PIPELINE))
@@ -446,6 +433,19 @@ def _num_counted(given: Mapping[str, Any]) -> Any:
         return None
     shifted = given.get("shift_labels")
     return (next_labels(given["labels"]) if shifted is None else shifted).ne(IGNORED).sum()
+
+
+def _check_accumulates() -> None:
+    """Refuse a backward that is not `loss.backward()`.
+
+    Raises:
+        EngineError: It is not.
+    """
+    if not accumulates():
+        raise EngineError(
+            "torch.autograd.grad() through a model in stages (config.dist.pp.size): a parameter's gradient is computed "
+            "by one of them, and all have to take part. Call loss.backward(), and read parameter.grad"
+        )
 
 
 def norm_over_stages(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
@@ -467,8 +467,4 @@ _NO_CACHE = MissingOutput(
     "past_key_values",
     "the past_key_values of a model in stages (config.dist.pp.size) were not kept: each stage has those of its own "
     "layers. To generate, load a checkpoint with dist.pp.size = 1",
-)
-_NO_GRAD = (
-    "torch.autograd.grad() through a model in stages (config.dist.pp.size): a parameter's gradient is computed by one "
-    "of them, and all have to take part. Call loss.backward(), and read parameter.grad"
 )

@@ -1,9 +1,10 @@
 """What the stages of a pipeline send one another: hidden states forward, their gradients backward, the loss to all.
 
-Autograd carries the schedule. The nodes that receive and send are part of each stage's graph, so that a script's
-`loss.backward()` runs the backward of all microbatches, from the last to the first, whatever it has done to the loss.
+Autograd carries the gradients. The nodes that receive and send are part of the graph of each microbatch, so that its
+backward in one stage is also what the stages beside wait for.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torchacc.errors import EngineError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NEXT, _PREVIOUS = 1, -1
+_ON_THE_WAY = 2
+"""How many tensors to the same stage may wait to be received: 1F1B has received all others by then."""
 _HEADER = 8
 """Numbers that describe a tensor: its dtype, its dimensions and their sizes."""
 
@@ -32,8 +35,8 @@ class StageLink:
         self.size = group.size()
         self._group = group
         self._device = device
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._sent: dict[int, deque[tuple[Any, torch.Tensor]]] = {_NEXT: deque(), _PREVIOUS: deque()}
+        self.anchor = torch.zeros((), requires_grad=True)
         """Lets received tensors have a gradient, and sent ones a backward."""
 
     @property
@@ -56,12 +59,12 @@ class StageLink:
         Returns:
             Zero, without dimensions, for the sum that backward begins with.
         """
-        token: torch.Tensor = _Send.apply(hidden, self._anchor, self, number)
+        token: torch.Tensor = _Send.apply(hidden, self.anchor, self, number)
         return token
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, number: int) -> torch.Tensor:
         """Return the hidden states that the previous stage sends. In backward their gradient is sent."""
-        hidden: torch.Tensor = _Receive.apply(self._anchor, self, tuple(shape), dtype, number)
+        hidden: torch.Tensor = _Receive.apply(self.anchor, self, tuple(shape), dtype, number)
         return hidden
 
     def send_dtype(self, dtype: torch.dtype) -> None:
@@ -110,14 +113,16 @@ class StageLink:
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[0].wait()
 
     def _begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         tensor = tensor.detach().contiguous()
-        rank = dist.get_global_rank(self._group, self.stage + to)
-        self._sent.append((dist.isend(tensor, rank, group=self._group, tag=tag), tensor))
+        rank, sent = dist.get_global_rank(self._group, self.stage + to), self._sent[to]
+        sent.append((dist.isend(tensor, rank, group=self._group, tag=tag), tensor))
+        if len(sent) > _ON_THE_WAY:
+            sent.popleft()[0].wait()
 
     def _receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -125,7 +130,7 @@ class StageLink:
         return tensor
 
 
-def _refuse_graphs_of_gradients() -> None:
+def refuse_graphs_of_gradients() -> None:
     """Refuse `create_graph=True` on each stage, before it waits for another."""
     if torch.is_grad_enabled():
         raise EngineError(
@@ -143,7 +148,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        _refuse_graphs_of_gradients()
+        refuse_graphs_of_gradients()
         link, number, shape, dtype = ctx.how
         return link._receive(shape, dtype, _NEXT, 2 * number + 2), None, None, None
 
@@ -158,7 +163,7 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
-        _refuse_graphs_of_gradients()
+        refuse_graphs_of_gradients()
         link, number = ctx.how
         link._begin_send(gradient, _PREVIOUS, 2 * number + 2)
         return None, None, None, None, None

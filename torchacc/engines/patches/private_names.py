@@ -178,6 +178,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     }),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch._C", "sharded_model.py", {"_functorch": "tells a transform of torch.func"}),
+    *_of("torch._C._autograd", "native/stage_schedules.py", {
+        "_top_saved_tensors_default_hooks": "tells a forward that a checkpoint of the script's will compute again",
+    }),
     *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
     *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),

@@ -1,0 +1,193 @@
+"""How a batch runs through a stage in microbatches: all forwards first, or each backward as soon as it can.
+
+In GPipe's schedule the script's `loss.backward()` runs the backward of all microbatches. In 1F1B ("one forward, one
+backward") the model's forward runs both, so that a stage holds the activations of a few microbatches only. Gradients
+then wait beside those of the parameters until the script's backward says by what to scale them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from torchacc.engines.native.stage_collectives import refuse_graphs_of_gradients
+from torchacc.errors import EngineError
+from torchacc.parallel.pipeline_plan import Pass
+
+if TYPE_CHECKING:
+    from torchacc.engines.native.pipelined_model import PipelinedModel
+
+SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+"""Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
+OF_LOSS = ("labels", "shift_labels")
+
+
+class Microbatches:
+    """One stage's forwards of the microbatches of a batch.
+
+    Args:
+        owner: The model.
+        inner: Its own forward.
+        given: The inputs of the batch by name.
+    """
+
+    def __init__(self, owner: "PipelinedModel", inner: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        self.owner = owner
+        self.link = owner.link
+        self._inner = inner
+        self._parts = list(self._split(given))
+        self.has_labels = "labels" in given
+        self.output: Any = None
+        """What the model's forward has returned of the last one that ran."""
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def _split(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        rows = len(given["input_ids"])
+        count = min(rows, self.owner.plan.pipeline.num_microbatches)
+        parts: dict[str, Any] = {}
+        for name, value in given.items():
+            is_split = name in SPLIT_INPUTS and value.dim() > 1 and len(value) == rows
+            parts[name] = value.tensor_split(count) if is_split else [value] * count
+        for number in range(count):
+            yield {name: parts[name][number] for name in parts if name != "num_items_in_batch"}
+
+    def run(self, number: int) -> Any:
+        """Run one microbatch; return the last stage's output, or what stands in the graph for what is sent."""
+        link, modules, microbatch = self.link, self.owner.modules, self._parts[number]
+        if not link.is_first:
+            config: Any = self.owner.model.config
+            if number == 0:
+                self._dtype = link.receive_dtype()
+            modules.received = link.receive((*microbatch["input_ids"].shape, config.hidden_size), self._dtype, number)
+        if not link.is_last:
+            microbatch = {name: value for name, value in microbatch.items() if name not in OF_LOSS}
+        output = self.output = self._inner(**microbatch, return_dict=True)
+        hidden, modules.received, modules.computed = modules.computed, None, None
+        if link.is_last:
+            return output
+        assert hidden is not None, "a layer of the next stage has been called"
+        if number == 0:
+            link.send_dtype(hidden.dtype)
+        return link.send(hidden, number)
+
+
+def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Run all forwards of a batch; return its loss, where there are labels, and its logits without gradients."""
+    owner, link = microbatches.owner, microbatches.link
+    with owner.keeping_weights():
+        outputs = [owner.run_root(partial(microbatches.run, number)) for number in range(len(microbatches))]
+    loss = None
+    if microbatches.has_labels:
+        losses = [output.loss for output in outputs] if link.is_last else outputs
+        total: Any = sum(each.detach() for each in losses)  # zero, of what is sent
+        absent = [each for each in owner.absent if each.requires_grad]
+        loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses, *absent)
+    logits = None
+    if not torch.is_grad_enabled():
+        own = torch.cat([output.logits for output in outputs]) if link.is_last else None
+        logits = link.from_last(own)
+    link.finish()
+    return loss, logits
+
+
+class _WithBackwards(torch.autograd.Function):
+    """Give a loss the backwards of this stage's microbatches, and the parameters of other stages gradients of nothing.
+
+    Each microbatch has a graph and a backward of its own, so that gradients are summed in the dtype of their reduction.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: torch.Tensor,
+        anchor: torch.Tensor,
+        owner: "PipelinedModel",
+        losses: list[torch.Tensor],
+        *absent: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.how = owner, losses, absent
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_graphs_of_gradients()
+        owner, losses, absent = ctx.how
+        owner.run_backwards(losses, gradient)
+        return (None, None, None, None, *[torch.zeros_like(each) for each in absent])
+
+
+def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
+    """Run all forwards and backwards of a batch as 1F1B; return its loss, whose backward adds the gradients."""
+    owner, link, device = microbatches.owner, microbatches.link, microbatches.owner.engine.device
+    _check_can_run_backward(owner)
+    losses: dict[int, torch.Tensor] = {}
+    total = torch.zeros((), device=device)
+    count = len(microbatches)
+
+    def forward(number: int) -> torch.Tensor:
+        output = microbatches.run(number)
+        return output.loss if link.is_last else output  # type: ignore[no-any-return]
+
+    with owner.computing_gradients() as computed, owner.keeping_weights():
+        for each, number in owner.plan.pipeline.passes(link.stage, count):
+            if each is Pass.FORWARD:
+                losses[number] = owner.run_root(partial(forward, number))
+                total += losses[number].detach()
+                continue
+            is_last = number + 1 == count
+            with torch.autocast(device.type, enabled=False):  # as in a script's own backward
+                owner.run_backward(losses.pop(number), is_last=is_last)
+    link.finish()
+    value = link.scalar_from_last(total)
+    parameters, gradients = list(computed), list(computed.values())
+    loss: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, parameters, *gradients)
+    return loss
+
+
+def _check_can_run_backward(owner: "PipelinedModel") -> None:
+    """Refuse what would see gradients before the script has said by what they are scaled.
+
+    Raises:
+        EngineError: There is such a thing.
+    """
+    instead = "set config.dist.pp.schedule = 'gpipe'"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if torch._C._current_graph_task_id() != -1 or (hooks and hooks[0].__module__ == checkpoint.__name__):
+        raise EngineError(
+            f"{type(owner.model).__name__} in torch.utils.checkpoint with config.dist.pp.schedule = '1f1b', which runs "
+            f"its backward in its forward: have config.memory.gc compute the layers again, or {instead}"
+        )
+    if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in owner.model.parameters()):
+        raise EngineError(
+            "register_post_accumulate_grad_hook() with config.dist.pp.schedule = '1f1b': the hook would run in the "
+            f"model's forward, before the loss is scaled. Step after loss.backward(), or {instead}"
+        )
+
+
+class _WithGradients(torch.autograd.Function):
+    """Give a loss the gradients that its forward has computed, for a backward that scales and adds them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: torch.Tensor,
+        anchor: torch.Tensor,
+        owner: "PipelinedModel",
+        parameters: list[nn.Parameter],
+        *gradients: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.how = owner, parameters
+        ctx.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        refuse_graphs_of_gradients()
+        owner, parameters = ctx.how
+        owner.add_gradients(dict(zip(parameters, ctx.saved_tensors, strict=True)), gradient)
+        return (None,) * (4 + len(parameters))
