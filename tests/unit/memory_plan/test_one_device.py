@@ -27,9 +27,7 @@ def mixtral(num_experts=4):
         return transformers.MixtralForCausalLM(config).train()
 
 
-def plan(
-    make=llama, rows=4, backend="native", num_microbatches=None, schedule="gpipe", adds_gradients=False, **axes
-):
+def plan(make=llama, rows=4, backend="native", num_microbatches=None, schedule="gpipe", adds_gradients=False, **axes):
     config = Config(backend="native")
     for axis, size in axes.items():
         getattr(config.dist, axis).size = size
