@@ -224,10 +224,8 @@ def _strategies(replicas: int, shards: int, inner_shards: int) -> list[str]:
 
 
 def _look_at(candidate: Candidate, step: Step, speeds: DeviceSpeeds, num_devices: int) -> PlannedLayout:
-    replicas = candidate.sizes[_REPLICAS]
-    plan = step.plan_on(num_devices, candidate.strategy, replicas=replicas)
-    memory = step.on(num_devices, candidate.strategy, replicas=replicas)
-    return PlannedLayout(candidate, memory, estimate(step, plan, speeds))
+    plan = step.plan_on(num_devices, candidate.strategy, replicas=candidate.sizes[_REPLICAS])
+    return PlannedLayout(candidate, step.needed_by(plan), estimate(step, plan, speeds))
 
 
 def _divisors(number: int) -> list[int]:

@@ -95,7 +95,10 @@ class Step:
         Raises:
             ConfigError: The strategy cannot be had on so many devices.
         """
-        plan = self.plan_on(num_devices, strategy, replicas=replicas)
+        return self.needed_by(self.plan_on(num_devices, strategy, replicas=replicas))
+
+    def needed_by(self, plan: ShardingPlan) -> DeviceBytes:
+        """Return what the device needs that needs the most, by a plan of `plan_on()`."""
         found = [
             self.backend.count(
                 plan.of_stage(each.stage) if plan.pipeline.size > 1 else plan,
