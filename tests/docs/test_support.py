@@ -24,6 +24,8 @@ def test_versions_of_the_rest_are_those_that_are_required():
     assert f"{pythons[0]} to {pythons[-1]}" in ROWS["Python"]
     accelerate = re.search(r"accelerate>=([\d.]+)", SETUP)[1]
     assert f"{accelerate} and later" in ROWS["accelerate, for the Hugging Face Trainer"]
+    transformers = re.search(r"transformers>=([\d.]+)", SETUP)[1]
+    assert f"{transformers} and later" in ROWS["transformers, for the Hugging Face Trainer"]
     torchao = re.search(r"torchao==([\d.]+)[.][*]", SETUP)[1]
     assert f"{torchao} with" in ROWS["torchao, for float8"]
 

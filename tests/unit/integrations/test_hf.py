@@ -23,7 +23,7 @@ from torchacc.integrations.hf.data import EvalLoader, masked, num_own
 from torchacc.integrations.hf.known_trainers import check_losses, refuse_uncovered
 from torchacc.integrations.hf.loop import Loop
 from torchacc.integrations.hf.losses import MeanOf
-from torchacc.integrations.hf.replaced_globals import with_globals_replaced
+from torchacc.integrations.hf.replaced_globals import method_of, with_globals_replaced
 from torchacc.integrations.hf.trainer import ShardedTrainer
 from torchacc.integrations.hf.training_arguments import adopt
 
@@ -268,3 +268,9 @@ def test_a_function_that_does_not_use_a_name_is_not_bound_anew():
     assert double(3) == 6
     with pytest.raises(ImportError, match="double does not use xm"):
         with_globals_replaced(double, xm=None)
+
+
+def test_a_method_that_a_version_has_not_is_an_import_error_that_says_so():
+    assert method_of(transformers.Trainer, "train") is transformers.Trainer.train
+    with pytest.raises(ImportError, match=r"Trainer has no _run_epochs\(\).*pip install 'transformers==5.23"):
+        method_of(transformers.Trainer, "_run_epochs")

@@ -94,7 +94,7 @@ class AcceleratorAdapter:
         """
         raise AttributeError(
             f"trainer.accelerator.{name} is not there: under torchacc's Trainer no Accelerator of accelerate moves, "
-            "wraps or gathers. Use what docs/huggingface.md names: torchacc.dist (rank, world_size, rendezvous), "
+            "wraps or gathers. Use torchacc.dist (rank, world_size, rendezvous), "
             "torchacc.full_state_dict(model), trainer.save_model(), trainer.accelerator.gather()"
         )
 

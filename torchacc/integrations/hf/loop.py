@@ -23,7 +23,7 @@ from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf import checkpoints
 from torchacc.integrations.hf.accelerator import AcceleratorAdapter
-from torchacc.integrations.hf.replaced_globals import with_globals_replaced
+from torchacc.integrations.hf.replaced_globals import method_of, with_globals_replaced
 from torchacc.integrations.hf.training_arguments import TrainingArguments
 
 _Theirs: Any = transformers.Trainer
@@ -117,14 +117,14 @@ class Loop(_Theirs):  # type: ignore[misc]
     # ---- The loop, which is transformers'
 
     _train_epoch: Callable[..., None] = with_globals_replaced(
-        _Theirs._run_epoch, skip_first_batches=lambda loader, num_batches: loader, **_DEVICE
+        method_of(_Theirs, "_run_epoch"), skip_first_batches=lambda loader, num_batches: loader, **_DEVICE
     )
-    evaluation_loop = with_globals_replaced(_Theirs.evaluation_loop, **_DEVICE)
+    evaluation_loop = with_globals_replaced(method_of(_Theirs, "evaluation_loop"), **_DEVICE)
     _log_save_evaluate: Callable[..., None] = with_globals_replaced(
-        _Theirs._maybe_log_save_evaluate, nested_gather=lambda loss, mode: loss, **_DEVICE
+        method_of(_Theirs, "_maybe_log_save_evaluate"), nested_gather=lambda loss, mode: loss, **_DEVICE
     )
     _write_checkpoint: Callable[..., None] = with_globals_replaced(
-        _Theirs._save_checkpoint, is_torch_xla_available=lambda: False
+        method_of(_Theirs, "_save_checkpoint"), is_torch_xla_available=lambda: False
     )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
