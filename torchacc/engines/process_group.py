@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -314,6 +314,11 @@ class _ExpectedCall:
         for rank in range(self._job.num_processes):
             key = self._key(self._number, rank)
             if not self._store.check([key]):
+                if self._store.check([_ended(rank)]):
+                    raise EngineError(
+                        f"rank {self._job.rank} is in {self._call}, and rank {rank} has ended and not come to it: "
+                        f"{_EVERY_PROCESS}"
+                    )
                 absent.append(rank)
             elif (other := self._store.get(key).decode()) != self._call:
                 raise EngineError(
@@ -418,7 +423,17 @@ def _cout_state() -> Callable[[int], object]:
 def _stop() -> None:
     _own_subgroup.cache_clear()
     if dist.is_initialized():
+        _tell_end()
         dist.destroy_process_group()
+
+
+def _tell_end() -> None:
+    with suppress(RuntimeError):  # the process that keeps the store has ended before
+        _get_default_store().set(_ended(dist.get_rank()), "")
+
+
+def _ended(rank: int) -> str:
+    return f"torchacc/ended/{rank}"
 
 
 @functools.cache

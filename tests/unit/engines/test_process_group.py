@@ -4,8 +4,10 @@ import pytest
 import torch.distributed as dist
 
 from tests import forkrun
+from torchacc.engines import process_group
 from torchacc.engines.process_group import follows_another
-from torchacc.errors import CheckpointError
+from torchacc.env import Job
+from torchacc.errors import CheckpointError, EngineError
 
 ENDS_RIGHT_AFTER_A_COLLECTIVE = """
 import sys
@@ -124,3 +126,12 @@ def test_an_error_of_the_transport_follows_another(error):
 )
 def test_an_error_with_such_words_is_its_own(error):
     assert not follows_another(error)
+
+
+def test_a_call_that_a_process_has_ended_without_is_an_error_at_once(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(process_group, "_get_default_store", lambda: store)
+    monkeypatch.setattr(process_group, "_LOOK_SECS", 0.1)
+    store.set(process_group._ended(1), "")
+    with pytest.raises(EngineError, match="rank 1 has ended and not come to it: every process has to make this call"):
+        process_group._ExpectedCall(Job(rank=0, num_processes=2), "checkpoint.save()", None).wait()
