@@ -12,6 +12,7 @@ import yaml
 
 from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _plan_input
+from torchacc.cli._tables import in_columns
 from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
@@ -131,13 +132,7 @@ def _table(rows: Sequence[PlannedLayout]) -> list[str]:
         parts = (time.compute, time.exposed, time.bubble)
         shares = [f"{part / time.total:.0%}" if time.total else "-" for part in parts]
         cells.append([each.candidate.label, in_gibibytes(each.memory.total), _seconds(time.total), *shares])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in cells
-    ]
+    return in_columns(cells)
 
 
 def _seconds(value: float) -> str:

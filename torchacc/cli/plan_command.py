@@ -10,6 +10,7 @@ from typing import get_args
 from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _compile_step, _plan_input, _search_layouts
 from torchacc.cli._options import named, path, positive, size
+from torchacc.cli._tables import in_columns
 from torchacc.config.sections import RecomputePolicy
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
@@ -149,15 +150,11 @@ def _as_text(
     title = f"{training.name}: {plan.numel:,} parameters in {len(plan.units)} units, {training.optimizer}, {precision}"
     each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
     lines = [title, f"{training.batch} x {training.length} tokens on {each}, engine {args.engine}", ""]
-    head = ["strategy", *_PARTS, "total"] + (["fits"] if fewest else [])
-    rows = [head]
+    rows = [["strategy", *_PARTS, "total"] + (["fits"] if fewest else [])]
     for name, needed in found.items():
         row = [name, *(in_gibibytes(getattr(needed, part)) for part in _PARTS), in_gibibytes(needed.total)]
         rows.append(row + ([_fits(fewest[name])] if fewest else []))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
+    lines += in_columns(rows)
     if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",
