@@ -264,11 +264,33 @@ def twice(model: nn.Module) -> None:
     loss.backward()
 
 
+class InterruptionError(Exception):
+    """What a script's hook raises."""
+
+
+def interrupted(model: nn.Module) -> None:
+    """Raise on both stages, where neither waits for the other, with a hidden state on its way that nobody receives."""
+    calls: list[None] = []
+    sharded = getattr(model, "_torchacc", None)
+    number = 1 if sharded is None else 2 if RANK else {"gpipe": 4, "1f1b": 3}[sharded.plan.pipeline.schedule]
+
+    def interrupt(*unused: Any) -> None:
+        calls.append(None)
+        if len(calls) == number:
+            raise InterruptionError
+
+    hook = model.get_submodule("transformer").register_forward_pre_hook(interrupt)
+    with pytest.raises(InterruptionError):
+        model(**padded(left=False))
+    hook.remove()
+    model(**plain()).loss.backward()
+
+
 @case(
     [NATIVE],
     each={
         f"{order.__name__}-{schedule}": (order, schedule)
-        for order in (in_a_window, between_forwards, before_two_backwards, twice)
+        for order in (in_a_window, between_forwards, before_two_backwards, twice, interrupted)
         for schedule in ("gpipe", "1f1b")
     },
 )
@@ -471,7 +493,26 @@ def what_backwards_between_forwards_cannot_do_is_refused() -> None:
     with pytest.raises(torchacc.EngineError, match="register_post_accumulate_grad_hook"):
         model(**batch)
     hook.remove()
-    model(**batch).loss.backward()
+    loss, bias = model(**batch).loss, model.get_parameter("transformer.ln_f.bias")
+    bias.requires_grad_(False)
+    loss.backward()
+    assert bias.grad is None
+
+
+@case([NATIVE])
+def what_stages_cannot_run_again_or_too_early_is_refused() -> None:
+    model, batch = make("gpt2"), plain()
+    torchacc.accelerate(model, None, config(2))
+    hook = model.get_input_embeddings().weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(torchacc.EngineError, match="first and the last stage share"):
+        model(**batch)
+    hook.remove()
+    with pytest.raises(torchacc.EngineError, match=r"torch\.utils\.checkpoint"):
+        checkpoint(lambda: model(**batch).loss, use_reentrant=False)
+    loss = model(**batch).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 def unscale(model: nn.Module) -> None:

@@ -102,13 +102,17 @@ class ProcessGroup:
         atexit.register(_stop)
         _drain_at_exit()
 
-    def own_subgroup(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def own_subgroup(self, groups: Sequence[Sequence[int]], copy: int = 0) -> dist.ProcessGroup | None:
         """Return this process's group of those of a mesh axis; None where it is alone in it.
 
         Collective: every process. A group takes sockets and threads that wake up a hundred times a second, so that all
         models share it, and a call waits for its collectives.
+
+        Args:
+            groups: The processes of each group.
+            copy: Which of several groups of the same processes, whose operations do not wait for one another.
         """
-        return _own_subgroup(dist.group.WORLD, self.job.rank, tuple(map(tuple, groups)))
+        return _own_subgroup(dist.group.WORLD, self.job.rank, tuple(map(tuple, groups)), copy)
 
     def all_gather_objects(self, payload: Any) -> list[Any]:
         """Return every process's payload, by rank. Collective: every process."""
@@ -363,7 +367,7 @@ _READ_ALIKE = (
 
 @functools.cache
 def _own_subgroup(
-    world: dist.ProcessGroup | None, rank: int, groups: tuple[tuple[int, ...], ...]
+    world: dist.ProcessGroup | None, rank: int, groups: tuple[tuple[int, ...], ...], copy: int
 ) -> dist.ProcessGroup | None:
     """Make the groups of processes of the default group, once, and return the one with this rank."""
     own = None

@@ -63,8 +63,6 @@ class Buffer:
     """The parameter whose gradient it is, from a lookup: rows that are added into something."""
     joins_another: bool = False
     """Whether the parameter's gradient has another part, into which they are added."""
-    is_kept: bool = False
-    """Whether it stays until the next microbatch's forward: of all of them, where those come first."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def eager_lifetimes(trace: Trace) -> Lifetimes:
                 uses.setdefault(parameter, []).append(time)
     given = set(trace.gradients.values())
     buffers = tuple(
-        Buffer(trace.values[value].nbytes, birth, last.get(value, birth), is_kept=value in trace.kept)
+        Buffer(trace.values[value].nbytes, birth, last.get(value, birth))
         for value, birth in born.items()
         if value not in given
     )

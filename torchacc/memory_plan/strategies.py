@@ -44,8 +44,6 @@ class _Interval:
     stop: int
     is_one: bool = False
     """Whether all microbatches have it in common, from the first of them to the last."""
-    is_kept: bool = False
-    """Whether it stays until the forward of all microbatches has ended."""
     is_last: bool = False
     """Whether it is there in the backward of the last microbatch only."""
 
@@ -93,7 +91,7 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
     at_rest = sum(shard_numel(plan, parameter) for parameter in plan.parameters)
     trained = sum(shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     end = lifetimes.num_operations
-    intervals = [_Interval("activations", b.nbytes, b.birth, b.death, is_kept=b.is_kept) for b in lifetimes.buffers]
+    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
     intervals += _unit_weights(plan, lifetimes)
     intervals += _unit_gradients(plan, lifetimes)
     intervals.append(_Interval("optimizer", trained * master if num_states else 0, end, end, is_one=True))
@@ -184,7 +182,6 @@ def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[
     forward, end, count = lifetimes.num_forward, lifetimes.num_operations, lifetimes.num_microbatches
     lengths = [forward if each is Pass.FORWARD else end - forward for each, _ in lifetimes.passes]
     begins = dict(zip(lifetimes.passes, accumulate(lengths, initial=0), strict=False))
-    forwards_end = max(begins[each] + forward for each in begins if each[0] is Pass.FORWARD)
     last = next(number for each, number in reversed(lifetimes.passes) if each is Pass.BACKWARD)
 
     def at(time: int, number: int) -> int:
@@ -203,8 +200,7 @@ def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[
             yield replace(each, start=min(starts), stop=max(stops))
         else:
             for number in range(count):
-                stop = max(at(each.stop, number), forwards_end - 1 if each.is_kept else 0)
-                yield replace(each, start=at(each.start, number), stop=stop)
+                yield replace(each, start=at(each.start, number), stop=at(each.stop, number))
 
 
 def _local(plan: ShardingPlan, parameter: PlannedParameter) -> LocalShard:

@@ -90,8 +90,6 @@ class Trace:
     """How many of the operations belong to forward."""
     gradients: Mapping[str, int]
     """For each trained parameter the value that is its gradient."""
-    kept: frozenset[int] = frozenset()
-    """Values that stay until the forward of all microbatches has ended."""
 
 
 def record(
@@ -145,8 +143,7 @@ def record(
         for name, gradient in zip(parameters, gradients, strict=True)
         if gradient is not None
     }
-    kept = frozenset(map(recorder.find, _tensors(output.get("kept")))) if isinstance(output, dict) else frozenset()
-    return Trace(tuple(recorder.values), tuple(recorder.operations), num_forward, found, kept)
+    return Trace(tuple(recorder.values), tuple(recorder.operations), num_forward, found)
 
 
 def _loss_of(output: Any, model: nn.Module) -> torch.Tensor:

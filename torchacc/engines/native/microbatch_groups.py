@@ -36,8 +36,12 @@ class MicrobatchGroups(Groups):
     """Whether unsharded weights stay between the forwards, and backwards, that run."""
 
     @contextmanager
-    def keeping_weights(self) -> Iterator[None]:
-        """Hold a context in which each unit is gathered once, for all forwards and backwards in it."""
+    def keeping_weights(self, *, until_backward: bool) -> Iterator[None]:
+        """Hold a context in which each unit is gathered once, for all forwards and backwards in it.
+
+        Args:
+            until_backward: Whether weights that are not freed after a forward wait for the backward that follows.
+        """
         self.begin()
         self.keeps_weights = True
         try:
@@ -45,5 +49,5 @@ class MicrobatchGroups(Groups):
         finally:
             self.keeps_weights = False
             for group in self._all_groups():
-                if group._is_done_after_forward():
+                if not until_backward or group._is_done_after_forward():
                     group._to_sharded()

@@ -26,6 +26,8 @@ from torchacc.engines.native.stage_schedules import (
     OF_LOSS,
     SPLIT_INPUTS,
     Microbatches,
+    check_backward,
+    check_hooks,
     run_forwards,
     run_forwards_and_backwards,
 )
@@ -56,11 +58,13 @@ class PipelinedModel(NativeModel):
     def __init__(self, engine: NativeEngine, model: nn.Module, plan: ShardingPlan) -> None:
         super().__init__(engine, model, plan)
         mesh, rank = engine.mesh, engine.job.rank
-        group = engine.group.own_subgroup(mesh.groups(Role.PIPELINE))
+        stages = mesh.groups(Role.PIPELINE)
+        group = engine.group.own_subgroup(stages)
         assert group is not None
-        self.link = StageLink(group, mesh.index(rank, Role.PIPELINE), engine.device)
+        backward = engine.group.own_subgroup(stages, copy=1) if engine.device.type != "cpu" else None
+        self.link = StageLink(group, mesh.index(rank, Role.PIPELINE), engine.device, backward)
         self._replicas_of_stage = engine.group.own_subgroup(_groups_of_stages(engine))
-        ends = [[ranks[0], ranks[-1]] for ranks in mesh.groups(Role.PIPELINE)]
+        ends = [[ranks[0], ranks[-1]] for ranks in stages]
         self._ends = engine.group.own_subgroup(ends)
         """The processes of the first and of the last stage, which share tied parameters; None in other stages."""
         self._in_window = False
@@ -78,6 +82,8 @@ class PipelinedModel(NativeModel):
         shards = super()._shard(optimizer)
         shared = [each for each in self.plan.parameters if len(self.plan.pipeline.stages_of(each.names)) > 1]
         held = [each for each in shared if stage in self.plan.pipeline.stages_of(each.names)]
+        self.shared = [self.model.get_parameter(each.name) for each in shared]
+        """Parameters that the first and the last stage share, on all stages."""
         self._tied = [self.model.get_parameter(each.name) for each in held]
         """Parameters that the first and the last stage both hold, and keep equal."""
         return shards
@@ -134,6 +140,9 @@ class PipelinedModel(NativeModel):
         self._check_inputs(given)
         self._compare(given)
         self._num_counted = _num_counted(given)
+        if torch.is_grad_enabled():
+            check_backward(self)
+        self.link.begin_batch()
         microbatches = Microbatches(self, inner, given)
         self.modules.is_running = True
         loss: torch.Tensor | None = None
@@ -145,14 +154,15 @@ class PipelinedModel(NativeModel):
                 loss, logits = run_forwards(microbatches)
         finally:
             self.modules.is_running = False
-        template = microbatches.output
-        unknown = next((name for name in template if name not in _OUTPUTS), None)
+        made, names = microbatches.output_type, microbatches.output_names
+        unknown = next((name for name in names if name not in _OUTPUTS), None)
         if unknown is not None:
             raise self._refuse(f"the output {unknown!r}")
         if logits is None:
             logits = MissingOutput("logits", _NO_LOGITS)
-        others = {} if template.get("past_key_values") is None else {"past_key_values": _NO_CACHE}
-        output = type(template)(loss=loss, logits=logits, **others)
+        others = {"past_key_values": _NO_CACHE} if "past_key_values" in names else {}
+        assert made is not None
+        output = made(loss=loss, logits=logits, **others)
         return output.to_tuple() if is_tuple else output
 
     def _by_name(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -226,9 +236,9 @@ class PipelinedModel(NativeModel):
         return self._root(run)
 
     @contextmanager
-    def keeping_weights(self) -> Iterator[None]:
+    def keeping_weights(self, *, until_backward: bool) -> Iterator[None]:
         """Hold a context in which each unit is gathered once, for all microbatches."""
-        with self._groups.keeping_weights():
+        with self._groups.keeping_weights(until_backward=until_backward):
             yield
 
     # ---- Gradients
@@ -245,7 +255,7 @@ class PipelinedModel(NativeModel):
         """
         _check_accumulates()
         keeps_graph = is_graph_kept()
-        with nullcontext() if self._in_window else self._summing_tied(), self.keeping_weights():
+        with nullcontext() if self._in_window else self._summing_tied(), self.keeping_weights(until_backward=False):
             for number in reversed(range(len(losses))):
                 self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
         self.link.finish()
@@ -317,7 +327,11 @@ class PipelinedModel(NativeModel):
         """
         absent = set(self.absent)
         with self._setting_aside([each for each in self.model.parameters() if each not in absent]) as computed:
-            yield computed
+            try:
+                yield computed
+            except BaseException:
+                self._groups.drop_gradients()  # of the microbatches before
+                raise
         for parameter in self._tied:
             if parameter.requires_grad:
                 computed[parameter] = self._sum_over_ends(parameter, computed.get(parameter))
@@ -334,6 +348,7 @@ class PipelinedModel(NativeModel):
             EngineError: Processes scale differently, whose gradients are averaged already; or it is no `backward()`.
         """
         _check_accumulates()
+        check_hooks(self)
         bits = int(scale.float().view(torch.int32))
         largest, negated = self.engine.group.all_reduce_max([bits, -bits])
         if largest != -negated:
@@ -344,6 +359,8 @@ class PipelinedModel(NativeModel):
             )
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, gradient in computed.items():
+                if not parameter.requires_grad:  # any more
+                    continue
                 new = gradient * scale
                 parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
             for parameter in self.absent:

@@ -40,8 +40,9 @@ class Microbatches:
         self._inner = inner
         self._parts = list(self._split(given))
         self.has_labels = "labels" in given
-        self.output: Any = None
-        """What the model's forward has returned of the last one that ran."""
+        self.output_type: type | None = None
+        """Of what the model's forward returns."""
+        self.output_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -56,8 +57,13 @@ class Microbatches:
         for number in range(count):
             yield {name: parts[name][number] for name in parts if name != "num_items_in_batch"}
 
-    def run(self, number: int) -> Any:
-        """Run one microbatch; return the last stage's output, or what stands in the graph for what is sent."""
+    def run(self, number: int) -> tuple[Any, torch.Tensor | None]:
+        """Run one microbatch.
+
+        Returns:
+            The last stage's loss, where there are labels, or what stands in the graph for what is sent; the last
+            stage's logits where no gradients are recorded. More would stay for all microbatches.
+        """
         link, modules, microbatch = self.link, self.owner.modules, self._parts[number]
         if not link.is_first:
             config: Any = self.owner.model.config
@@ -66,31 +72,32 @@ class Microbatches:
             modules.received = link.receive((*microbatch["input_ids"].shape, config.hidden_size), self._dtype, number)
         if not link.is_last:
             microbatch = {name: value for name, value in microbatch.items() if name not in OF_LOSS}
-        output = self.output = self._inner(**microbatch, return_dict=True)
+        output = self._inner(**microbatch, return_dict=True)
+        self.output_type, self.output_names = type(output), tuple(output)
         hidden, modules.received, modules.computed = modules.computed, None, None
         if link.is_last:
-            return output
+            return output.get("loss"), None if torch.is_grad_enabled() else output.logits
         assert hidden is not None, "a layer of the next stage has been called"
         if number == 0:
             link.send_dtype(hidden.dtype)
-        return link.send(hidden, number)
+        return link.send(hidden, number), None
 
 
 def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Run all forwards of a batch; return its loss, where there are labels, and its logits without gradients."""
     owner, link = microbatches.owner, microbatches.link
-    with owner.keeping_weights():
+    with owner.keeping_weights(until_backward=True):
         outputs = [owner.run_root(partial(microbatches.run, number)) for number in range(len(microbatches))]
     loss = None
     if microbatches.has_labels:
-        losses = [output.loss for output in outputs] if link.is_last else outputs
+        losses = [loss for loss, _ in outputs]
         total: Any = sum(each.detach() for each in losses)  # zero, of what is sent
         absent = [each for each in owner.absent if each.requires_grad]
         loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses, *absent)
     logits = None
     if not torch.is_grad_enabled():
-        own = torch.cat([output.logits for output in outputs]) if link.is_last else None
-        logits = link.from_last(own)
+        own: Any = [each for _, each in outputs]
+        logits = link.from_last(torch.cat(own) if link.is_last else None)
     link.finish()
     return loss, logits
 
@@ -111,11 +118,13 @@ class _WithBackwards(torch.autograd.Function):
         *absent: torch.Tensor,
     ) -> torch.Tensor:
         ctx.how = owner, losses, absent
+        ctx.save_for_backward(value)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_graphs_of_gradients()
+        _ = ctx.saved_tensors  # raises on all stages where the graph is gone
         owner, losses, absent = ctx.how
         owner.run_backwards(losses, gradient)
         return (None, None, None, None, *[torch.zeros_like(each) for each in absent])
@@ -124,19 +133,16 @@ class _WithBackwards(torch.autograd.Function):
 def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
     """Run all forwards and backwards of a batch as 1F1B; return its loss, whose backward adds the gradients."""
     owner, link, device = microbatches.owner, microbatches.link, microbatches.owner.engine.device
-    _check_can_run_backward(owner)
+    if torch._C._current_graph_task_id() != -1:
+        raise EngineError(_computed_again(owner))
     losses: dict[int, torch.Tensor] = {}
     total = torch.zeros((), device=device)
     count = len(microbatches)
 
-    def forward(number: int) -> torch.Tensor:
-        output = microbatches.run(number)
-        return output.loss if link.is_last else output  # type: ignore[no-any-return]
-
-    with owner.computing_gradients() as computed, owner.keeping_weights():
+    with owner.computing_gradients() as computed, owner.keeping_weights(until_backward=False):
         for each, number in owner.plan.pipeline.passes(link.stage, count):
             if each is Pass.FORWARD:
-                losses[number] = owner.run_root(partial(forward, number))
+                losses[number], _ = owner.run_root(partial(microbatches.run, number))
                 total += losses[number].detach()
                 continue
             is_last = number + 1 == count
@@ -149,24 +155,42 @@ def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
     return loss
 
 
-def _check_can_run_backward(owner: "PipelinedModel") -> None:
-    """Refuse what would see gradients before the script has said by what they are scaled.
+def check_backward(owner: "PipelinedModel") -> None:
+    """Refuse what would see gradients before they are complete, or have one stage compute a forward again.
 
     Raises:
         EngineError: There is such a thing.
     """
-    instead = "set config.dist.pp.schedule = 'gpipe'"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if torch._C._current_graph_task_id() != -1 or (hooks and hooks[0].__module__ == checkpoint.__name__):
-        raise EngineError(
-            f"{type(owner.model).__name__} in torch.utils.checkpoint with config.dist.pp.schedule = '1f1b', which runs "
-            f"its backward in its forward: have config.memory.gc compute the layers again, or {instead}"
+    if hooks and hooks[0].__module__ == checkpoint.__name__:
+        raise EngineError(_computed_again(owner))
+    check_hooks(owner)
+
+
+def check_hooks(owner: "PipelinedModel") -> None:
+    """Refuse hooks that would see gradients before they are complete.
+
+    Raises:
+        EngineError: There is one.
+    """
+    is_early = owner.plan.pipeline.schedule == "1f1b"
+    seen = owner.model.parameters() if is_early else owner.shared
+    if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in seen):
+        why = (
+            "with config.dist.pp.schedule = '1f1b': it would run in the model's forward, before the loss is scaled"
+            if is_early
+            else "of a parameter that the first and the last stage share (config.dist.pp.size): it would run before "
+            "their gradients are summed"
         )
-    if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in owner.model.parameters()):
-        raise EngineError(
-            "register_post_accumulate_grad_hook() with config.dist.pp.schedule = '1f1b': the hook would run in the "
-            f"model's forward, before the loss is scaled. Step after loss.backward(), or {instead}"
-        )
+        raise EngineError(f"register_post_accumulate_grad_hook() {why}. Do after loss.backward() what it does")
+
+
+def _computed_again(owner: "PipelinedModel") -> str:
+    return (
+        f"{type(owner.model).__name__} in torch.utils.checkpoint, where it is in stages (config.dist.pp.size): one of "
+        "them would compute its forward again while the others wait. Set config.memory.gc = True, which computes each "
+        "layer again"
+    )
 
 
 class _WithGradients(torch.autograd.Function):
@@ -182,12 +206,13 @@ class _WithGradients(torch.autograd.Function):
         *gradients: torch.Tensor,
     ) -> torch.Tensor:
         ctx.how = owner, parameters
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(value, *gradients)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         refuse_graphs_of_gradients()
         owner, parameters = ctx.how
-        owner.add_gradients(dict(zip(parameters, ctx.saved_tensors, strict=True)), gradient)
+        _, *gradients = ctx.saved_tensors
+        owner.add_gradients(dict(zip(parameters, gradients, strict=True)), gradient)
         return (None,) * (4 + len(parameters))
