@@ -134,7 +134,7 @@ def test_more_processes_than_accelerators(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(torchacc.ConfigError, match=r"4 processes on this machine, which has 2 cuda devices"):
+    with pytest.raises(torchacc.ConfigError, match=r"4 processes on this machine, of which this one sees 2 cuda"):
         torchacc.accelerate(make_model(), config=make_config())
 
 

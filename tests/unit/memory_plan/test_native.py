@@ -44,5 +44,5 @@ def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
     assert off_by.keys() == set(CASES[num_processes])
     below = TOLERANCE + (AHEAD if num_processes > 1 else 0.0)
     assert all(-below < part < TOLERANCE for part in off_by.values()), off_by
-    # Without what was summed before they would be off by more.
-    assert all(abs(part) < TOLERANCE / 2 for case, part in off_by.items() if "accumulated" in case), off_by
+    if num_processes == 1:  # Without what was summed before it would be off by more. Of several, AHEAD hides that.
+        assert abs(off_by["llama accumulated"]) < TOLERANCE / 2, off_by
