@@ -10,12 +10,10 @@ from math import prod
 
 from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan.step import StageStep, Step
-from torchacc.memory_plan.strategies import computed_numel, shard_numel
+from torchacc.memory_plan.strategies import DTYPE_BYTES, computed_numel, shard_numel
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> Ste
     # A stage gathers its weights, and reduces its gradients, once for all microbatches.
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
     # The optimizer reads and writes each shard: parameters, gradients and its state.
-    at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * _DTYPE_BYTES[plan.master_dtype]
+    at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * DTYPE_BYTES[plan.master_dtype]
     stepped = 12 * at_rest / speeds.memory_bytes_per_second
     return StepTime(
         compute=count * computed + stepped,
@@ -79,10 +77,10 @@ def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[str, ...], int]]:
         numel = sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)
         if numel and shards > 1:
             gathers = 2 if plan.is_resharded_after_forward(unit) else 1
-            for itemsize in (*[_DTYPE_BYTES[plan.compute_dtype]] * gathers, _DTYPE_BYTES[plan.reduce_dtype]):
+            for itemsize in (*[DTYPE_BYTES[plan.compute_dtype]] * gathers, DTYPE_BYTES[plan.reduce_dtype]):
                 yield axes, numel * itemsize * (shards - 1) // shards
         if numel and replicas > 1:
-            each = numel * _DTYPE_BYTES[plan.reduce_dtype] // shards
+            each = numel * DTYPE_BYTES[plan.reduce_dtype] // shards
             yield mesh.axes(Role.REPLICATE), 2 * each * (replicas - 1) // replicas
 
 

@@ -12,7 +12,7 @@ from torchacc.parallel.pipeline_plan import Pass
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, Unit
 from torchacc.parallel.sharding import DivisibleDimLayout, LocalShard, local_shard
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Interval:
 
 def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what XLA plans for a device: one program holds the whole step."""
-    master = _DTYPE_BYTES[plan.master_dtype]
+    master = DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters)
     trained = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters if parameter.trainable)
     intervals = [_Interval("activations", _size(plan, b), b.birth, b.death) for b in lifetimes.buffers]
@@ -87,7 +87,7 @@ def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batc
 
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
     """
-    master = _DTYPE_BYTES[plan.master_dtype]
+    master = DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(shard_numel(plan, parameter) for parameter in plan.parameters)
     trained = sum(shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
     end = lifetimes.num_operations
@@ -118,7 +118,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
     for unit, times in uses.items():
         if not times:
             continue
-        nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * _DTYPE_BYTES[plan.compute_dtype]
+        nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
         if not plan.is_resharded_after_forward(unit) or plan.pipeline.schedule == "1f1b":
             yield _Interval("gathered", nbytes, times[0], ends, is_one=True)
@@ -135,7 +135,7 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     if plan.is_plain:
         yield from _plain_gradients(plan, lifetimes)
         return
-    compute, reduced = _DTYPE_BYTES[plan.compute_dtype], _DTYPE_BYTES[plan.reduce_dtype]
+    compute, reduced = DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
     in_turn, end = plan.pipeline.schedule == "1f1b", lifetimes.num_operations
@@ -156,7 +156,7 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         following = min((time for time in complete if time > done), default=done)
         if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
             yield _Interval("gradients", sum(numels) * reduced, done, following, is_last=True)
-        shards = sum(shard_numel(plan, parameter) for parameter in parameters) * _DTYPE_BYTES[plan.master_dtype]
+        shards = sum(shard_numel(plan, parameter) for parameter in parameters) * DTYPE_BYTES[plan.master_dtype]
         yield _Interval("gradients", shards, done, end, is_last=True)
         if in_turn:  # scaled and added to those of the parameters when the script calls backward
             before = lifetimes.adds_gradients
@@ -168,7 +168,7 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
     end = max(lifetimes.gradients.values(), default=0)
     for parameter in plan.parameters:
         if parameter.name in lifetimes.gradients:
-            birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * _DTYPE_BYTES[plan.master_dtype]
+            birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * DTYPE_BYTES[plan.master_dtype]
             first = 0 if lifetimes.adds_gradients else birth
             yield _Interval("gradients", nbytes, first, lifetimes.num_operations, is_one=True)
             if lifetimes.adds_gradients:
@@ -257,7 +257,7 @@ def _gradient(
     """Yield what a gradient takes: itself is among the buffers, as an operation makes it, or added into the shard."""
     if parameter.name not in lifetimes.gradients:
         return
-    time, master = lifetimes.gradients[parameter.name], _DTYPE_BYTES[plan.master_dtype]
+    time, master = lifetimes.gradients[parameter.name], DTYPE_BYTES[plan.master_dtype]
     if plan.mesh.averages_gradients and not added:
         yield _Interval("gradients", parameter.numel * 4, time, time)
     # The new state is written beside the old one, and all parameters are stepped at the end.
