@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchacc.engines.native import script_reads
@@ -68,7 +67,8 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = _kinds[func] = kind_of(func)
     if kind is FunctionKind.PLAIN:  # the most, such as attributes, of which an optimizer asks for many
         return _call_as_is(func, args, kwargs)
-    if _draws_or_fills(func) and torch.is_grad_enabled():
+    # A function of torch.nn.init draws or fills, and its own work needs no gradient.
+    if getattr(func, "__module__", None) == "torch.nn.init" and torch.is_grad_enabled():
         with torch.no_grad():
             return call(func, args, kwargs)
     if kind is FunctionKind.ITERATE:
@@ -122,11 +122,6 @@ def _lists_may_be_unknown() -> Iterator[None]:
         if "found no DeviceMesh" not in str(error):
             raise
         raise NotImplementedError from error
-
-
-def _draws_or_fills(func: Function) -> bool:
-    """Return whether a function is one of torch.nn.init, whose own work needs no gradient."""
-    return getattr(func, "__module__", None) == "torch.nn.init"
 
 
 def is_of_model(tensor: Any) -> bool:
@@ -283,13 +278,10 @@ def _values(tensor: Any) -> torch.Tensor:
 
 def _finish(tensor: Any) -> None:
     """Add up the parts of a sum, in place."""
+    placements = [Replicate() if isinstance(each, Partial) else each for each in tensor._spec.placements]
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        done = tensor.detach().redistribute(placements=[_finished(placement) for placement in tensor._spec.placements])
+        done = tensor.detach().redistribute(placements=placements)
     tensor._local_tensor, tensor._spec = done._local_tensor, done._spec
-
-
-def _finished(placement: Placement) -> Placement:
-    return Replicate() if isinstance(placement, Partial) else placement
 
 
 class _Unshard(torch.autograd.Function):
