@@ -18,8 +18,8 @@ from torchacc.engines.base import Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.first_steps import note_batch
 from torchacc.engines.initial_values import align_replicas, log_kept_dtypes, materialise_buffers
-from torchacc.engines.process_group import install_excepthook
 from torchacc.engines.sharded_model import HANDLE, sharded_model
+from torchacc.engines.uncaught_errors import install_excepthook
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.launch import progress

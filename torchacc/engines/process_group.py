@@ -4,14 +4,12 @@ import atexit
 import ctypes
 import functools
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +19,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torchacc import env
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
-from torchacc.launch import progress
 from torchacc.logging import OF_THIS_RANK, get_logger
 
 _T = TypeVar("_T")
@@ -41,10 +38,6 @@ _MEET_SECS = 300
 """How long a process that reads a sharded parameter waits for the others to do the same."""
 _MEET_BYTES = 256
 _OURS = (CheckpointError, ConfigError, DataError, EngineError)
-
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
-_PATIENCE_SECS = 15.0
-"""How long a process that lost a peer waits to be ended by the launcher before it reports on its own."""
 
 _DRAIN_SECS = 2.0
 """How long the end of a process waits for threads that stay busy."""
@@ -472,47 +465,3 @@ def _sleeps(task: Path) -> bool:
         return "State:\tS" in (task / "status").read_text()
     except OSError:  # it has ended
         return True
-
-
-def install_excepthook() -> None:
-    """Report an uncaught error to the launcher, which prints it last; stay quiet where it only follows another's."""
-    if getattr(sys.excepthook, "_of_torchacc", False):
-        return
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if follows_another(error):
-            progress.mark(progress.Phase.FOLLOWING)
-            time.sleep(_PATIENCE_SECS)
-        elif isinstance(error, Exception):
-            _record(error)
-            error.__traceback__ = traceback  # without the frames of this module
-        previous(kind, error, traceback)
-
-    hook._of_torchacc = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
-
-
-def follows_another(error: BaseException) -> bool:
-    """Return whether an error, or what it was raised from, says no more than that another process has ended."""
-    found: BaseException | None = error
-    while found is not None:
-        if _is_of_transport(found) and any(text in str(found) for text in _PEER_LOST):
-            return True
-        found = found.__cause__
-    return False
-
-
-def _is_of_transport(error: BaseException) -> bool:
-    """Return whether gloo or torch.distributed's store has raised an error, and not anything else with such words."""
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
-
-
-def _record(error: Exception) -> None:
-    """Leave the error where `torchrun` looks for the root cause; its recorder reads the error that is being handled."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise error
-    except Exception:
-        get_error_handler().record_exception(error)

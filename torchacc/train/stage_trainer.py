@@ -15,9 +15,9 @@ import torch
 from torchacc import checkpoint
 from torchacc.api import accelerate, accumulate, describe, shard_loader
 from torchacc.data import AsyncLoader
-from torchacc.engines.process_group import follows_another
 from torchacc.engines.scaler import GradScaler
 from torchacc.engines.sharded_model import sharded_model
+from torchacc.engines.uncaught_errors import follows_another
 from torchacc.errors import CheckpointError, ConfigError, TrainingError
 from torchacc.logging import get_logger
 from torchacc.train.batches import PortablePosition, Window, evaluation_loader, training_loader, windows

@@ -1,13 +1,12 @@
-"""How the processes of a job end, and whose error it is: this process's own, or that of another that has ended."""
+"""How the processes of a job start, end, and wait for one another."""
 
 import pytest
 import torch.distributed as dist
 
 from tests import forkrun
 from torchacc.engines import process_group
-from torchacc.engines.process_group import follows_another
 from torchacc.env import Job
-from torchacc.errors import CheckpointError, EngineError
+from torchacc.errors import EngineError
 
 ENDS_RIGHT_AFTER_A_COLLECTIVE = """
 import sys
@@ -86,46 +85,6 @@ def test_a_group_of_the_users_without_a_backend_for_the_host_is_refused():
     assert refused.startswith("EngineError torch.distributed runs with the backends 'cuda:gloo'")
     assert "'cpu:gloo,cuda:nccl'" in refused
     assert others == ["taken", "taken"]
-
-
-OF_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:40261"
-
-
-def raised_from(cause: BaseException) -> BaseException:
-    try:
-        raise CheckpointError(f"RuntimeError: {cause}") from cause
-    except CheckpointError as error:
-        return error
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError(OF_GLOO),
-        RuntimeError(OF_GLOO.replace("Connection closed by peer", "writev: Broken pipe")),
-        dist.DistNetworkError("failed to send, Broken pipe"),
-        dist.DistBackendError("Connection reset by peer"),
-        raised_from(RuntimeError(OF_GLOO)),
-    ],
-)
-def test_an_error_of_the_transport_follows_another(error):
-    assert follows_another(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        BrokenPipeError(32, "Broken pipe"),
-        RuntimeError("the feature server says: Broken pipe"),
-        ConnectionResetError(104, "Connection reset by peer"),
-        ValueError(OF_GLOO),
-        RuntimeError("Caught BrokenPipeError in DataLoader worker process 0.\nBrokenPipeError: [Errno 32] Broken pipe"),
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:1] unsupported"),
-        raised_from(BrokenPipeError(32, "Broken pipe")),
-    ],
-)
-def test_an_error_with_such_words_is_its_own(error):
-    assert not follows_another(error)
 
 
 def test_a_call_that_a_process_has_ended_without_is_an_error_at_once(monkeypatch):
