@@ -6,7 +6,7 @@ from torch import nn
 
 from torchacc.api import accelerate
 from torchacc.config import Config
-from torchacc.config.sections import ShardingStrategy
+from torchacc.config.option_types import ShardingStrategy
 from torchacc.engines import registry
 from torchacc.env import read_job
 from torchacc.errors import ConfigError

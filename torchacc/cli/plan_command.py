@@ -11,7 +11,7 @@ from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _compile_step, _plan_input, _search_layouts
 from torchacc.cli._options import named, path, positive, size
 from torchacc.cli._tables import in_columns
-from torchacc.config.sections import RecomputePolicy
+from torchacc.config.option_types import RecomputePolicy
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError
 from torchacc.layouts import DEVICES

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from torchacc.config import Config
-from torchacc.config.sections import Attention
+from torchacc.config.option_types import Attention
 from torchacc.engines.patches import torch_compile, transformers_attention
 from torchacc.engines.patches.transformers_attention import EAGER, FLEX, SDPA
 from torchacc.env import installed_version

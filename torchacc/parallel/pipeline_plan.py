@@ -14,7 +14,8 @@ from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from torchacc.config.sections import PipelineSchedule, PPConfig
+    from torchacc.config.option_types import PipelineSchedule
+    from torchacc.config.sections import PPConfig
 
 _DEFAULT_PER_STAGE = 2
 """How many microbatches a batch has for each stage, where the config names no number."""

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
+from torchacc.config.option_types import BackwardPrefetch, Bits64, Count, Natural, ShardingStrategy
 from torchacc.config.root import Backend
-from torchacc.config.sections import BackwardPrefetch, Bits64, Count, Natural, Section, ShardingStrategy
+from torchacc.config.sections import Section
 
 Name = Annotated[StrictStr, Field(min_length=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # ranks are added to it, and 2**64 is the end

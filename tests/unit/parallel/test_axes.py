@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from torchacc.config import Config
-from torchacc.config.sections import Axis, DistConfig
+from torchacc.config.option_types import Axis
+from torchacc.config.sections import DistConfig
 from torchacc.memory_plan.step import study
 from torchacc.parallel import axes
 from torchacc.parallel.axes import AXES, Role, axes_with, axis_with, dim_over, restricted

@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 
 from torchacc.config import Config, resolve
-from torchacc.config.sections import ShardingStrategy
+from torchacc.config.option_types import ShardingStrategy
 from torchacc.env import Job
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import STRATEGIES, Mesh, from_config
