@@ -217,6 +217,20 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[int
 
 
 @case((NATIVE,))
+def an_evaluation_in_inference_mode_of_split_layers_is_that_of_the_unsharded_model() -> None:
+    model = make_llama(num_key_value_heads=1)
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=2, tp=2)
+    for _ in range(2):  # before and after a step
+        with torch.inference_mode():
+            logits, expected = (each(input_ids=ids).logits for each, ids in ((model, put(IDS)), (plain, put(IDS))))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=ADAM_ABSOLUTE * 10)
+        train(model, put(IDS), steps=1)
+        train(plain, IDS, steps=1)
+    check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
+
+
+@case((NATIVE,))
 def processes_that_share_layers_draw_the_same_random_numbers() -> None:
     config = transformers.T5Config(
         vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0

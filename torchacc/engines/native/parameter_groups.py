@@ -70,12 +70,12 @@ class Group(FSDPParamGroup):
         if self.is_sharded and self._all_gather_result is None:
             self._note_versions()
             self.owner.note_gather(self.number)
-        with _no_inference_mode():
+        with no_inference_mode():
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather, and let modules show the unsharded weights."""
-        with _no_inference_mode():
+        with no_inference_mode():
             super().wait_for_unshard()
 
     def reshard(self) -> None:
@@ -211,7 +211,7 @@ class Group(FSDPParamGroup):
 
 
 @contextmanager
-def _no_inference_mode() -> Iterator[None]:
+def no_inference_mode() -> Iterator[None]:
     """Make tensors that a later training step can use, where an evaluation in inference mode is what gathers first."""
     if not torch.is_inference_mode_enabled():
         yield
@@ -413,7 +413,7 @@ class Groups:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)
 
     def _prepare(self) -> None:
-        with _no_inference_mode():
+        with no_inference_mode():
             self._root._lazy_init()
 
     def _begin_part(self, module: nn.Module, args: Any) -> None:
@@ -436,7 +436,7 @@ class Groups:
     def _update_scales(self) -> None:
         """Compute the scales of weights that are gathered in float8, which every forward gathers anew."""
         if self._float8 is not None:
-            with _no_inference_mode():
+            with no_inference_mode():
                 self._float8.update_scales()
 
     def end_failed_backward(self) -> None:

@@ -8,6 +8,7 @@ each split layer, by PyTorch's own redistribution of distributed tensors, backwa
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -290,11 +291,19 @@ def _relaid(tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: s
         return planned
 
     placements: dict[str, Any] = {"full": [Replicate()], "part": [Shard(-1)], "summand": [Partial()], "": None}
-    there = DTensor.from_local(tensor, mesh, placements[has], run_check=False)
-    local: torch.Tensor = there.redistribute(placements=placements[wants]).to_local(
-        grad_placements=placements[sends_back]
-    )
+    with _redistributing():
+        there = DTensor.from_local(tensor, mesh, placements[has], run_check=False)
+        local: torch.Tensor = there.redistribute(placements=placements[wants]).to_local(
+            grad_placements=placements[sends_back]
+        )
     return local
+
+
+def _redistributing() -> AbstractContextManager[None]:
+    """Return a context for PyTorch's redistribution, which raises in inference mode, where it detaches in place."""
+    from torchacc.engines.native.parameter_groups import no_inference_mode
+
+    return nullcontext() if torch.compiler.is_compiling() else no_inference_mode()
 
 
 @functools.cache
@@ -385,7 +394,8 @@ def _ordinary(parameter: Any, seen_as: str, mesh: Any, num_heads: int) -> torch.
     from torch.distributed.tensor import Replicate
 
     if seen_as in ("all", "share"):
-        parameter = parameter.redistribute(placements=[Replicate()])
+        with _redistributing():
+            parameter = parameter.redistribute(placements=[Replicate()])
     # Of a full tensor each process has all of the gradient: what split layers send back was added up over them.
     own: torch.Tensor = parameter.to_local(grad_placements=parameter.placements)
     if seen_as == "share":
