@@ -89,10 +89,12 @@ class StepReport:
     def _summary(self) -> list[str]:
         parts = ", ".join(f"{name} {in_gibibytes(size)}" for name, size in self.memory.items())
         share = self.peak_bytes / self.device_bytes
+        # The compiler refuses what it finds no room for; what it sums up may be more than lives at one time.
+        verdict = "fits" if share <= 1 else "compiled, but sums up to more than a device has"
         lines = [
             f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
             f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
-            f"fits: {in_gibibytes(self.peak_bytes)} of {in_gibibytes(self.device_bytes)} on each device ({share:.0%}): "
+            f"{verdict}: {in_gibibytes(self.peak_bytes)} of {in_gibibytes(self.device_bytes)} on each device ({share:.0%}): "
             + parts,
         ]
         if self.planned_bytes is not None:
