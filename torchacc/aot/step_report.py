@@ -94,8 +94,8 @@ class StepReport:
         lines = [
             f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
             f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
-            f"{verdict}: {in_gibibytes(self.peak_bytes)} of {in_gibibytes(self.device_bytes)} on each device ({share:.0%}): "
-            + parts,
+            f"{verdict}: {in_gibibytes(self.peak_bytes)} of {in_gibibytes(self.device_bytes)} on each device "
+            f"({share:.0%}): {parts}",
         ]
         if self.planned_bytes is not None:
             lines.append(
