@@ -154,7 +154,7 @@ class _Wanted:
         self.model_class = sharded.plan.units[-1].module_class
         self.has_values = sharded.status.has_weights
         self.parameters = {planned.name for planned in sharded.plan.parameters}
-        buffers = dict(model_state.buffer_slots(sharded.model))
+        buffers = dict(model_state.named_buffers(sharded.model))
         self.names = {planned.name: planned.names for planned in sharded.plan.parameters}
         self.names |= {name: (name,) for name in buffers}
         self.shapes = {planned.name: planned.shape for planned in sharded.plan.parameters}

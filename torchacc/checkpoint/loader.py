@@ -218,7 +218,7 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
             _ShardRead(parameter, local_shard, stored, parameter.dtype)
             for parameter, local_shard in sharded.local_shards.items()
         ]
-        own_buffers = model_state.buffer_slots(sharded.model)
+        own_buffers = model_state.named_buffers(sharded.model)
         buffers = [(buffer, stored[name]) for name, buffer in own_buffers if name in stored]
         plan = _LoadPlan(sharded, folder, parts, parameters, buffers, run=run)
         if parts.optimizer is not None:

@@ -223,7 +223,7 @@ def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
 
 def buffers(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     """Return the persistent buffers on the host by name."""
-    return {name: to_host(sharded, buffer) for name, buffer in buffer_slots(sharded.model)}
+    return {name: to_host(sharded, buffer) for name, buffer in named_buffers(sharded.model)}
 
 
 def load_state_dict(sharded: ShardedModel, *args: Any, **kwargs: Any) -> Any:
@@ -266,19 +266,20 @@ def _load_state_dict(
         module_states.call_post_hooks(sharded.model, keys)  # which may take names off these lists
         if given.missing or given.unexpected:
             raise CheckpointError(_misfit(sharded, given.missing, given.unexpected))
-    for slot, name, value in given.buffers:
-        if tuple(value.shape) != tuple(slot.shape):
-            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(slot.shape)}")
+    for buffer, name, value in given.buffers:
+        if tuple(value.shape) != tuple(buffer.shape):
+            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(buffer.shape)}")
     all_local = are_local([(local_shard, found) for _, local_shard, found in given.parameters])
     new = [
-        (parameter, cut(sharded, local_shard, found, all_local)) for parameter, local_shard, found in given.parameters
+        (parameter, local_part(sharded, local_shard, found, all_local))
+        for parameter, local_shard, found in given.parameters
     ]
     # All has been checked: from here on the model is changed.
     with torch.no_grad():
         for parameter, shard in new:
             sharded.assign(parameter, shard.to(parameter.dtype))
-        for slot, _, value in given.buffers:
-            slot.copy_(value)
+        for buffer, _, value in given.buffers:
+            buffer.copy_(value)
     for module, state in given.extra_states:
         module.set_extra_state(state)
     sharded.engine.sync()
@@ -311,9 +312,9 @@ def _sort_by_place(sharded: ShardedModel, state_dict: Mapping[str, Any]) -> _Giv
         given.missing += missing
         if not missing:
             given.parameters.append((parameter, local_shard, found))
-    slots, modules = dict(buffer_slots(sharded.model)), extra_states(sharded.model)
-    given.missing += [name for name in (*slots, *modules) if name not in left]
-    given.buffers = [(slot, name, left.pop(name)) for name, slot in slots.items() if name in left]
+    own_buffers, modules = dict(named_buffers(sharded.model)), extra_states(sharded.model)
+    given.missing += [name for name in (*own_buffers, *modules) if name not in left]
+    given.buffers = [(buffer, name, left.pop(name)) for name, buffer in own_buffers.items() if name in left]
     given.extra_states = [(module, left.pop(name)) for name, module in modules.items() if name in left]
     given.unexpected = list(left)
     return given
@@ -395,7 +396,7 @@ def local_shard_of(sharded: ShardedModel, parameter: nn.Parameter) -> LocalShard
     return sharded.local_shards[parameter]
 
 
-def buffer_slots(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and the tensors of the persistent buffers, in place."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -451,7 +452,9 @@ def are_local(states: Sequence[tuple[LocalShard, Mapping[str, Any]]]) -> bool:
     return True
 
 
-def cut(sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any], is_local: bool) -> torch.Tensor:
+def local_part(
+    sharded: ShardedModel, local_shard: LocalShard, found: Mapping[str, Any], is_local: bool
+) -> torch.Tensor:
     """Return what this process is to hold, from full tensors, from shards, or from its own local tensor."""
     shapes = dict(local_shard.members)
     if (

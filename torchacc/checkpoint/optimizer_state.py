@@ -350,7 +350,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
     local_shard = sharded.local_shards[parameter]
     first = next(iter(parts.values()))
     if _are_for_each_element(local_shard, key, parts) and not _is_of_another_shape(sharded, local_shard, first):
-        return sharded.place(parameter, model_state.cut(sharded, local_shard, parts, is_local))
+        return sharded.place(parameter, model_state.local_part(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)

@@ -225,16 +225,16 @@ class ModelLoss:
     def _standing_in(self, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Let the head's modules find the stand-ins in the place of their parameters, or unsharded weights."""
         missing = object()
-        slots = [(owner, name) for owner in self._head.modules() for name in owner._parameters]
-        before = [vars(owner).get(name, missing) for owner, name in slots]
-        found = [getattr(owner, name) for owner, name in slots]
+        owners = [(owner, name) for owner in self._head.modules() for name in owner._parameters]
+        before = [vars(owner).get(name, missing) for owner, name in owners]
+        found = [getattr(owner, name) for owner, name in owners]
         try:
-            for (owner, name), tensor in zip(slots, found, strict=True):
+            for (owner, name), tensor in zip(owners, found, strict=True):
                 if tensor is not None:
                     vars(owner)[name] = stand_ins[id(tensor)]
             yield
         finally:
-            for (owner, name), old in zip(slots, before, strict=True):
+            for (owner, name), old in zip(owners, before, strict=True):
                 if old is missing:
                     vars(owner).pop(name, None)
                 else:

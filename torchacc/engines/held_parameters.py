@@ -8,11 +8,11 @@ from torch import nn
 
 from torchacc.errors import EngineError
 
-Slot = tuple[nn.Module, str]
+ParameterOwner = tuple[nn.Module, str]
 """A module, and the name under which it keeps a parameter."""
 
 
-def find_slots(model: nn.Module, names: Sequence[str]) -> list[Slot]:
+def find_owners(model: nn.Module, names: Sequence[str]) -> list[ParameterOwner]:
     """Return the places of a parameter with these names."""
     paths = [name.rpartition(".") for name in names]
     return [(model.get_submodule(path), leaf) for path, _, leaf in paths]

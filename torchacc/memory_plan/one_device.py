@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native import split_layers, split_sequence
 from torchacc.engines.native.split_stages import StageModules
 from torchacc.engines.patches import sequence_attention
-from torchacc.engines.patches.sequence_attention import CutForward, Spread
+from torchacc.engines.patches.sequence_attention import AttentionGroups, SplitForward
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role, axis_with
 from torchacc.parallel.experts import Experts
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sequence_cut import SequenceCut, head_parts, next_labels
+from torchacc.parallel.sequence_split import SequenceSplit, head_parts, next_labels
 from torchacc.parallel.sharding import local_shard
 
 _NO_RANK = -1
@@ -155,7 +155,7 @@ def _split_layers(model: nn.Module, plan: ShardingPlan, traffic: Traffic) -> Non
             part.redistribute = partial(_put_together, part, mesh, within.dim)
         else:
             part.redistribute = partial(_given, part)
-        for owner, leaf in find_slots(model, planned.names):
+        for owner, leaf in find_owners(model, planned.names):
             owner._parameters[leaf] = part
 
 
@@ -181,16 +181,16 @@ def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
             f"{num_parts} devices, and queries over {size // num_parts} groups of them, which is not in the memory "
             f"plan: plan for a size that divides the heads, such as {num_parts}"
         )
-    spread = Spread(
+    groups = AttentionGroups(
         ranks=[_NO_RANK] * size,
         num_parts=num_parts,
         num_groups=1,
         group=0,
-        exchange=partial(_exchange, num_parts, traffic),
-        gather=_refuse_to_gather,
+        all_to_all=partial(_exchange, num_parts, traffic),
+        all_gather=_refuse_to_gather,
     )
-    name = sequence_attention.register(spread)
-    sequence_attention.see_whole_masks(model)
+    name = sequence_attention.register(groups)
+    sequence_attention.make_masks_of_all_tokens(model)
     split_sequence.choose_attention(model, name)
     forward, loss = model.forward, model.loss_function
 
@@ -200,13 +200,13 @@ def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
         return part
 
     def run(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        cut = SequenceCut(input_ids.shape[1], size, 0)
-        positions = torch.arange(cut.length, device=input_ids.device).unsqueeze(0)
-        with sequence_attention.running(CutForward(cut, None)):
+        split = SequenceSplit(input_ids.shape[1], size, 0)
+        positions = torch.arange(split.length, device=input_ids.device).unsqueeze(0)
+        with sequence_attention.running(SplitForward(split, None)):
             return forward(
-                input_ids=cut.part(input_ids),
-                position_ids=cut.part(positions),
-                labels=cut.part(next_labels(labels)),
+                input_ids=split.part(input_ids),
+                position_ids=split.part(positions),
+                labels=split.part(next_labels(labels)),
                 use_cache=False,
             )
 

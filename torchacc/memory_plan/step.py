@@ -20,7 +20,7 @@ from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
 from torchacc.parallel.axes import Role, axes_with
-from torchacc.parallel.experts import spread
+from torchacc.parallel.experts import on_mesh
 from torchacc.parallel.mesh import STRATEGIES, from_config
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
@@ -138,7 +138,7 @@ class Step:
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
         again = STRATEGIES[strategy].reshard_after_forward
         mesh = from_config(config)
-        return replace(self.plan, mesh=mesh, reshard_after_forward=again, experts=spread(self.plan.experts, mesh))
+        return replace(self.plan, mesh=mesh, reshard_after_forward=again, experts=on_mesh(self.plan.experts, mesh))
 
     def smallest(self, memory_bytes: int, strategy: str, *, replicas: int = 1) -> int | None:
         """Return the fewest devices, 1 to 8 or a multiple of 8, on which it fits; None where no number up to 1024 does.

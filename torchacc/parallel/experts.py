@@ -65,7 +65,7 @@ def select_experts(model: nn.Module, mesh: Mesh) -> tuple[Experts, ...]:
     return tuple(Experts(name, _held(name, count, mesh)) for name, count in counts.items())
 
 
-def spread(experts: Iterable[Experts], mesh: Mesh) -> tuple[Experts, ...]:
+def on_mesh(experts: Iterable[Experts], mesh: Mesh) -> tuple[Experts, ...]:
     """Return where the experts of the same modules lie on another mesh with such an axis.
 
     Raises:

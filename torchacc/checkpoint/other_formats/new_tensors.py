@@ -92,7 +92,7 @@ def read_chunks(region: FileRegion, start: int, stop: int) -> Iterator[memoryvie
         raise CheckpointError(f"{region.path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
 
-def cut(sources: Sequence[Source], sizes: Sequence[int]) -> Iterator[tuple[Source, ...]]:
+def split(sources: Sequence[Source], sizes: Sequence[int]) -> Iterator[tuple[Source, ...]]:
     """Yield the sources of tensors of these numbers of elements, which follow one another; the last ones may lack some.
 
     Args:

@@ -79,7 +79,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
     partial = unfinished(target)
     try:
         group.call_on_all(lambda: _write(content, target, partial) if writes else None)
-        # Only now, lest a rank that could not write leave the others' files without its own, and none of the last save.
+        # Only now: if a rank could not write, the files of the last save stay.
         group.call_on_all(lambda: partial.replace(target) if writes else None)
     finally:
         with suppress(OSError):

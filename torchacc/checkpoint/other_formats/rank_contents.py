@@ -115,7 +115,7 @@ def _reshard(found: Sequence[Sharded], num_ranks: int) -> _ByRank:
     if not formats:
         other = next(one for one in found if not one.has_format(ShardFormat.FLAT))
         raise CheckpointError(
-            f"{other.slots[0].path}: {other.name} is not cut like the others: a part of this model was sharded with "
+            f"{other.regions[0].path}: {other.name} is not cut like the others: a part of this model was sharded with "
             "other options than the rest. Consolidate the files, and load the full model"
         )
     pads = not any(one.lacks_padding for one in found)
@@ -131,7 +131,7 @@ def _shape(sharded: Sharded, shard_format: ShardFormat, rank: int, num_ranks: in
     if not pads and numel:
         held = min(numel, max(0, sharded.parameter.numel - rank * numel))
         shape = (held // prod(shape[1:]), *shape[1:])
-    return (prod(shape),) if len(sharded.slots[0].shape) == 1 else shape
+    return (prod(shape),) if len(sharded.regions[0].shape) == 1 else shape
 
 
 def _metadata(metadata: Mapping[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank saved; tensors are slots."""
+    """What one rank saved; tensors are regions."""
 
     path: Path
     contents: Mapping[str, Any]
@@ -136,11 +136,11 @@ class RankFiles:
 
     def gather(self, parameter: ShardedParameter, name: str, found: Iterable[Any]) -> Sharded:
         """Return the shards of one tensor from what each file has in its place."""
-        slots = tuple(found)
-        for file, slot in zip(self.files, slots, strict=True):
-            if not isinstance(slot, FileRegion):
+        regions = tuple(found)
+        for file, region in zip(self.files, regions, strict=True):
+            if not isinstance(region, FileRegion):
                 raise CheckpointError(f"{file.path} has no {name}: it is not of the same save as {self.files[0].path}")
-        return Sharded(parameter, name, slots)
+        return Sharded(parameter, name, regions)
 
     def sharded_model(self) -> list[Sharded]:
         """Return the model's sharded tensors, in the order of the files."""

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from torchacc.checkpoint.other_formats.new_tensors import NewTensor, Source, cut, short
+from torchacc.checkpoint.other_formats.new_tensors import NewTensor, Source, short, split
 from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import TORCH_XLA_MULTIPLE, FlatLayout, RowLayout
@@ -69,36 +69,38 @@ class Sharded:
     parameter: ShardedParameter
     name: str
     """Named in errors: the parameter's key, and that of the state."""
-    slots: tuple[FileRegion, ...]
+    regions: tuple[FileRegion, ...]
     """The shards by rank; the last ones may lack their padding."""
 
     def __post_init__(self) -> None:
         """Check that these can be the shards of one tensor."""
-        first, count = self.slots[0], len(self.slots)
+        first, count = self.regions[0], len(self.regions)
         if not any(self.parameter.is_shard(first.shape, each, count) for each in ShardFormat):
             raise CheckpointError(
                 f"{first.path}: {self.name} is {_describe(first)}, which is not one of {count} shards of "
                 f"{self.parameter.shape}: the tensor and shard_metadata contradict each other"
             )
-        for slot, _, held in self.sources:
-            is_flat = len(slot.shape) == 1 or slot.shape[1:] == self.parameter.shape[1:]
-            is_flat = is_flat and (bool(slot.shape) or not self.parameter.shape)
-            if not is_flat or slot.numel not in (held, first.numel) or slot.dtype != first.dtype:
+        for region, _, held in self.sources:
+            is_flat = len(region.shape) == 1 or region.shape[1:] == self.parameter.shape[1:]
+            is_flat = is_flat and (bool(region.shape) or not self.parameter.shape)
+            if not is_flat or region.numel not in (held, first.numel) or region.dtype != first.dtype:
                 raise CheckpointError(
-                    f"{slot.path}: {self.name} is {_describe(slot)}, where rank 0 of {count} has {_describe(first)}: "
-                    "these are not files of one save"
+                    f"{region.path}: {self.name} is {_describe(region)}, where rank 0 of {count} has "
+                    f"{_describe(first)}: these are not files of one save"
                 )
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The shards without their padding, which together are the flattened tensor."""
-        each, numel = self.slots[0].numel, self.parameter.numel  # the first shard has all of its elements
-        return tuple(Source(slot, 0, min(each, max(0, numel - rank * each))) for rank, slot in enumerate(self.slots))
+        each, numel = self.regions[0].numel, self.parameter.numel  # the first shard has all of its elements
+        return tuple(
+            Source(region, 0, min(each, max(0, numel - rank * each))) for rank, region in enumerate(self.regions)
+        )
 
     @property
     def lacks_padding(self) -> bool:
         """Whether what lies beyond the end of the unsharded tensor is left out of the last shards."""
-        return any(slot.numel < self.slots[0].numel for slot in self.slots)
+        return any(region.numel < self.regions[0].numel for region in self.regions)
 
     def full(self, dtype: torch.dtype | None = None, entry: str = "") -> dict[str, NewTensor]:
         """Return the full tensors that it is made of, by original name.
@@ -107,30 +109,30 @@ class Sharded:
             dtype: What floating tensors are cast to.
             entry: Added to the tensors' names in messages.
         """
-        own = cast_to(dtype, self.slots[0].dtype)
+        own = cast_to(dtype, self.regions[0].dtype)
         members = self.parameter.members
-        parts = cut(self.sources, [prod(shape) for _, shape in members])
+        parts = split(self.sources, [prod(shape) for _, shape in members])
         return {
             name: NewTensor(name + entry, own, shape, part) for (name, shape), part in zip(members, parts, strict=True)
         }
 
     def resharded(self, shapes: Sequence[tuple[int, ...]]) -> list[NewTensor]:
         """Return the shards of these shapes that it becomes."""
-        parts = cut(self.sources, [prod(shape) for shape in shapes])
+        parts = split(self.sources, [prod(shape) for shape in shapes])
         return [
-            NewTensor(self.name, self.slots[0].dtype, shape, part) for shape, part in zip(shapes, parts, strict=True)
+            NewTensor(self.name, self.regions[0].dtype, shape, part) for shape, part in zip(shapes, parts, strict=True)
         ]
 
     def has_format(self, shard_format: ShardFormat) -> bool:
         """Return whether the shards are sharded so."""
-        shape, count = self.slots[0].shape, len(self.slots)
+        shape, count = self.regions[0].shape, len(self.regions)
         if self.parameter.from_xla and shard_format is ShardFormat.ROWS:
             return shape == self.parameter.shard_shape(shard_format, count)
         return self.parameter.is_shard(shape, shard_format, count)
 
 
-def _describe(slot: FileRegion) -> str:
-    return f"{short(slot.dtype)} {slot.shape}"
+def _describe(region: FileRegion) -> str:
+    return f"{short(region.dtype)} {region.shape}"
 
 
 def cast_to(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:

@@ -233,7 +233,7 @@ class FolderWriter:
             self.final.rename(aside(self.final, self.token))
         self.folder.rename(self.final)
         sync_folder(self.final.parent)
-        remove(aside(self.final, self.token), heir=self.final)
+        remove(aside(self.final, self.token), successor=self.final)
 
     def _wait_for_commit(self) -> None:
         for _ in _polling(f"{self.folder}: rank 0 has not committed the checkpoint"):

@@ -37,23 +37,23 @@ def foreign_names(folder: Path) -> list[str]:
     return sorted(set(_names(folder)) - _own(folder))
 
 
-def remove(folder: Path, *, heir: Path | None = None) -> None:
+def remove(folder: Path, *, successor: Path | None = None) -> None:
     """Remove a checkpoint's own files, and its folder where nothing else is in it. Never raises.
 
     Args:
         folder: The checkpoint, whole or half written, by a hidden name that no one but a save gives.
-        heir: The checkpoint that has taken its place: what is not of the removed one, if that is whole, is moved there.
+        successor: The checkpoint in its place: what is not of the removed one, if that is complete, is moved there.
     """
     own = _own(folder)
     if MANIFEST not in own:
-        heir = None
+        successor = None
     for name in sorted(own, key=lambda name: name in (MANIFEST, _SAVE)):  # these last: they say what is left
         with suppress(OSError):
             (folder / name).unlink()
     for name in _names(folder):
-        if heir is not None and name not in own and heir.is_dir() and not (heir / name).exists():
+        if successor is not None and name not in own and successor.is_dir() and not (successor / name).exists():
             with suppress(OSError):
-                (folder / name).rename(heir / name)
+                (folder / name).rename(successor / name)
     with suppress(OSError):
         folder.rmdir()
     if left := _names(folder):
@@ -89,4 +89,4 @@ def settle(path: Path) -> None:
         with suppress(OSError):
             other.rename(other.with_suffix(".removed"))
     for other in leftovers(path, "removed"):
-        remove(other, heir=path)
+        remove(other, successor=path)

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from torchacc.engines.native.shard_arithmetic import (
     OWNER,
-    cut,
     full_tensor,
     gradient_over_data,
     is_of_model,
+    local_part,
     mean_over_data,
 )
 from torchacc.engines.patches import torch_patches
@@ -236,7 +236,7 @@ def _of_parameter(
         mean: torch.Tensor = _Mean.apply(own.to(parameter.dtype), functools.partial(mean_over_data, spec=spec))
         if create_graph:
             return mean if outside is None else mean + full_tensor(outside)
-        shard = DTensor(cut(mean, spec).contiguous(), spec, requires_grad=False)
+        shard = DTensor(local_part(mean, spec).contiguous(), spec, requires_grad=False)
         return shard if outside is None else shard + outside
     return full_tensor(outside) if create_graph and is_of_model(outside) else outside
 

@@ -16,11 +16,11 @@ from torchacc.engines.memory import Memory, keep_freed_memory
 from torchacc.engines.native import (
     compiled_units,
     device_copies,
+    expert_parallel,
     float8_training,
     split_layers,
     split_sequence,
     split_stages,
-    spread_experts,
 )
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import accelerator_kind, gloo_silenced, sees_own_device_alone
@@ -166,7 +166,7 @@ class NativeEngine(Engine):
     @cached_property
     def expert_mesh(self) -> Any:
         """The DeviceMesh (replicate, expert, shard), whose shards are of the same experts. Made by a collective."""
-        return spread_experts.make_mesh(self.mesh, self.device.type)
+        return expert_parallel.make_mesh(self.mesh, self.device.type)
 
     @cached_property
     def _process_mesh(self) -> Any:
@@ -243,7 +243,7 @@ def check_axes(config: Config, mesh: Mesh, model: nn.Module) -> None:
     if mesh.size(Role.SEQUENCE) > 1:
         split_sequence.check(config, mesh, model)
     if mesh.size(Role.EXPERT) > 1:
-        spread_experts.check(config, mesh, model)
+        expert_parallel.check(config, mesh, model)
     if mesh.size(Role.PIPELINE) > 1:
         split_stages.check(config, mesh, model)
     if mesh.size(Role.TENSOR) > 1:

@@ -17,13 +17,13 @@ from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.native import (
     compiled_units,
     device_copies,
+    expert_parallel,
     float8_training,
     number_parameters,
     optimizer_checks,
     script_reads,
     split_layers,
     split_sequence,
-    spread_experts,
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
@@ -81,7 +81,7 @@ class NativeModel(ShardedModel):
             split_layers.split_forwards(self.model, self._own_plan, self.engine.tp_mesh, is_compiled=is_compiled)
         attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group)
         for experts in self.plan.experts:
-            spread_experts.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
+            expert_parallel.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)
@@ -141,7 +141,7 @@ class NativeModel(ShardedModel):
         experts = next((each for each in self.plan.experts if each.module == unit.name), None)
         if experts is not None:
             mesh = self.engine.expert_mesh[mesh.mesh_dim_names]
-            spread_experts.keep_own(module, experts, self.engine.expert_mesh)
+            expert_parallel.keep_own(module, experts, self.engine.expert_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -157,7 +157,7 @@ class NativeModel(ShardedModel):
                 reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
         if experts is not None:
-            spread_experts.finish(module, unit.parameters, self.engine.device_mesh, experts)
+            expert_parallel.finish(module, unit.parameters, self.engine.device_mesh, experts)
         _keep_class_name(module)
 
     def _take_over_groups(self) -> None:

@@ -35,7 +35,7 @@ from torchacc.errors import DataError, EngineError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sequence_cut import IGNORED, next_labels
+from torchacc.parallel.sequence_split import IGNORED, next_labels
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
 if TYPE_CHECKING:

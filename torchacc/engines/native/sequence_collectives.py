@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchacc.parallel.sequence_cut import SequenceCut
+from torchacc.parallel.sequence_split import SequenceSplit
 
 
-def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, *, split: int, joined: int) -> torch.Tensor:
+def all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup, *, split: int, joined: int) -> torch.Tensor:
     """Split a dimension of a tensor over devices, and put together another one that was split. Collective.
 
     Args:
@@ -25,30 +25,30 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, *, split: int, join
     return exchanged
 
 
-def cut(whole: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+def scatter_tokens(full: torch.Tensor, of: SequenceSplit, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this device's part of a tensor that all have, of shape (rows, length, …). Collective in backward."""
-    part: torch.Tensor = _Cut.apply(whole, of, group)
+    part: torch.Tensor = _ScatterTokens.apply(full, of, group)
     return part
 
 
-def join(part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_tokens(part: torch.Tensor, of: SequenceSplit, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a tensor of shape (rows, length, …) from its parts. Collective."""
-    whole: torch.Tensor = _Join.apply(part, of, group)
-    return whole
+    full: torch.Tensor = _GatherTokens.apply(part, of, group)
+    return full
 
 
-def gather(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+def all_gather(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Return a tensor whose parts along a dimension the devices have, one after another. Collective.
 
     Gradients of it are different on each device, and summed.
     """
-    whole: torch.Tensor = _Gathered.apply(part, group, dim)
-    return whole
+    full: torch.Tensor = _AllGatherTensors.apply(part, group, dim)
+    return full
 
 
-def total(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over the devices of a tensor. Collective."""
-    summed: torch.Tensor = _Total.apply(value, group)
+    summed: torch.Tensor = _AllReduce.apply(value, group)
     return summed
 
 
@@ -64,24 +64,24 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         group, split, joined = ctx.how
-        return exchange(gradient, group, split=joined, joined=split), None, None, None
+        return all_to_all(gradient, group, split=joined, joined=split), None, None, None
 
 
-class _Cut(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, full: torch.Tensor, of: SequenceSplit, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.how = of, group
-        return of.part(whole)
+        return of.part(full)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         of, group = ctx.how
-        return join(gradient, of, group) / of.num_parts, None, None
+        return gather_tokens(gradient, of, group) / of.num_parts, None, None
 
 
-class _Join(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, of: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, of: SequenceSplit, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.how = of, group
         return of.without_padding(_gathered(part, group, 1))
 
@@ -90,10 +90,10 @@ class _Join(torch.autograd.Function):
         of, group = ctx.how
         # The losses of the devices may differ, as by dropout behind the model: theirs is the sum.
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
-        return cut(total(wide, group).to(gradient.dtype), of, group), None, None
+        return scatter_tokens(all_reduce(wide, group).to(gradient.dtype), of, group), None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGatherTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.how = group, dim
@@ -101,27 +101,27 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Scattered.apply(gradient, *ctx.how), None, None
+        return _ReduceScatterTensors.apply(gradient, *ctx.how), None, None
 
 
-class _Scattered(torch.autograd.Function):
-    """The backward of `_Gathered`, which has one itself."""
+class _ReduceScatterTensors(torch.autograd.Function):
+    """The backward of `_AllGatherTensors`, which has one itself."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, full: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.how = group, dim
         # Summed in float32, as gradients of bfloat16 keys would lose digits.
-        parts = torch.stack(whole.to(torch.promote_types(whole.dtype, torch.float32)).chunk(group.size(), dim))
+        parts = torch.stack(full.to(torch.promote_types(full.dtype, torch.float32)).chunk(group.size(), dim))
         own = parts.new_empty(parts.shape[1:])
         dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
-        return own.to(whole.dtype)
+        return own.to(full.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Gathered.apply(gradient.contiguous(), *ctx.how), None, None
+        return _AllGatherTensors.apply(gradient.contiguous(), *ctx.how), None, None
 
 
-class _Total(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -131,7 +131,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return total(gradient, ctx.group), None
+        return all_reduce(gradient, ctx.group), None
 
 
 def _gathered(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:

@@ -303,7 +303,9 @@ class _Unshard(torch.autograd.Function):
                 "create_graph=True through a sharded parameter that is used outside of its unit's forward: its "
                 "gradient has no graph here. Use the parameter inside of the forward of the unit that it belongs to"
             )
-        return DTensor(cut(mean_over_data(gradient, ctx.spec), ctx.spec).contiguous(), ctx.spec, requires_grad=False)
+        return DTensor(
+            local_part(mean_over_data(gradient, ctx.spec), ctx.spec).contiguous(), ctx.spec, requires_grad=False
+        )
 
 
 def mean_over_data(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -329,10 +331,10 @@ def gradient_over_data(spec: Any, gradient: torch.Tensor) -> torch.Tensor:
             "forward, or one without dimensions: its gradient has no graph here. Use the parameter outside of the "
             "function"
         )
-    return DTensor(cut(mean_over_data(gradient, spec), spec).contiguous(), spec, requires_grad=False)
+    return DTensor(local_part(mean_over_data(gradient, spec), spec).contiguous(), spec, requires_grad=False)
 
 
-def cut(values: torch.Tensor, spec: Any) -> torch.Tensor:
+def local_part(values: torch.Tensor, spec: Any) -> torch.Tensor:
     """Return this process's part of a full tensor, a view."""
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) or spec.mesh.size(dim) == 1:
@@ -376,7 +378,7 @@ def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], target
             if values.shape != target.shape or values.dtype != target.dtype:
                 raise EngineError(f"{func.__name__}() would change the shape or the dtype of a sharded tensor")
             shard: Any = target
-            shard._local_tensor.copy_(cut(values, shard._spec))
+            shard._local_tensor.copy_(local_part(values, shard._spec))
             increment_version(target)
     return tree_map(lambda leaf: by_full_tensor.get(id(leaf), leaf), output)
 
@@ -413,7 +415,7 @@ def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: A
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     empty = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     given, named = tree_map(lambda leaf: empty if leaf is like else leaf, (args, kwargs))
-    part = cut(func(*given, **named), spec)
+    part = local_part(func(*given, **named), spec)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if not in_place:
             made = part.clone().requires_grad_(part.requires_grad)
@@ -495,4 +497,4 @@ def _like(parameter: Any, value: torch.Tensor, what: str) -> Any:
     if is_of_model(value) and value._spec.placements == parameter._spec.placements:  # type: ignore[attr-defined]
         return value
     values = full_tensor(value) if is_of_model(value) else value
-    return DTensor(cut(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)
+    return DTensor(local_part(values.detach(), parameter._spec).clone(), parameter._spec, requires_grad=False)

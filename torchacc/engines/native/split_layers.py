@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native.compiled_units import regions
 from torchacc.engines.native.proved_plans import PROVED_PLANS, fingerprint
 from torchacc.errors import ConfigError
@@ -152,7 +152,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
         is_compiled: Whether torch.compile compiles the model's units, which recompiles when the tensors of
             a module are replaced.
     """
-    planned = {slot: each for each in plan.parameters for slot in find_slots(model, each.names)}
+    planned = {owner: each for each in plan.parameters for owner in find_owners(model, each.names)}
     tp = plan.tensor_parallel
     styles = {
         module: _style(module, tp.spec_of(each.name), tp.styles.get(each.name, ""))
@@ -459,7 +459,7 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: T
         full = old.detach().contiguous()
         part = distribute_tensor(full, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
         new = nn.Parameter(part, requires_grad=old.requires_grad)
-        for owner, leaf in find_slots(model, planned.names):
+        for owner, leaf in find_owners(model, planned.names):
             owner._parameters[leaf] = new
 
 

@@ -1,7 +1,7 @@
 """Split each sample along its length over devices (context parallelism): models of transformers run on their parts.
 
 Each device passes in, and gets back, all tokens; inside of the model it computes only its part. Position ids are made,
-and labels shifted, before the cut; attention is `sequence_attention`'s.
+and labels shifted, before the split; attention is `sequence_attention`'s.
 """
 
 import functools
@@ -18,16 +18,22 @@ from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.option_conflicts import refuse_beside
-from torchacc.engines.native.sequence_collectives import cut, exchange, gather, join, total
+from torchacc.engines.native.sequence_collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_tokens,
+    scatter_tokens,
+)
 from torchacc.engines.patches import sequence_attention, transformers_attention
-from torchacc.engines.patches.sequence_attention import WHOLE, CutForward, Spread
+from torchacc.engines.patches.sequence_attention import UNSPLIT, AttentionGroups, SplitForward
 from torchacc.engines.patches.versions import PATCHES, is_for_installed
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError, DataError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.sequence_cut import IGNORED, SequenceCut, head_parts, next_labels
+from torchacc.parallel.sequence_split import IGNORED, SequenceSplit, head_parts, next_labels
 
 _log = get_logger(__name__)
 
@@ -61,7 +67,7 @@ _TOKENWISE = (
     "torch.nn.modules.sparse",
 )
 """Packages whose modules treat each token by itself, attention of the supported families aside."""
-_CUT_INPUTS = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+_SPLIT_INPUTS = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
 _JOINED_OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
 _WITHOUT = "or set config.dist.sp.size = 1"
 _COMPARED_FORWARDS = 2
@@ -162,18 +168,18 @@ def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> str | None
     group = processes.own_subgroup(mesh.groups(Role.SEQUENCE))
     if group is None:
         return None
-    spread, index = _spread(model, mesh, processes), mesh.index(processes.job.rank, Role.SEQUENCE)
-    name = sequence_attention.register(spread)
+    groups, index = _attention_groups(model, mesh, processes), mesh.index(processes.job.rank, Role.SEQUENCE)
+    name = sequence_attention.register(groups)
     for each in transformers_attention.models_of(model):
-        sequence_attention.see_whole_masks(each)
-        _SplitModel(each, index, group, name, spread.num_groups).install()
-    shared = [f"its heads spread over {spread.num_parts}"] * (spread.num_parts > 1)
-    shared += [f"its queries over {spread.num_groups} groups"] * (spread.num_groups > 1)
+        sequence_attention.make_masks_of_all_tokens(each)
+        _SplitModel(each, index, group, name, groups.num_groups).install()
+    shared = [f"its heads split over {groups.num_parts}"] * (groups.num_parts > 1)
+    shared += [f"its queries over {groups.num_groups} groups"] * (groups.num_groups > 1)
     _log.info("attention: sdpa, %s of the devices that share a sample", " and ".join(shared))
     return name
 
 
-def _spread(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> Spread:
+def _attention_groups(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> AttentionGroups:
     """Return how the devices that share a sample share its attention. Collective: makes their groups."""
     size, samples = mesh.size(Role.SEQUENCE), mesh.groups(Role.SEQUENCE)
     heads = [each.config.num_attention_heads for each in transformers_attention.models_of(model)]
@@ -181,13 +187,13 @@ def _spread(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> Spread:
     of_heads = [ranks[start : start + num_parts] for ranks in samples for start in range(0, size, num_parts)]
     of_queries = [ranks[start::num_parts] for ranks in samples for start in range(num_parts)]
     ranks = next(ranks for ranks in samples if processes.job.rank in ranks)
-    return Spread(
+    return AttentionGroups(
         ranks=ranks,
         num_parts=num_parts,
         num_groups=size // num_parts,
         group=ranks.index(processes.job.rank) // num_parts,
-        exchange=functools.partial(_exchange, processes.own_subgroup(of_heads)),
-        gather=functools.partial(_gather, processes.own_subgroup(of_queries)),
+        all_to_all=functools.partial(_all_to_all, processes.own_subgroup(of_heads)),
+        all_gather=functools.partial(_all_gather, processes.own_subgroup(of_queries)),
     )
 
 
@@ -197,14 +203,14 @@ def choose_attention(model: nn.Module, name: str) -> None:
         transformers_attention.choose(each, name)
 
 
-def _exchange(group: dist.ProcessGroup | None, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
-    assert group is not None, "only several devices exchange"
-    return exchange(tensor, group, split=split, joined=joined)
+def _all_to_all(group: dist.ProcessGroup | None, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+    assert group is not None, "only several devices have an all-to-all"
+    return all_to_all(tensor, group, split=split, joined=joined)
 
 
-def _gather(group: dist.ProcessGroup | None, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    assert group is not None, "only several groups gather"
-    return gather(tensor, group, dim)
+def _all_gather(group: dist.ProcessGroup | None, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    assert group is not None, "only several groups have an all-gather"
+    return all_gather(tensor, group, dim)
 
 
 @dataclass
@@ -256,21 +262,21 @@ class _SplitModel:
                 f"{type(self._model).__name__} was given the attention {chosen!r} after accelerate(), "
                 f"which reaches the tokens of this device only: leave it as it is, {_WITHOUT}"
             )
-        if not self._is_to_be_cut(given):
-            with sequence_attention.running(WHOLE):
+        if not self._is_to_be_split(given):
+            with sequence_attention.running(UNSPLIT):
                 return self._forward(**given)
         self._compare(given)
         is_tuple = given.pop("return_dict", None) is False
         try:
-            cut_inputs, forward = self._cut(given)
+            split_inputs, forward = self._split(given)
             targets = self._targets
             with sequence_attention.running(forward):
-                output = self._forward(**cut_inputs, return_dict=True)
+                output = self._forward(**split_inputs, return_dict=True)
         finally:
             self._targets = None
         if targets is not None and not targets.are_counted and output.get("loss") is not None:
             raise self._refuse("labels, of which it computes a loss otherwise than by its loss_function")
-        whole = self._whole_output(output, forward.cut, is_kept=targets is not None and torch.is_grad_enabled())
+        whole = self._full_output(output, forward.split, is_kept=targets is not None and torch.is_grad_enabled())
         if is_tuple:
             return whole.to_tuple()
         if not torch.is_grad_enabled() and self._caches(given):
@@ -283,7 +289,7 @@ class _SplitModel:
         more = bound.pop(variable, {}) if variable is not None else {}
         return {name: value for name, value in {**bound, **more}.items() if value is not None}
 
-    def _is_to_be_cut(self, given: Mapping[str, Any]) -> bool:
+    def _is_to_be_split(self, given: Mapping[str, Any]) -> bool:
         """Return whether a call runs on parts. Each device computes the calls of a generation on full samples.
 
         Raises:
@@ -325,25 +331,25 @@ class _SplitModel:
                 "it, as of masked tokens, before the loader or by a generator with the same seed on all ranks"
             )
 
-    def _cut(self, given: dict[str, Any]) -> tuple[dict[str, Any], CutForward]:
+    def _split(self, given: dict[str, Any]) -> tuple[dict[str, Any], SplitForward]:
         """Return the inputs of this part, and the forward that they are for.
 
         Raises:
-            EngineError: There is an input of which it is not known how it is cut.
+            EngineError: There is an input of which it is not known how it is split.
         """
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
             raise self._refuse("a call without input_ids or inputs_embeds of shape (rows, tokens)")
         rows, length = tokens.shape[:2]
-        of = SequenceCut(length, self._size, self._index, self._num_groups)
+        of = SequenceSplit(length, self._size, self._index, self._num_groups)
         positions = given.get("position_ids")
         found = dict(given)
         found["position_ids"] = self._positions(positions, length, tokens.device)
         self._note_targets(found, of)
         for name, value in list(found.items()):
-            if name in _CUT_INPUTS:
+            if name in _SPLIT_INPUTS:
                 self._check_length(name, value, length)
-                found[name] = cut(value, of, self._group) if value.requires_grad else of.part(value)
+                found[name] = scatter_tokens(value, of, self._group) if value.requires_grad else of.part(value)
             elif name == "attention_mask":
                 self._check_mask(value, rows, length)
             elif name == "num_items_in_batch" and self._targets is not None:
@@ -354,7 +360,7 @@ class _SplitModel:
                 raise self._refuse("output_attentions = True, of which no device has all")
             elif name != "labels" and any(tensor.dim() for tensor in tensors_in(value)):
                 raise self._refuse(f"the input {name!r}")
-        return {**found, "use_cache": False}, CutForward(of, None if self._caches(given) else positions)
+        return {**found, "use_cache": False}, SplitForward(of, None if self._caches(given) else positions)
 
     def _caches(self, given: Mapping[str, Any]) -> bool:
         """Return whether the unsharded model would cache keys and values, and so see no packed documents."""
@@ -370,7 +376,7 @@ class _SplitModel:
             raise self._refuse(f"position_ids of shape {tuple(given.shape)}")
         return given
 
-    def _note_targets(self, found: dict[str, Any], of: SequenceCut) -> None:
+    def _note_targets(self, found: dict[str, Any], of: SequenceSplit) -> None:
         """Store the shifted labels, and pass this part's on, so that the model computes a loss."""
         self._targets = None
         labels, shifted = found.get("labels"), found.pop("shift_labels", None)
@@ -406,14 +412,14 @@ class _SplitModel:
             return self._loss(logits, labels, *args, **kwargs)
         targets.are_counted = True
         kwargs |= {"num_items_in_batch": targets.num_counted, "shift_labels": targets.own}
-        return total(self._loss(logits, targets.own, *args, **kwargs), self._group)
+        return all_reduce(self._loss(logits, targets.own, *args, **kwargs), self._group)
 
-    def _whole_output(self, output: Any, of: SequenceCut, *, is_kept: bool) -> Any:
+    def _full_output(self, output: Any, of: SequenceSplit, *, is_kept: bool) -> Any:
         """Put the parts of what the model returns together.
 
         Args:
             output: What it returns of this part.
-            of: The cut.
+            of: How samples are split.
             is_kept: Whether to return placeholders that raise when they are used.
         """
         for name, value in list(output.items()):
@@ -423,10 +429,12 @@ class _SplitModel:
                 raise self._refuse(f"the output {name!r}")
         return output
 
-    def _joined(self, value: Any, of: SequenceCut) -> Any:
+    def _joined(self, value: Any, of: SequenceSplit) -> Any:
         if isinstance(value, tuple | list):
             return tuple(self._joined(each, of) for each in value)
-        return join(value, of, self._group) if isinstance(value, torch.Tensor) else value  # the loss in chunks has none
+        if not isinstance(value, torch.Tensor):  # the loss in chunks has no logits
+            return value
+        return gather_tokens(value, of, self._group)
 
 
 def _not_joined(name: str) -> MissingOutput:

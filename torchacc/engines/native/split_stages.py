@@ -14,7 +14,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines.deferred import forget_values
-from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
@@ -184,7 +184,7 @@ def leave_out(
         forget_values(old)
         empty = torch.empty(0, *planned.shape[1:], dtype=kept_dtype(old.dtype, plan), device=device)
         new = nn.Parameter(DTensor.from_local(empty, mesh, placements, run_check=False), planned.trainable)
-        for owner, leaf in find_slots(model, planned.names):
+        for owner, leaf in find_owners(model, planned.names):
             owner._parameters[leaf] = new
         made.append(new)
     return made

@@ -89,7 +89,7 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
 _GROUPS = "native/parameter_groups.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
-_EXPERTS = "native/spread_experts.py"
+_EXPERTS = "native/expert_parallel.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(

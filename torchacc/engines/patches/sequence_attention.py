@@ -23,48 +23,48 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from torchacc.errors import EngineError
-from torchacc.parallel.sequence_cut import SequenceCut, in_order, pieces_of
+from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, in_order
 
 _PREFIX = "torchacc_sequence_over_"
 """How the names of implementations begin, in transformers' tables: there is one for each group of devices."""
 
 
 @dataclass(frozen=True)
-class Spread:
+class AttentionGroups:
     """How the devices that share a sample share its attention."""
 
     ranks: Sequence[int]
     """These devices."""
     num_parts: int
-    """Devices over which the heads of the same queries are spread: a group."""
+    """Devices over which the heads of the same queries are split: a group."""
     num_groups: int
     """Groups of devices, each with other queries."""
     group: int
     """Which of the groups this device is in."""
-    exchange: Callable[[torch.Tensor, int, int], torch.Tensor]
+    all_to_all: Callable[[torch.Tensor, int, int], torch.Tensor]
     """Splits one dimension of a tensor over the devices of a group, and puts another one together."""
-    gather: Callable[[torch.Tensor, int], torch.Tensor]
+    all_gather: Callable[[torch.Tensor, int], torch.Tensor]
     """Puts a dimension of a tensor together from the devices of all groups that have the same heads."""
 
 
 @dataclass(frozen=True)
-class CutForward:
+class SplitForward:
     """A forward that runs on a part of each sample."""
 
-    cut: SequenceCut
+    split: SequenceSplit
     position_ids: torch.Tensor | None
     """The position ids of all tokens; None for a plain range."""
 
 
-WHOLE = "whole"
-"""In place of a `CutForward`: each device computes all tokens."""
+UNSPLIT = "unsplit"
+"""In place of a `SplitForward`: each device computes all tokens."""
 
-_running: ContextVar[CutForward | str | None] = ContextVar("sequence", default=None)
+_running: ContextVar[SplitForward | str | None] = ContextVar("sequence", default=None)
 
 
 @contextmanager
-def running(forward: CutForward | str) -> Iterator[None]:
-    """Hold a context in which a model's forward runs on its part, or on `WHOLE` samples."""
+def running(forward: SplitForward | str) -> Iterator[None]:
+    """Hold a context in which a model's forward runs on its part, or on `UNSPLIT` samples."""
     token = _running.set(forward)
     try:
         yield
@@ -72,21 +72,21 @@ def running(forward: CutForward | str) -> Iterator[None]:
         _running.reset(token)
 
 
-def register(spread: Spread) -> str:
+def register(groups: AttentionGroups) -> str:
     """Give transformers the implementation, and return its name.
 
     Args:
-        spread: How the devices that share a sample share its attention.
+        groups: How the devices that share a sample share its attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = _PREFIX + "_".join(map(str, spread.ranks)) + f"_by_{spread.num_parts}"
-    AttentionInterface.register(name, functools.partial(_attend, spread))
+    name = _PREFIX + "_".join(map(str, groups.ranks)) + f"_by_{groups.num_parts}"
+    AttentionInterface.register(name, functools.partial(_attend, groups))
     AttentionMaskInterface.register(name, _make_mask)
     return name
 
 
-def see_whole_masks(model: nn.Module) -> None:
+def make_masks_of_all_tokens(model: nn.Module) -> None:
     """Let transformers make masks of all tokens in the modules of a model's classes, for our implementation."""
     for module in {sys.modules[base.__module__] for part in model.modules() for base in type(part).__mro__}:
         if module.__name__.startswith("transformers.models."):
@@ -108,9 +108,9 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         forward = _running.get()
-        if not str(bound.arguments["config"]._attn_implementation).startswith(_PREFIX) or forward == WHOLE:
+        if not str(bound.arguments["config"]._attn_implementation).startswith(_PREFIX) or forward == UNSPLIT:
             return own(*args, **kwargs)
-        if not isinstance(forward, CutForward):
+        if not isinstance(forward, SplitForward):
             raise EngineError(
                 "a part of a model whose samples are split over devices (config.dist.sp.size) was called by itself, or "
                 "is computed again with the masks that it makes: call the whole model; with memory.gc name the "
@@ -119,12 +119,12 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
             )
         _ask_for_all_tokens(bound.arguments, forward)
         mask = own(*bound.args, **bound.kwargs)
-        return forward.cut.queries(mask) if isinstance(mask, torch.Tensor) else mask
+        return forward.split.queries(mask) if isinstance(mask, torch.Tensor) else mask
 
     return make
 
 
-def _ask_for_all_tokens(given: dict[str, Any], forward: CutForward) -> None:
+def _ask_for_all_tokens(given: dict[str, Any], forward: SplitForward) -> None:
     """Change the arguments of a function that makes a mask from those of a part to those of all tokens.
 
     Raises:
@@ -137,13 +137,13 @@ def _ask_for_all_tokens(given: dict[str, Any], forward: CutForward) -> None:
             "set config.dist.sp.size = 1"
         )
     part = given["inputs_embeds"]
-    if part.shape[1] != forward.cut.part_length:
+    if part.shape[1] != forward.split.part_length:
         raise EngineError(
             f"config.dist.sp.size: a mask is asked for {part.shape[1]} tokens, where this device has "
-            f"{forward.cut.part_length}: set config.dist.sp.size = 1"
+            f"{forward.split.part_length}: set config.dist.sp.size = 1"
         )
     # Only its shape, dtype and device are asked for.
-    given["inputs_embeds"] = part.detach()[:, :1, :1].expand(len(part), forward.cut.length, 1)
+    given["inputs_embeds"] = part.detach()[:, :1, :1].expand(len(part), forward.split.length, 1)
     if "position_ids" in given:
         given["position_ids"] = forward.position_ids
 
@@ -155,20 +155,20 @@ def _make_mask(**kwargs: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     forward = _running.get()
-    if isinstance(forward, CutForward):
-        if kwargs["q_length"] != forward.cut.length or kwargs["kv_length"] != forward.cut.length:
+    if isinstance(forward, SplitForward):
+        if kwargs["q_length"] != forward.split.length or kwargs["kv_length"] != forward.split.length:
             raise EngineError(
                 f"config.dist.sp.size: a mask has {kwargs['q_length']} x {kwargs['kv_length']} tokens, and the samples "
-                f"have {forward.cut.length}: pass an attention_mask as long as the input"
+                f"have {forward.split.length}: pass an attention_mask as long as the input"
             )
-        if forward.cut.is_padded:  # padding is behind all that a causal mask shows, and needs a mask elsewhere
+        if forward.split.is_padded:  # padding is behind all that a causal mask shows, and needs a mask elsewhere
             kwargs["allow_is_bidirectional_skip"] = False
     mask: torch.Tensor | None = sdpa_mask(**kwargs)
     return mask
 
 
 def _attend(
-    spread: Spread,
+    groups: AttentionGroups,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -184,7 +184,7 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     forward = _running.get()
-    if forward == WHOLE:
+    if forward == UNSPLIT:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if forward is None and torch._C._current_graph_task_id() == -1:
         raise EngineError(
@@ -199,25 +199,25 @@ def _attend(
     _check_mask_of_all_heads(attention_mask)
     heads, kv_heads = query.shape[1], key.shape[1]
     # As many copies of each key and value as let every device have those of its queries.
-    copies = spread.num_parts // gcd(kv_heads, spread.num_parts)
+    copies = groups.num_parts // gcd(kv_heads, groups.num_parts)
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    if spread.num_parts > 1:
-        query, key, value = (spread.exchange(each, 1, 2) for each in (query, key, value))
+    if groups.num_parts > 1:
+        query, key, value = (groups.all_to_all(each, 1, 2) for each in (query, key, value))
     own = SimpleNamespace(
         is_causal=getattr(module, "is_causal", True), num_key_value_groups=heads // (kv_heads * copies)
     )
-    attend: Callable[..., torch.Tensor] = functools.partial(_attend_from, spread, own, **kwargs)
-    if spread.num_groups > 1:
+    attend: Callable[..., torch.Tensor] = functools.partial(_attend_from, groups, own, **kwargs)
+    if groups.num_groups > 1:
         # Keys and values of all tokens are gathered again for backward, as keeping them would take the memory saved.
         output = checkpoint(attend, query, key, value, attention_mask, use_reentrant=False)
     else:
         output = attend(query, key, value, attention_mask)
-    return spread.exchange(output, 1, 2) if spread.num_parts > 1 else output, None
+    return groups.all_to_all(output, 1, 2) if groups.num_parts > 1 else output, None
 
 
 def _attend_from(
-    spread: Spread,
+    groups: AttentionGroups,
     own: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -228,26 +228,28 @@ def _attend_from(
     """Attend from the queries of a group to all tokens, with the heads of this device."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    key, value = _of_all_groups(spread, key, value)
-    if mask is not None:  # it has no padding of the cut in its keys
+    key, value = _of_all_groups(groups, key, value)
+    if mask is not None:  # it has no padding of the split in its keys
         key, value = (each[:, :, : mask.shape[-1]] for each in (key, value))
-    if mask is not None or spread.num_groups == 1:
+    if mask is not None or groups.num_groups == 1:
         return sdpa_attention_forward(own, query, key, value, mask, **kwargs)[0]  # type: ignore[no-any-return]
     outputs = []
-    for piece, part in zip(pieces_of(spread.group, spread.num_groups), query.chunk(2, 2), strict=True):
+    for chunk, part in zip(chunks_of(groups.group, groups.num_groups), query.chunk(2, 2), strict=True):
         num_tokens = part.shape[2]
-        seen = (piece + 1) * num_tokens
+        seen = (chunk + 1) * num_tokens
         causal = causal_lower_right(num_tokens, seen) if num_tokens > 1 else None  # a single query sees all of these
         outputs.append(sdpa_attention_forward(own, part, key[:, :, :seen], value[:, :, :seen], causal, **kwargs)[0])
     return torch.cat(outputs, 1)
 
 
-def _of_all_groups(spread: Spread, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_all_groups(
+    groups: AttentionGroups, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of all tokens, in their order, from those of each group."""
-    if spread.num_groups == 1:
+    if groups.num_groups == 1:
         return key, value
     sizes = key.shape[-1], value.shape[-1]
-    joined = in_order(spread.gather(torch.cat([key, value], -1), 2), spread.num_groups, 2)
+    joined = in_order(groups.all_gather(torch.cat([key, value], -1), 2), groups.num_groups, 2)
     key, value = joined.split(sizes, -1)
     return key, value
 
@@ -255,6 +257,6 @@ def _of_all_groups(spread: Spread, key: torch.Tensor, value: torch.Tensor) -> tu
 def _check_mask_of_all_heads(mask: torch.Tensor | None) -> None:
     if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
         raise EngineError(
-            f"config.dist.sp.size: an attention mask of shape {tuple(mask.shape)}, where the heads are spread over "
+            f"config.dist.sp.size: an attention mask of shape {tuple(mask.shape)}, where the heads are split over "
             "devices: pass one for all heads, of shape (rows, 1, tokens, tokens)"
         )

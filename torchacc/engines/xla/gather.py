@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import Slot
+from torchacc.engines.held_parameters import ParameterOwner
 from torchacc.errors import EngineError
 
 _MOST_WEIGHTS = 2**20
@@ -29,7 +29,7 @@ class Weight:
 
     name: str
     shard: nn.Parameter
-    slots: list[Slot]
+    owners: list[ParameterOwner]
     shape: tuple[int, ...]
     """The shape of the unsharded weight."""
     dtype: torch.dtype
@@ -107,11 +107,11 @@ def install_unit(module: nn.Module, gatherer: Gatherer) -> "UnitHooks":
     return hooks
 
 
-def replace_parameter(slots: Sequence[Slot], new: nn.Parameter) -> None:
+def replace_parameter(owners: Sequence[ParameterOwner], new: nn.Parameter) -> None:
     """Register a parameter in all places of an old one, with what the user noted on the old one."""
-    old = slots[0][0]._parameters[slots[0][1]]
+    old = owners[0][0]._parameters[owners[0][1]]
     vars(new).update(vars(old))
-    for module, name in slots:
+    for module, name in owners:
         module._parameters[name] = new
         _refresh_rnn(module)
 
@@ -158,7 +158,7 @@ class UnitHooks:
                 raise lost_edit(weight.name, EDITED_TWICE)
             self.gatherer.keep_edit(weight, full)
         for weight in self.gatherer.weights:
-            for owner, name in weight.slots:
+            for owner, name in weight.owners:
                 if owner._parameters.get(name, weight.shard) is not weight.shard:
                     raise lost_edit(weight.name, "it puts another one in its place, which no optimizer knows")
 
@@ -172,7 +172,7 @@ class UnitHooks:
         self.unsharded = full
         self._as_gathered = [storage_and_edits(tensor) for tensor in full]
         for weight, tensor in zip(self.gatherer.weights, full, strict=True):
-            for owner, name in weight.slots:
+            for owner, name in weight.owners:
                 owner.__dict__[name] = tensor
                 _refresh_rnn(owner)
 
@@ -180,13 +180,13 @@ class UnitHooks:
         """Let modules find the shards again."""
         self.unsharded, self._as_gathered = [], []
         for weight in self.gatherer.weights:
-            for owner, name in weight.slots:
+            for owner, name in weight.owners:
                 owner.__dict__.pop(name, None)
                 _refresh_rnn(owner)
 
     def has_weights_in(self, modules: Collection[nn.Module]) -> bool:
         """Return whether any of these modules looks up a weight of the unit."""
-        return any(owner in modules for weight in self.gatherer.weights for owner, _ in weight.slots)
+        return any(owner in modules for weight in self.gatherer.weights for owner, _ in weight.owners)
 
 
 def _save_notes(gatherer: Gatherer, full: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:

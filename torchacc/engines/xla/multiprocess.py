@@ -194,7 +194,7 @@ class MultiprocessModel(XlaModel):
             module.register_parameter(f"flat_param_{index}", shard)
             for weight in weights:
                 weight.shard = shard
-                for owner, name in weight.slots:
+                for owner, name in weight.owners:
                     del owner._parameters[name]
             yield originals, GatheredParameter(shard, self._rows(full.shape), weights, is_flat=True)
 

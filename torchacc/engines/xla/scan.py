@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
-from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import lost_edit, storage_and_edits
@@ -72,7 +72,7 @@ class LayerScan:
         self._layers = list(layers)
         self._num_hooks = _count_hooks(self._layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
-        self._slots = {name: find_slots(layers[0], [name]) for name in self._names}
+        self._owners = {name: find_owners(layers[0], [name]) for name in self._names}
         self._unshard, self._annotate_stack, self._annotate_output = unshard, annotate_stack, annotate_output
         self._patches = patches
         layers.__class__ = ScannedList
@@ -134,12 +134,12 @@ class LayerScan:
 
     @contextmanager
     def _unsharded(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
-        places = [slot for name in self._names for slot in self._slots[name]]
+        places = [owner for name in self._names for owner in self._owners[name]]
         laid: list[tuple[str, torch.Tensor, Any]] = []
         for name, shard in zip(self._names, shards, strict=True):
             tensor = self._unshard(name, shard)
             laid.append((name, tensor, storage_and_edits(tensor)))
-            for owner, attribute in self._slots[name]:
+            for owner, attribute in self._owners[name]:
                 owner.__dict__[attribute] = tensor
         try:
             yield

@@ -21,7 +21,7 @@ from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
-from torchacc.engines.held_parameters import find_slots
+from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
@@ -256,15 +256,15 @@ class XlaModel(ShardedModel):
             The original parameter, and the weight that stands for it.
         """
         for planned in parameters:
-            slots = find_slots(self.model, planned.names)
+            owners = find_owners(self.model, planned.names)
             original = self.model.get_parameter(planned.name)
             dtype = kept_dtype(original.dtype, self.plan)
             full = take_values(original).detach().to(dtype)
             new = nn.Parameter(shard(full), requires_grad=original.requires_grad)
-            replace_parameter(slots, new)
-            lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, slots[0][0])
+            replace_parameter(owners, new)
+            lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, owners[0][0])
             computed = getattr(torch, self.plan.compute_dtype) if lowered else dtype
-            yield original, Weight(planned.name, new, slots, planned.shape, computed, next(self._weight_numbers))
+            yield original, Weight(planned.name, new, owners, planned.shape, computed, next(self._weight_numbers))
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the data of device tensors, flat, on the host, in one transfer."""

@@ -20,8 +20,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 DTYPES += [torch.complex64, torch.uint16, torch.float8_e4m3fn]
 
 
-def load_bytes(slot: FileRegion) -> bytes:
-    return slot.path.read_bytes()[slot.offset : slot.offset + slot.nbytes]
+def load_bytes(region: FileRegion) -> bytes:
+    return region.path.read_bytes()[region.offset : region.offset + region.nbytes]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -33,16 +33,16 @@ class RunsCode:
         return (os.system, ("true",))
 
 
-def test_slots_are_where_the_tensors_are(tmp_path):
+def test_regions_are_where_the_tensors_are(tmp_path):
     path = tmp_path / "file.pth"
     tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES}
     tensors["view"] = tensors["torch.float32"].view(-1)[1:4]
     tensors["scalar"] = torch.tensor(7.0)
     tensors["parameter"] = torch.nn.Parameter(torch.ones(3))
     torch.save(tensors, path)
-    for name, slot in read_pth(path).items():
-        assert slot.dtype == tensors[name].dtype
-        assert load_bytes(slot) == tensor_bytes(tensors[name])
+    for name, region in read_pth(path).items():
+        assert region.dtype == tensors[name].dtype
+        assert load_bytes(region) == tensor_bytes(tensors[name])
 
 
 def test_everything_else_comes_as_it_was(tmp_path):
@@ -95,14 +95,14 @@ def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
     large, small = NewTensor("large", torch.float32, (1000, 3)), NewTensor("small", torch.int64, ())
     unwritten, empty = NewTensor("unwritten", torch.bool, (5,)), NewTensor("empty", torch.float32, (0,))
     contents = {"a": large, "alias": large, "rest": [small, {"n": 1}, (unwritten, empty)]}
-    slots = create_pth(path, contents)
-    checksums = {slots[unwritten].offset: zlib.crc32(bytes(5))}
+    regions = create_pth(path, contents)
+    checksums = {regions[unwritten].offset: zlib.crc32(bytes(5))}
     whole = torch.randn(1000, 3)
     with path.open("r+b") as file:
         for new, tensor in ((large, whole), (small, torch.tensor(9))):
-            file.seek(slots[new].offset)
+            file.seek(regions[new].offset)
             file.write(tensor_bytes(tensor))
-            checksums[slots[new].offset] = zlib.crc32(tensor_bytes(tensor))
+            checksums[regions[new].offset] = zlib.crc32(tensor_bytes(tensor))
     seal_pth(path, checksums)
 
     with zipfile.ZipFile(path) as archive:
@@ -118,10 +118,10 @@ def test_a_file_made_in_pieces_is_a_whole_one(tmp_path):
 def test_a_file_beyond_four_gigabytes(tmp_path):
     path = tmp_path / "file.pth"
     huge, after = NewTensor("huge", torch.uint8, (5_000_000_000,)), NewTensor("after", torch.float32, (3,))
-    slots = create_pth(path, {"huge": huge, "after": after})
+    regions = create_pth(path, {"huge": huge, "after": after})
     assert path.stat().st_blocks * 512 < 1_000_000  # sparse
-    assert slots[after].offset > 5_000_000_000
-    assert read_pth(path) == {"huge": slots[huge], "after": slots[after]}
+    assert regions[after].offset > 5_000_000_000
+    assert read_pth(path) == {"huge": regions[huge], "after": regions[after]}
 
 
 def test_a_file_larger_than_the_memory(tmp_path, monkeypatch):

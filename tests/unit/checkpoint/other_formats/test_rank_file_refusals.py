@@ -253,9 +253,9 @@ class TestRefused:
         assert not (tmp_path / "ran").exists()
 
     def test_a_flipped_bit(self, tmp_path, paths):
-        slot = read_pth(paths[1])["model"]["h.0.w"]
+        region = read_pth(paths[1])["model"]["h.0.w"]
         data = bytearray(paths[1].read_bytes())
-        data[slot.offset + 5] ^= 1
+        data[region.offset + 5] ^= 1
         paths[1].write_bytes(data)
         self.refuse(
             tmp_path, "rank-1-of-4-model.pth is damaged: the checksum of its record .*, which holds h.0.w, is wrong"

@@ -32,7 +32,7 @@ def write(
     """Write `TENSORS` by several ranks, a thread each; one may fail. Return what each raised."""
     described = {name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()}
     layouts = plan_safetensors(described, "model", max_shard_size)
-    slots = {name: slot for layout in layouts.values() for name, slot in layout.regions.items()}
+    regions = {name: region for layout in layouts.values() for name, region in layout.regions.items()}
     writers = [FolderWriter(final, token, rank, num_ranks) for rank in range(num_ranks)]
     others = ("state.json", "model.safetensors.index.json")
     writers[0].prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
@@ -46,10 +46,10 @@ def write(
         try:
             if rank == fail:
                 raise OSError(28, "No space left on device")
-            for name, slot in slots.items():
+            for name, region in regions.items():
                 flat = TENSORS[name].flatten()
                 start, stop = flat.numel() * rank // num_ranks, flat.numel() * (rank + 1) // num_ranks
-                writer.write(slot, start, flat[start:stop])
+                writer.write(region, start, flat[start:stop])
             if rank == 0:
                 writer.write_file("state.json", b'{"x": 1}')
                 if len(layouts) > 1:

@@ -30,9 +30,9 @@ def write(folder, tensors, max_shard_size=None):
     for name, layout in layouts.items():
         preallocate(folder / name, layout.header, layout.nbytes)
         with (folder / name).open("r+b") as file:
-            for key, slot in layout.regions.items():
-                assert slot.offset % slot.dtype.itemsize == 0
-                file.seek(slot.offset)
+            for key, region in layout.regions.items():
+                assert region.offset % region.dtype.itemsize == 0
+                file.seek(region.offset)
                 file.write(bytes(tensors[key].reshape(-1).view(torch.uint8).numpy()))
     (folder / "model.safetensors.index.json").write_text(safetensors_index(layouts))
     return [folder / name for name in layouts]
@@ -50,20 +50,22 @@ def test_the_library_reads_what_we_lay_out(tmp_path):
 
 def test_we_read_what_the_library_writes(tmp_path):
     save_file(TENSORS, tmp_path / "file.safetensors")
-    slots = read_regions(tmp_path / "file.safetensors")
+    regions = read_regions(tmp_path / "file.safetensors")
     data = (tmp_path / "file.safetensors").read_bytes()
     for name, tensor in TENSORS.items():
-        slot = slots[name]
-        assert (slot.dtype, slot.shape) == (tensor.dtype, tuple(tensor.shape))
-        assert data[slot.offset : slot.offset + slot.nbytes] == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        region = regions[name]
+        assert (region.dtype, region.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert data[region.offset : region.offset + region.nbytes] == bytes(
+            tensor.reshape(-1).view(torch.uint8).numpy()
+        )
 
 
 def test_split_into_files_of_a_size(tmp_path):
     paths = write(tmp_path, {f"t{i}": torch.full((100,), float(i)) for i in range(5)}, max_shard_size=1000)
     assert [path.name for path in paths] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert all(path.stat().st_size < 1500 for path in paths)
-    slots = read_regions(tmp_path / "model.safetensors.index.json")
-    assert slots.keys() == {f"t{i}" for i in range(5)}
+    regions = read_regions(tmp_path / "model.safetensors.index.json")
+    assert regions.keys() == {f"t{i}" for i in range(5)}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}
 

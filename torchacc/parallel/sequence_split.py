@@ -1,4 +1,4 @@
-"""How a batch is cut along its length over the devices that share its samples. Plain tensors; knows no devices."""
+"""How a batch is split along its length over the devices that share its samples. Plain tensors; knows no devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ IGNORED = -100
 
 
 def head_parts(num_heads: Sequence[int], num_devices: int, tensor_parallel: int = 1) -> int:
-    """Return over how many of the devices that share a sample the heads of attention are spread: as many as can be.
+    """Return over how many of the devices that share a sample the heads of attention are split: as many as can be.
 
     The others are further groups of as many devices, each of which computes attention for other tokens.
 
@@ -24,10 +24,10 @@ def head_parts(num_heads: Sequence[int], num_devices: int, tensor_parallel: int 
     return gcd(num_devices, *(heads // gcd(heads, tensor_parallel) for heads in num_heads))
 
 
-def pieces_of(group: int, num_groups: int) -> tuple[int, ...]:
-    """Return which pieces of a sample, by their order, a group of devices attends from.
+def chunks_of(group: int, num_groups: int) -> tuple[int, ...]:
+    """Return which chunks of a sample, by their order, a group of devices attends from.
 
-    One early and one late piece (a zigzag), so that causal attention costs each group the same; all of the sample where
+    One early and one late chunk (a zigzag), so that causal attention costs each group the same; all of the sample where
     there is one group.
     """
     return (0,) if num_groups == 1 else (group, 2 * num_groups - 1 - group)
@@ -43,16 +43,16 @@ def in_order(joined: torch.Tensor, num_groups: int, dim: int) -> torch.Tensor:
     """
     if num_groups == 1:
         return joined
-    order = [piece for group in range(num_groups) for piece in pieces_of(group, num_groups)]
-    pieces = joined.chunk(len(order), dim)
-    return torch.cat([pieces[order.index(piece)] for piece in range(len(order))], dim)
+    order = [chunk for group in range(num_groups) for chunk in chunks_of(group, num_groups)]
+    chunks = joined.chunk(len(order), dim)
+    return torch.cat([chunks[order.index(chunk)] for chunk in range(len(order))], dim)
 
 
 @dataclass(frozen=True)
-class SequenceCut:
+class SequenceSplit:
     """Which tokens of each sample a device computes: equally many, the last ones of a sample padded.
 
-    Devices are in groups, and each group has the pieces that `pieces_of()` says; within it each device has consecutive
+    Devices are in groups, and each group has the chunks that `chunks_of()` says; within it each device has consecutive
     ones of these tokens.
     """
 
@@ -67,7 +67,7 @@ class SequenceCut:
     @property
     def part_length(self) -> int:
         """Tokens of each part, padding included."""
-        multiple = lcm(self.num_parts, self._num_pieces)
+        multiple = lcm(self.num_parts, self._num_chunks)
         return -(-self.length // multiple) * multiple // self.num_parts
 
     @property
@@ -76,34 +76,34 @@ class SequenceCut:
         return self.part_length * self.num_parts > self.length
 
     @property
-    def _num_pieces(self) -> int:
+    def _num_chunks(self) -> int:
         return 1 if self.num_groups == 1 else 2 * self.num_groups
 
     @property
-    def _group_pieces(self) -> list[range]:
+    def _group_chunks(self) -> list[range]:
         """The tokens that this device's group attends from."""
-        size = self.part_length * self.num_parts // self._num_pieces
+        size = self.part_length * self.num_parts // self._num_chunks
         group = self.index * self.num_groups // self.num_parts
-        return [range(piece * size, (piece + 1) * size) for piece in pieces_of(group, self.num_groups)]
+        return [range(chunk * size, (chunk + 1) * size) for chunk in chunks_of(group, self.num_groups)]
 
     @property
     def spans(self) -> list[range]:
         """The tokens of this part, in its order; from `length` on they are padding."""
         start = self.index % (self.num_parts // self.num_groups) * self.part_length
         found, stop = [], start + self.part_length
-        for piece in self._group_pieces:
-            found.append(piece[max(start, 0) : max(stop, 0)])
-            start, stop = start - len(piece), stop - len(piece)
+        for chunk in self._group_chunks:
+            found.append(chunk[max(start, 0) : max(stop, 0)])
+            start, stop = start - len(chunk), stop - len(chunk)
         return [span for span in found if span]
 
-    def part(self, whole: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    def part(self, full: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """Return this part of a tensor of shape (rows, length, …).
 
         Args:
-            whole: The tensor.
+            full: The tensor.
             fill: The value of padding.
         """
-        return _taken(whole, self.spans, 1, fill)
+        return _taken(full, self.spans, 1, fill)
 
     def queries(self, mask: torch.Tensor) -> torch.Tensor:
         """Return what of an attention mask of shape (…, length, length) this device's group applies to its queries.
@@ -112,20 +112,20 @@ class SequenceCut:
         """
         if self.num_groups == 1 and not self.is_padded:
             return mask
-        return _taken(mask, self._group_pieces, mask.dim() - 2, mask.dtype == torch.bool)
+        return _taken(mask, self._group_chunks, mask.dim() - 2, mask.dtype == torch.bool)
 
     def without_padding(self, joined: torch.Tensor) -> torch.Tensor:
         """Return a tensor of shape (rows, length, …) from all parts, one after another."""
         return in_order(joined, self.num_groups, 1)[:, : self.length]
 
 
-def _taken(whole: torch.Tensor, spans: Sequence[range], dim: int, fill: int) -> torch.Tensor:
+def _taken(full: torch.Tensor, spans: Sequence[range], dim: int, fill: int) -> torch.Tensor:
     """Return spans of a dimension one after another; what is behind its end is filled."""
-    length, found = whole.shape[dim], []
+    length, found = full.shape[dim], []
     for span in spans:
         start, stop = min(span.start, length), min(span.stop, length)
-        own, missing = whole.narrow(dim, start, stop - start), len(span) - (stop - start)
-        behind = (0, 0) * (whole.dim() - 1 - dim) + (0, missing)
+        own, missing = full.narrow(dim, start, stop - start), len(span) - (stop - start)
+        behind = (0, 0) * (full.dim() - 1 - dim) + (0, missing)
         found.append(F.pad(own, behind, value=fill) if missing else own)
     return found[0].contiguous() if len(found) == 1 else torch.cat(found, dim)
 

@@ -1,9 +1,9 @@
-"""Parts of samples hold each token once, and padding where there is none; labels are shifted before the cut."""
+"""Parts of samples hold each token once, and padding where there is none; labels are shifted before the split."""
 
 import pytest
 import torch
 
-from torchacc.parallel.sequence_cut import SequenceCut, head_parts, in_order, next_labels, pieces_of
+from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, head_parts, in_order, next_labels
 
 CUTS = [
     (8, 2, 1),
@@ -23,12 +23,12 @@ CUTS = [
 @pytest.mark.parametrize("more", [(), (3,)])
 def test_parts_are_of_one_length_and_give_the_whole_again(length, num_parts, num_groups, more):
     whole = torch.arange(1, 1 + 2 * length * max(1, sum(more))).view(2, length, *more)
-    cuts = [SequenceCut(length, num_parts, index, num_groups) for index in range(num_parts)]
-    parts = [cut.part(whole, -7) for cut in cuts]
-    assert {part.shape for part in parts} == {(2, cuts[0].part_length, *more)}
+    splits = [SequenceSplit(length, num_parts, index, num_groups) for index in range(num_parts)]
+    parts = [split.part(whole, -7) for split in splits]
+    assert {part.shape for part in parts} == {(2, splits[0].part_length, *more)}
     joined = torch.cat(parts, 1)
-    assert torch.equal(cuts[0].without_padding(joined), whole)
-    assert cuts[0].is_padded == bool((joined == -7).any()) == (joined.shape[1] > length)
+    assert torch.equal(splits[0].without_padding(joined), whole)
+    assert splits[0].is_padded == bool((joined == -7).any()) == (joined.shape[1] > length)
 
 
 @pytest.mark.parametrize(("length", "num_parts", "num_groups"), CUTS)
@@ -36,17 +36,19 @@ def test_groups_have_the_rows_of_a_mask_that_are_of_their_queries(length, num_pa
     mask, size = torch.ones(length, length, dtype=torch.bool).tril()[None, None], num_parts // num_groups
     rows = []
     for group in range(num_groups):
-        cuts = [SequenceCut(length, num_parts, index, num_groups) for index in range(group * size, (group + 1) * size)]
-        tokens = torch.cat([torch.tensor([*span]) for cut in cuts for span in cut.spans])
+        splits = [
+            SequenceSplit(length, num_parts, index, num_groups) for index in range(group * size, (group + 1) * size)
+        ]
+        tokens = torch.cat([torch.tensor([*span]) for split in splits for span in split.spans])
         expected = [mask[0, 0, token] if token < length else torch.ones(length).bool() for token in tokens]
-        assert torch.equal(cuts[0].queries(mask)[0, 0], torch.stack(expected))
-        rows.append(cuts[0].queries(mask))
+        assert torch.equal(splits[0].queries(mask)[0, 0], torch.stack(expected))
+        rows.append(splits[0].queries(mask))
     assert torch.equal(in_order(torch.cat(rows, 2), num_groups, 2)[:, :, :length], mask)
 
 
 def test_groups_of_a_causal_mask_have_as_much_to_compute():
-    assert [pieces_of(group, 3) for group in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [span for index in range(4) for span in SequenceCut(16, 4, index, 2).spans] == [
+    assert [chunks_of(group, 3) for group in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [span for index in range(4) for span in SequenceSplit(16, 4, index, 2).spans] == [
         range(4),
         range(12, 16),
         range(4, 8),
