@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, RANK, RELATIVE, check_parameters
+from casekit import ADAM, NATIVE, RANK, RELATIVE
 from casekit import case as case_of
-from sequence_cases import Batch, labelled_unevenly, make, packed, padded, part_of, plain, step
+from sequence_cases import compare_sharded, labelled_unevenly, make, packed, padded, part_of, plain, step
 from torch import nn
 
 import torchacc
@@ -61,18 +61,7 @@ def with_random_numbers(model: nn.Module) -> nn.Module:
     return model
 
 
-def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) -> None:
-    """Train a model and its unsharded copy; compare losses, norms and parameters."""
-    plain_model = copy.deepcopy(model)
-    accelerate(model, **how)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
-    for _ in range(steps):
-        found = step(model, [part_of(model, batch) for batch in batches], optimizer)
-        whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
-        expected = step(plain_model, whole, plain_optimizer)
-        assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
-    check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
+compare = partial(compare_sharded, accelerate)
 
 
 def trained(model: nn.Module, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

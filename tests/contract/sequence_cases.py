@@ -137,10 +137,12 @@ def step(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimize
     return total, float(norm)
 
 
-def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) -> None:
-    """Train a model and its unsharded copy; compare losses, norms and parameters."""
+def compare_sharded(
+    shard: Callable[..., nn.Module], model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any
+) -> None:
+    """Train a model that `shard(model, **how)` shards and its unsharded copy; compare losses, norms and parameters."""
     plain_model = copy.deepcopy(model)
-    accelerate(model, **how)
+    shard(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
     for _ in range(steps):
@@ -151,6 +153,7 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, **how: Any) 
     check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
 
 
+compare = partial(compare_sharded, accelerate)
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "gemma": {"family": "gemma", "kv_heads": 1},
     "gemma3": {"family": "gemma3_text", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

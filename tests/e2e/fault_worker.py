@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-WIDTH = 256
+WIDTH = 96
 ROWS_PER_DEVICE = 2
 NUM_BATCHES = 14
 SECONDS_TO_RUN = 500
@@ -122,8 +122,8 @@ class Attempt:
             self.told += [json.loads(line) for line in lines]
 
 
-def train(tell, *, kind, num_devices, folder=None, steps=0, every_steps=None, pause=0.0) -> None:
-    """Train from the last checkpoint on, and tell of each step and each save."""
+def build(kind: str, num_devices: int) -> tuple:
+    """Return a sharded model with dropout, its loader and its optimizer, the same in each run."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -136,12 +136,17 @@ def train(tell, *, kind, num_devices, folder=None, steps=0, every_steps=None, pa
     config.backend = kind.partition("-")[0]
     config.dist.fsdp.use_spmd = kind == "xla-spmd"
     config.dist.fsdp.size = num_devices
-    model = nn.Sequential(
-        nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Linear(WIDTH, 1)
-    )
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
     data = TensorDataset(torch.randn(NUM_BATCHES * ROWS_PER_DEVICE, 8))
     model, loader = torchacc.accelerate(model, DataLoader(data, ROWS_PER_DEVICE, shuffle=True), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, loader, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(tell, *, kind, num_devices, folder=None, steps=0, every_steps=None, pause=0.0) -> None:
+    """Train from the last checkpoint on, and tell of each step and each save."""
+    import torchacc
+
+    model, loader, optimizer = build(kind, num_devices)
     manager, step = None, 0
     if folder is not None:
         manager = torchacc.checkpoint.CheckpointManager(

@@ -27,12 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fault_worker import Attempt, import_everything
+from fault_worker import Attempt, build, import_everything
 
 NUM_DEVICES = 2
-NUM_BATCHES = 14
-ROWS_PER_DEVICE = 2
-WIDTH = 96
 KEEP = 2
 STEPS_OF_A_ROUND = 240
 """After so many steps a run begins anew, in an empty folder."""
@@ -50,23 +47,10 @@ Tell = Callable[..., None]
 
 def train(tell: Tell, *, kind: str, folder: str | None, until: int, async_save: bool = False) -> None:
     """Train from the newest checkpoint on, save after each step, and tell of all."""
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
     import torchacc
 
     tell("begun")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = torchacc.Config()
-    config.backend = kind.partition("-")[0]
-    config.dist.fsdp.use_spmd = kind == "xla-spmd"
-    config.dist.fsdp.size = NUM_DEVICES
-    model = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
-    data = TensorDataset(torch.randn(NUM_BATCHES * ROWS_PER_DEVICE, 8))
-    model, loader = torchacc.accelerate(model, DataLoader(data, ROWS_PER_DEVICE, shuffle=True), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, loader, optimizer = build(kind, NUM_DEVICES)
     parts = {"model": model, "optimizer": optimizer}
     manager, step = None, 0
     if folder is not None:
