@@ -23,7 +23,7 @@ class Position:
     begun: bool = False
     """Whether the next one has begun, so that its order is decided."""
     batches: int = 0
-    """How many batches of it the loop has had, those included that completed its last round."""
+    """How many batches of it the loop has had, those included that completed its last global batch."""
     epoch: int | None = None
     """The last argument of `set_epoch()`, for the epoch that has begun; None if it was not called."""
     seed: int | None = None

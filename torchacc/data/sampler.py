@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from torchacc.data.global_batches import check_even, make_global_batches, num_global_batches
 from torchacc.data.position import Position
-from torchacc.data.rounds import check_even, make_rounds, num_rounds
 from torchacc.errors import DataError
 
 Agree = Callable[[bytes], bytes]
@@ -70,8 +70,8 @@ class ShardSampler:
         return self._indices
 
     def __len__(self) -> int:
-        rounds = num_rounds(len(self._order), self._num_data_shards, self._drop_last)
-        return rounds if self.collates else rounds * len(self._shards)
+        global_batches = num_global_batches(len(self._order), self._num_data_shards, self._drop_last)
+        return global_batches if self.collates else global_batches * len(self._shards)
 
     def in_own_batches(self, state: Any) -> Any:
         """Return a position that counts batches of another size as one that counts this loader's.
@@ -111,7 +111,7 @@ class ShardSampler:
                 f"batches that begin with {repr(opening)[:80]}. What decides on it is neither torch's generator nor "
                 "set_epoch(): give the sampler a `generator`, or a set_epoch() on which alone its order depends"
             )
-        rounds = make_rounds(
+        global_batches = make_global_batches(
             itertools.chain(opening, batches),
             self._num_data_shards,
             drop_last=self._drop_last,
@@ -119,11 +119,11 @@ class ShardSampler:
             skip=at.batches,
         )
         # An empty epoch is reported here, not in a background thread.
-        rounds = itertools.chain(list(itertools.islice(rounds, 1)), rounds)
-        return self._share(rounds), replace(at, order=digest)
+        global_batches = itertools.chain(list(itertools.islice(global_batches, 1)), global_batches)
+        return self._share(global_batches), replace(at, order=digest)
 
-    def _share(self, rounds: Iterator[list[Any]]) -> Iterator[Any]:
-        for found in rounds:
+    def _share(self, global_batches: Iterator[list[Any]]) -> Iterator[Any]:
+        for found in global_batches:
             own = [found[shard] for shard in self._shards]
             if self.collates:
                 check_even([len(batch) for batch in own])

@@ -1,7 +1,7 @@
 """Shares the batches of a user's loader out to the data-parallel devices.
 
-With W devices, device r sees batches r, r+W, r+2W … of the loader's own order; the W batches of one step are a *round*.
-A process that feeds several devices gets the concatenation of their batches.
+With W devices, device r sees batches r, r+W, r+2W … of the loader's own order; the W batches of one step are a *global
+batch*. A process that feeds several devices gets the concatenation of their batches.
 """
 
 import itertools
@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from torchacc.data.global_batches import (
+    describe_epoch,
+    describe_global_batch,
+    fill,
+    join,
+    make_global_batches,
+    num_global_batches,
+)
 from torchacc.data.position import Position, pack, replayed, unpack
-from torchacc.data.rounds import describe_round, describe_rounds, fill, join, make_rounds, num_rounds
 from torchacc.data.same_data import digest_of, refuse_cut, said_of_stream, traits_of
 from torchacc.data.sampler import Agree, ShardSampler, length, samplers, with_sampler
 from torchacc.data.samples import refuse_sample
@@ -30,7 +37,7 @@ _END = object()
 _COUNTED_BATCHES = 10_000
 """Of how many batches in a list the rows are counted."""
 _DEVICES = "num_data_shards"
-"""Where a position notes on how many devices a round was; another number may go on from it."""
+"""Where a position notes on how many devices a global batch was; another number may go on from it."""
 
 Gather = Callable[[Any], Sequence[Any]]
 
@@ -45,8 +52,8 @@ def shard_loader(
 ) -> "ShardedLoader":
     """Share a loader's batches out to the data-parallel devices.
 
-    The last round is completed by wrapping around to the start of the epoch, so that shapes never change and every
-    sample is seen; with `drop_last=True` an incomplete round is dropped instead.
+    The last global batch is completed by wrapping around to the start of the epoch, so that shapes never change and
+    every sample is seen; with `drop_last=True` an incomplete global batch is dropped instead.
 
     * A `DataLoader` over a map-style dataset loads this process's samples only; `collate_fn` sees the samples of all of
       the process's devices at once. Wrapping goes on through the samples of the order. Batches of a batch sampler
@@ -110,7 +117,7 @@ class ShardedLoader(ABC):
         loader: The user's loader.
         num_data_shards: The number of data-parallel devices of the job.
         shards: Those that this process feeds.
-        drop_last: Whether an incomplete round is dropped, instead of completed.
+        drop_last: Whether an incomplete global batch is dropped, instead of completed.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class ShardedLoader(ABC):
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return num_rounds(len(self.loader), self.num_data_shards, self.drop_last)
+        return num_global_batches(len(self.loader), self.num_data_shards, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch, or go on with one that was loaded; collective where there are several processes."""
@@ -214,7 +221,7 @@ class ShardedLoader(ABC):
             DataError: It is another loader's.
         """
         at = Position.from_json(self._in_own_batches(state), self._traits())
-        self._warn_of_other_rounds(state["loader"])
+        self._warn_of_other_sizes(state["loader"])
         self._resuming = False
         if at.epoch is not None:
             self.set_epoch(at.epoch)
@@ -227,8 +234,8 @@ class ShardedLoader(ABC):
         """Return a position that counts batches of another size as one that counts this loader's, where it can."""
         return state
 
-    def _warn_of_other_rounds(self, saved: Mapping[str, Any]) -> None:
-        """Warn of a position whose loop had other numbers of rows in a round, which its schedule may depend on."""
+    def _warn_of_other_sizes(self, saved: Mapping[str, Any]) -> None:
+        """Warn of a position whose loop had global batches of another size, on which its schedule may depend."""
         size = self._count_rows()[0]
         found = saved.get(_DEVICES), saved.get("batch_size")
         devices, rows = (number if type(number) is int and number > 0 else None for number in found)
@@ -239,8 +246,8 @@ class ShardedLoader(ABC):
             "the data position was saved with %s in a step, and goes on with %s: no row is lost or seen twice, and an "
             "epoch has another number of steps. To train on as before, keep their product, by batch_size or by the "
             "micro-batches of torchacc.accumulate()",
-            describe_round(*before),
-            describe_round(self.num_data_shards, size),
+            describe_global_batch(*before),
+            describe_global_batch(self.num_data_shards, size),
         )
 
     def _leave_resumed_epoch(self, epoch: int) -> None:
@@ -268,7 +275,7 @@ class ShardedLoader(ABC):
         # A DataLoader that was asked for the length of a stream warns where the stream is longer than it says.
         is_stream = isinstance(self.dataset, IterableDataset)
         batches = None if is_stream else self._num_batches()
-        return describe_rounds(self.num_data_shards, batches=batches, size=size, rows=rows, drop_last=self.drop_last)
+        return describe_epoch(self.num_data_shards, batches=batches, size=size, rows=rows, drop_last=self.drop_last)
 
     @abstractmethod
     def _count_rows(self) -> tuple[int | None, int | None]:
@@ -298,8 +305,10 @@ class _StreamLoader(ShardedLoader):
     def _begin(self) -> Iterator[Any]:
         # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
         stream = self._filled(self._compared(iter(self.loader)))
-        rounds = make_rounds(stream, self.num_data_shards, drop_last=self.drop_last, skip=self._at.batches)
-        return (join([found[shard] for shard in self.shards]) for found in rounds)
+        global_batches = make_global_batches(
+            stream, self.num_data_shards, drop_last=self.drop_last, skip=self._at.batches
+        )
+        return (join([found[shard] for shard in self.shards]) for found in global_batches)
 
     def _count_rows(self) -> tuple[int | None, int | None]:
         if not isinstance(self.loader, (list, tuple)):

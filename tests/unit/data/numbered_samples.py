@@ -54,9 +54,9 @@ def read_shards(make, num_data_shards: int) -> list[list[list[int]]]:
 
 def expected(order: list[int], batch_size: int, num_data_shards: int) -> list[list[list[int]]]:
     """Return what each device is to see of an order that wraps around."""
-    per_round = batch_size * num_data_shards
-    rounds = -(-len(order) // per_round)
-    samples = list(itertools.islice(itertools.cycle(order), rounds * per_round))
+    per_step = batch_size * num_data_shards
+    steps = -(-len(order) // per_step)
+    samples = list(itertools.islice(itertools.cycle(order), steps * per_step))
     batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
     return [batches[shard::num_data_shards] for shard in range(num_data_shards)]
 

@@ -161,7 +161,7 @@ def test_another_number_of_devices_goes_on_where_the_last_one_was(name, sizes):
     everything = seen + rest
     if "drop_last" in name:
         assert everything == order[: len(everything)]
-        assert 0 <= len(order) - len(everything) < 2 * sizes[-1]  # less than a round
+        assert 0 <= len(order) - len(everything) < 2 * sizes[-1]  # less than a global batch
     else:
         assert everything[: len(order)] == order
         wrapped = everything[len(order) :]
@@ -172,7 +172,7 @@ def test_another_number_of_devices_goes_on_where_the_last_one_was(name, sizes):
 def test_the_last_round_of_one_size_leaves_nothing_to_another():
     loader = loader_for(lambda: DataLoader(Numbers(25), 2), 4)
     batches = iter(loader)
-    assert len(take(batches, 4)) == 4  # the last round is complete by wrapping around
+    assert len(take(batches, 4)) == 4  # the last global batch is complete by wrapping around
     state = through_json(loader)
     for num_data_shards in (1, 3, 4):
         other = resumed(lambda: DataLoader(Numbers(25), 2), num_data_shards, state)
@@ -393,7 +393,7 @@ def test_another_batch_size_goes_on_at_the_same_sample():
     torch.manual_seed(3)
     whole = [sample for batch in DataLoader(Numbers(200), 2, shuffle=True) for sample in batch.tolist()]
     torch.manual_seed(3)
-    take(loader, 5)  # rounds of 8 samples
+    take(loader, 5)  # global batches of 8 samples
     again = loader_for(lambda: DataLoader(Numbers(200), 8, shuffle=True), 1)
     again.load_state_dict(through_json(loader))
     assert [sample for batch in again for sample in batch.tolist()] == whole[40:]

@@ -1,4 +1,4 @@
-"""Group batches into rounds, each one batch per data-parallel device, and join those of one process."""
+"""Group batches into global batches, each one batch per data-parallel device, and join those of one process."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from torchacc.data.tree import concat, num_rows, take
 from torchacc.errors import DataError
 
 
-def make_rounds(
+def make_global_batches(
     batches: Iterator[Any],
     num_data_shards: int,
     *,
@@ -16,14 +16,14 @@ def make_rounds(
     batch_size: int | None = None,
     skip: int = 0,
 ) -> Iterator[list[Any]]:
-    """Group an epoch's batches into rounds of one per device, the last one completed or dropped.
+    """Group an epoch's batches into global batches of one per device, the last one completed or dropped.
 
     Args:
         batches: All the batches of the epoch.
-        num_data_shards: How many make a round.
-        drop_last: Whether to drop an incomplete round.
+        num_data_shards: How many make a global batch.
+        drop_last: Whether to drop an incomplete global batch.
         batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
-        skip: How many batches to leave out. They are read at once, the rest as the rounds are asked for.
+        skip: How many batches to leave out. They are read at once, the rest as the global batches are asked for.
     """
     first = list(itertools.islice(batches, num_data_shards)) if skip else []
     left = itertools.chain(first, batches)
@@ -34,7 +34,7 @@ def make_rounds(
 def _grouped(
     batches: Iterator[Any], first: list[Any], num_data_shards: int, drop_last: bool, batch_size: int | None
 ) -> Iterator[list[Any]]:
-    """Group batches into rounds, and complete the last one with the first batches of the epoch, where known."""
+    """Group batches into global batches, and complete the last one with the first batches of the epoch, where known."""
     count = len(first)
     while found := list(itertools.islice(batches, num_data_shards)):
         count += len(found)
@@ -54,18 +54,18 @@ def _grouped(
     if not first:
         raise DataError(
             f"The loader gave {count} batches for {num_data_shards} data-parallel devices, and drop_last=True drops an "
-            f"incomplete round: {count} // {num_data_shards} = 0 steps. Write drop_last=False to complete it, or a "
-            f"batch_size of at most 1/{-(-num_data_shards // count)} of this one."
+            f"incomplete global batch: {count} // {num_data_shards} = 0 steps. Write drop_last=False to complete it, "
+            f"or a batch_size of at most 1/{-(-num_data_shards // count)} of this one."
         )
 
 
-def num_rounds(batches: int, num_data_shards: int, drop_last: bool) -> int:
-    """Return how many rounds an epoch of so many batches has."""
+def num_global_batches(batches: int, num_data_shards: int, drop_last: bool) -> int:
+    """Return how many global batches an epoch of so many batches has."""
     return batches // num_data_shards if drop_last else -(-batches // num_data_shards)
 
 
-def describe_round(num_data_shards: int, size: int | None) -> str:
-    """Return in words what a round is made of.
+def describe_global_batch(num_data_shards: int, size: int | None) -> str:
+    """Return in words what a global batch is made of.
 
     Args:
         num_data_shards: How many batches.
@@ -78,23 +78,23 @@ def describe_round(num_data_shards: int, size: int | None) -> str:
     return f"{_counted(size, 'row')} x {num_data_shards} devices = {size * num_data_shards}"
 
 
-def describe_rounds(
+def describe_epoch(
     num_data_shards: int, *, batches: int | None, size: int | None, rows: int | None, drop_last: bool
 ) -> str:
     """Return in words what an epoch is made of, and what becomes of its last rows.
 
     Args:
-        num_data_shards: How many batches make a round.
+        num_data_shards: How many batches make a global batch.
         batches: Batches of an epoch.
         size: Rows of each but the last.
         rows: Rows of an epoch. Of these three, None where it is not known.
-        drop_last: Whether an incomplete round is dropped.
+        drop_last: Whether an incomplete global batch is dropped.
     """
-    said = f"{describe_round(num_data_shards, size)} in a step"
+    said = f"{describe_global_batch(num_data_shards, size)} in a step"
     if batches is None:
         end = "an incomplete last step is left out (drop_last)" if drop_last else "the last completed from its start"
         return f"{said}, as many steps as the stream has batches for, {end}"
-    steps = num_rounds(batches, num_data_shards, drop_last)
+    steps = num_global_batches(batches, num_data_shards, drop_last)
     said += f", {steps} step{'' if steps == 1 else 's'} an epoch"
     given, used, unit = batches, steps * num_data_shards, "batch"
     if size is not None and rows is not None:
