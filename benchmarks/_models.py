@@ -3,7 +3,14 @@
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 
 def make_gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
@@ -43,5 +50,25 @@ def make_llama(layers: int, width: int, heads: int, vocabulary: int, length: int
     return LlamaForCausalLM(config).train()
 
 
-MAKERS = {"gpt2": make_gpt2, "llama": make_llama}
+def make_mixtral(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
+    """Return a Mixtral of eight experts, of which a token uses two, always with the same values."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return MixtralForCausalLM(config).train()
+
+
+MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
 """By family."""

@@ -19,6 +19,7 @@ PROFILES = {
         "trainer_overhead",
         "fsdp_claims",
         "vocabulary",
+        "axes_memory",
     ),
     "gpu": ("gpu",),
 }
