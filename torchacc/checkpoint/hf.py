@@ -48,7 +48,7 @@ def find(sharded: ShardedModel, folder: CheckpointFolder) -> dict[str, StoredTen
     Raises:
         CheckpointError: The folder lacks some, holds others, or they have other shapes.
     """
-    wanted = _Wanted(sharded)
+    wanted = _ModelTensors(sharded)
     by_name = _by_name(wanted, folder)
     is_fitting = not (by_name.missing or by_name.unexpected)
     # What torchacc saved is as it was in memory. Elsewhere a name that fits is not enough: transformers may have
@@ -76,18 +76,18 @@ def why_not_opened(sharded: ShardedModel) -> str | None:
     """
     if not _is_of_transformers(sharded.model):
         return None
-    metas = {name: torch.empty(shape, device="meta") for name, shape in _Wanted(sharded).shapes.items()}
+    metas = {name: torch.empty(shape, device="meta") for name, shape in _ModelTensors(sharded).shapes.items()}
     try:
         skeleton = _skeleton(sharded)
         conversions = _Conversions(skeleton)
         own = skeleton.state_dict()
-        routes = conversions.route(metas, own)
-        made = {name: value for each in routes.conversions for name, value in each.run(metas.__getitem__).items()}
+        mapping = conversions.map_keys(metas, own)
+        made = {name: value for each in mapping.conversions for name, value in each.run(metas.__getitem__).items()}
     except _UnknownInternals:
         return None
     except CheckpointError as error:
         return f"it would fail: {error}"
-    made |= {name: metas[key] for name, key in routes.renamed.items()}
+    made |= {name: metas[key] for name, key in mapping.renamed.items()}
     altered = [name for name, value in made.items() if metas.get(name) is not value]
     if altered:
         return f"it would convert {listed(altered)}, which is not stored as it expects"
@@ -124,14 +124,14 @@ class _UnknownInternals(Exception):  # noqa: N818
     """How transformers converts this model's checkpoints is not known."""
 
 
-class _Found(NamedTuple):
+class _FoundTensors(NamedTuple):
     """What of a model is in a folder."""
 
     tensors: dict[str, StoredTensor]
     missing: list[str]
     unexpected: list[str]
 
-    def misfit(self, wanted: "_Wanted", folder: CheckpointFolder) -> str:
+    def misfit(self, wanted: "_ModelTensors", folder: CheckpointFolder) -> str:
         """Return what does not fit."""
         problems = []
         if self.missing:
@@ -147,7 +147,7 @@ class _Found(NamedTuple):
         )
 
 
-class _Wanted:
+class _ModelTensors:
     """The tensors that a model has."""
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -166,44 +166,44 @@ class _Wanted:
         return {alias: name for name, names in self.names.items() for alias in names}
 
 
-def _by_name(wanted: _Wanted, folder: CheckpointFolder) -> _Found:
+def _by_name(wanted: _ModelTensors, folder: CheckpointFolder) -> _FoundTensors:
     """Find what is in a folder under a name that it has in the model."""
     copies = {name: [folder.model[n] for n in names if n in folder.model] for name, names in wanted.names.items()}
     tensors = {name: _same(found) for name, found in copies.items() if found}
     known = wanted.known
-    return _Found(tensors, [n for n in copies if n not in tensors], [n for n in folder.model if n not in known])
+    return _FoundTensors(tensors, [n for n in copies if n not in tensors], [n for n in folder.model if n not in known])
 
 
-def _converted(wanted: _Wanted, folder: CheckpointFolder, conversions: "_Conversions") -> _Found:
+def _converted(wanted: _ModelTensors, folder: CheckpointFolder, conversions: "_Conversions") -> _FoundTensors:
     """Find what transformers makes of a folder."""
     if folder.has("config.json") and folder.read_json("config.json").get("quantization_config"):
         raise CheckpointError(
             f"{folder.path} is quantized: open it with from_pretrained(), dequantize it, and save it again"
         )
     known = wanted.known
-    routes = conversions.route(folder.model, known)
+    mapping = conversions.map_keys(folder.model, known)
     copies: dict[str, list[StoredTensor]] = {}
-    unexpected = list(routes.unexpected)
-    for name, key in routes.renamed.items():
+    unexpected = list(mapping.unexpected)
+    for name, key in mapping.renamed.items():
         copies.setdefault(known[name], []).append(folder.model[key])
-    workshop = _Workshop(folder)
-    for conversion in routes.conversions:
-        for name, made in conversion.run(workshop.describe).items():
+    converter = _Converter(folder)
+    for conversion in mapping.conversions:
+        for name, made in conversion.run(converter.describe).items():
             if name in known:
-                copies.setdefault(known[name], []).append(workshop.stored(conversion, name, tuple(made.shape)))
+                copies.setdefault(known[name], []).append(converter.stored(conversion, name, tuple(made.shape)))
             else:
                 unexpected.append(name)
     absent = {name for name in wanted.names if name not in copies}
     # A buffer that transformers does without stays as it was computed, if it was: on the meta device it was not.
     excused = absent - conversions.missed(absent) - wanted.parameters if wanted.has_values else set()
-    return _Found(
+    return _FoundTensors(
         {name: _same(found) for name, found in copies.items()},
         [name for name in wanted.names if name in absent - excused],
         sorted(conversions.unexpected(set(unexpected))),
     )
 
 
-def _check(wanted: _Wanted, tensors: Mapping[str, StoredTensor]) -> None:
+def _check(wanted: _ModelTensors, tensors: Mapping[str, StoredTensor]) -> None:
     for name, stored in tensors.items():
         if stored.shape != wanted.shapes[name]:
             raise CheckpointError(
@@ -275,7 +275,7 @@ class _Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-class _Workshop:
+class _Converter:
     """Makes a model's tensors, and keeps what the last conversion made."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -312,7 +312,7 @@ class _Workshop:
         return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class _Routes(NamedTuple):
+class _KeyMapping(NamedTuple):
     """What becomes of the tensors of a folder."""
 
     renamed: dict[str, str]
@@ -337,7 +337,7 @@ class _Conversions:
         self._converters = [each for each in found if isinstance(each, internals.WeightConverter)]
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
-    def route(self, stored: Iterable[str], names: Mapping[str, Any]) -> _Routes:
+    def map_keys(self, stored: Iterable[str], names: Mapping[str, Any]) -> _KeyMapping:
         """Sort the tensors of a folder by what becomes of them.
 
         Args:
@@ -361,7 +361,7 @@ class _Conversions:
         both = sorted(renamed.keys() & conversions.keys())
         if both:
             raise CheckpointError(f"{both[0]} is in the checkpoint, and so is what it is made of: which is it?")
-        return _Routes(renamed, list(conversions.values()), unexpected)
+        return _KeyMapping(renamed, list(conversions.values()), unexpected)
 
     def missed(self, missing: set[str]) -> set[str]:
         """Return what transformers would not do without, of what is missing."""

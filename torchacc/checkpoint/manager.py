@@ -131,12 +131,12 @@ class CheckpointManager:
         """What is being written in the background."""
         self._saved_step: int | None = None
         self._logged_at: float | None = None
-        self._meeting = _Meeting()
+        self._agreement = _StepAgreement()
         self._lock = FolderLock(self.folder)
         self._is_closed = False
         self._kept: set[str] = set()
         self._on_rank0(self._tidy)
-        self._signal = _Signal()
+        self._signal = _SignalListener()
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +206,7 @@ class CheckpointManager:
             SystemExit: With the code 143, after SIGTERM, once the run is saved.
         """
         has_failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
-        is_ending, has_failed = self._meeting.hear(self._group, self._signal.came, has_failed)
+        is_ending, has_failed = self._agreement.hear(self._group, self._signal.came, has_failed)
         if is_ending:
             self._end(step, extra)
         if has_failed:
@@ -394,7 +394,7 @@ def _in_background(act: Callable[[], None]) -> Future[None]:
     return future
 
 
-class _Meeting:
+class _StepAgreement:
     """Lets the processes speak, about once a second, of what some of them have met with.
 
     They meet at the same step: how many steps from now is settled at the last meeting, by rank 0's clock.
@@ -427,7 +427,7 @@ class _Meeting:
         return max(1, min(2 * self._steps, int(self._steps * _AGREE_SECS / elapsed)))
 
 
-class _Signal:
+class _SignalListener:
     """Notes that SIGTERM has come, and lets who listened before hear of it, too."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Finds out whether all processes hold the same data, or parts of it that the script has cut by rank.
 
 Every process looks at its own (`traits_of()`, `digest_of()`), all of them exchange what they have found, and each
-then compares it (`refuse_cut()`, `said_of_stream()`). Nothing here is collective.
+then compares it (`refuse_cut()`, `warning_of_stream()`). Nothing here is collective.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def refuse_cut(found: Sequence[Sequence[Trait]]) -> str | None:
     return suspected
 
 
-def said_of_stream(digests: Sequence[str]) -> str | None:
+def warning_of_stream(digests: Sequence[str]) -> str | None:
     """Return what to warn of where the first batches of a stream, by rank, are not alike; None where they are."""
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is None:
@@ -117,7 +117,7 @@ def said_of_stream(digests: Sequence[str]) -> str | None:
     )
 
 
-class _Look(Dataset[list[Trait]]):
+class _TraitsDataset(Dataset[list[Trait]]):
     """A dataset whose one sample is what can be told of the user's."""
 
     def __init__(self, dataset: Any) -> None:
@@ -141,7 +141,7 @@ def _traits_by_worker(loader: "DataLoader[Any]") -> list[Trait] | None:
     context = loader.multiprocessing_context or multiprocessing
     if (context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]) != "fork":
         return None
-    look = _Look(loader.dataset)
+    look = _TraitsDataset(loader.dataset)
     worker = DataLoader(
         look,
         batch_size=None,

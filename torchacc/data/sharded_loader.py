@@ -23,7 +23,7 @@ from torchacc.data.global_batches import (
     num_global_batches,
 )
 from torchacc.data.position import Position, pack, replayed, unpack
-from torchacc.data.same_data import digest_of, refuse_cut, said_of_stream, traits_of
+from torchacc.data.same_data import digest_of, refuse_cut, traits_of, warning_of_stream
 from torchacc.data.sampler import Agree, ShardSampler, length, samplers, with_sampler
 from torchacc.data.samples import refuse_sample
 from torchacc.data.tree import map_tensors, num_rows
@@ -328,7 +328,7 @@ class _StreamLoader(ShardedLoader):
             self._compare(lambda: traits_of(self.loader), refuse_cut)
             return stream
         opening = list(itertools.islice(stream, 1))
-        self._compare(lambda: digest_of(opening), said_of_stream)
+        self._compare(lambda: digest_of(opening), warning_of_stream)
         return itertools.chain(opening, stream)
 
     def _traits(self) -> dict[str, Any]:

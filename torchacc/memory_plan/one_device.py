@@ -93,7 +93,7 @@ class _LayersWithoutProcesses:
 
     def relaid(self, tensor: torch.Tensor, has: str, wants: str, sends_back: str) -> torch.Tensor:
         """Return a tensor of the size that `split_layers` would go on with."""
-        moved: torch.Tensor = _Relaid.apply(tensor, self, has, wants, sends_back or wants)
+        moved: torch.Tensor = _Redistribution.apply(tensor, self, has, wants, sends_back or wants)
         return moved
 
     def move(self, tensor: torch.Tensor, has: str, wants: str) -> torch.Tensor:
@@ -114,7 +114,7 @@ class _LayersWithoutProcesses:
         return tensor.view_as(tensor)
 
 
-class _Relaid(torch.autograd.Function):
+class _Redistribution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: str) -> torch.Tensor:
         ctx.how = mesh, sends_back, "full" if has == "summand" else has
@@ -127,7 +127,7 @@ class _Relaid(torch.autograd.Function):
         return mesh.move(gradient, has, wants), None, None, None, None
 
 
-class _OnEach:
+class _ReplicatedParameter:
     """Stands for a parameter that all devices have, as distributed tensors are asked for it."""
 
     placements = ()
@@ -163,9 +163,9 @@ def _given(parameter: torch.Tensor, **_: object) -> torch.Tensor:
     return parameter
 
 
-def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, **_: object) -> _OnEach:
+def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, **_: object) -> _ReplicatedParameter:
     joined = mesh.relaid(part.movedim(dim, -1), "part", "full", "")
-    return _OnEach(joined.movedim(-1, dim))
+    return _ReplicatedParameter(joined.movedim(-1, dim))
 
 
 # Samples

@@ -39,7 +39,7 @@ _SHOWN = {
 
 
 @dataclass
-class _Held:
+class _PendingRow:
     """A step whose values are still on the device."""
 
     row: Row
@@ -189,7 +189,7 @@ class RunLog:
         self._tokens_per_sec_at_peak: float | None = None
         if peak and flops_per_token:
             self._tokens_per_sec_at_peak = peak * engine.mesh.num_devices / flops_per_token
-        self._held: list[_Held] = []
+        self._held: list[_PendingRow] = []
         self.num_not_finite = 0
         """Steps in a row, up to the last one that was fetched, whose loss or gradient norm is not finite."""
         self._closed = False
@@ -234,7 +234,7 @@ class RunLog:
         self._pace.data_wait_secs += data_wait_secs
         scalars = {"loss": loss} if grad_norm is None else {"loss": loss, "grad_norm": grad_norm}
         row = {"step": step, "lr": lr, "tokens": self._tokens}
-        self._held.append(_Held(row, {name: scalar.detach() for name, scalar in scalars.items()}))
+        self._held.append(_PendingRow(row, {name: scalar.detach() for name, scalar in scalars.items()}))
         taken = step - self._resumed_at
         if step % self._interval == 0 or step == self._total_steps:
             self._end_interval(has_rates=taken > WARM_UP_STEPS)

@@ -98,8 +98,8 @@ class TestIntoAShardedModel:
         fused = [key for key in load_file(tmp_path / "model.safetensors") if "qkv_proj" in key]
         assert len(fused) == 2
         reads = []
-        read = hf._Workshop._read
-        monkeypatch.setattr(hf._Workshop, "_read", lambda self, key: (reads.append(key), read(self, key))[1])
+        read = hf._Converter._read
+        monkeypatch.setattr(hf._Converter, "_read", lambda self, key: (reads.append(key), read(self, key))[1])
         check_equal(loaded(tmp_path, "llama"), model.state_dict())
         assert sorted(reads) == sorted(set(reads))
 
@@ -117,8 +117,8 @@ class TestIntoAShardedModel:
     def test_only_what_one_tensor_is_made_of_is_read_at_once(self, tmp_path, monkeypatch):
         make("mixtral").save_pretrained(tmp_path)
         events = []
-        read, run = hf._Workshop._read, hf._Conversion.run
-        monkeypatch.setattr(hf._Workshop, "_read", lambda self, key: (events.append(key), read(self, key))[1])
+        read, run = hf._Converter._read, hf._Conversion.run
+        monkeypatch.setattr(hf._Converter, "_read", lambda self, key: (events.append(key), read(self, key))[1])
         monkeypatch.setattr(hf._Conversion, "run", lambda self, *args: (events.append(self), run(self, *args))[1])
         sharded = accelerate(make("mixtral", meta=True))
         torchacc.checkpoint.load(tmp_path, model=sharded)

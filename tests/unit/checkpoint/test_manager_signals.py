@@ -119,14 +119,14 @@ def test_the_processes_meet_about_once_a_second(monkeypatch, step_secs, num_meet
     clock = itertools.count(step=step_secs)
     now = [0.0]
     monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
-    group, meeting = Group(((False, False), 1)), manager_module._Meeting()
+    group, agreement = Group(((False, False), 1)), manager_module._StepAgreement()
     for _ in range(1000):
         now[0] = next(clock)
-        assert meeting.hear(group, False, False) == [False, False]
+        assert agreement.hear(group, False, False) == [False, False]
     assert group.meetings == pytest.approx(num_meetings, rel=0.35)
 
 
 def test_what_one_process_has_met_with_all_hear_of():
-    meeting = manager_module._Meeting()
-    assert meeting.hear(Group(((False, True), 9)), True, False) == [True, True]
-    assert manager_module._Meeting().hear(Group(), True, False) == [True, False]
+    agreement = manager_module._StepAgreement()
+    assert agreement.hear(Group(((False, True), 9)), True, False) == [True, True]
+    assert manager_module._StepAgreement().hear(Group(), True, False) == [True, False]

@@ -212,7 +212,7 @@ class _Sizes(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "bytearray":  # which PyTorch would make as large as the pickle says
             raise CheckpointError(f"{self._name} holds a bytearray, which may be of any size: save bytes")
-        return name if name in _ITEM_BYTES else _Anything
+        return name if name in _ITEM_BYTES else _PickledObject
 
     @override
     def persistent_load(self, pid: Any) -> Any:
@@ -223,10 +223,10 @@ class _Sizes(Unpickler):
                 f"{self._name} is damaged: its pickle says that the record data/{key} is a {kind} of {numel} elements, "
                 f"and it has {record.file_size if record else 0:,} bytes"
             )
-        return _Anything()
+        return _PickledObject()
 
 
-class _Anything:
+class _PickledObject:
     """Stands for any object of a pickle."""
 
     def __init__(self, *_: Any) -> None:
