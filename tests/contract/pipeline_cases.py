@@ -27,7 +27,7 @@ from casekit import (
     case,
     check_parameters,
 )
-from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain
+from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain, step
 from tensor_parallel_cases import IDS, put
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -63,26 +63,6 @@ def config(
     stages = {"size": pp, "num_microbatches": microbatches, "schedule": schedule}
     dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}}
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
-
-
-def step(
-    model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer, *, in_windows: bool = False
-) -> tuple[float, float]:
-    """Make a step of several micro-batches; return the mean loss and the norm of the gradients."""
-    total = 0.0
-    for index, batch in enumerate(batches):
-        if in_windows and index < len(batches) - 1 and hasattr(model, "_torchacc"):
-            with torchacc.accumulate(model):
-                loss = model(**batch).loss / len(batches)
-                loss.backward()
-        else:
-            loss = model(**batch).loss / len(batches)
-            loss.backward()
-        total += loss.item()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total, float(norm)
 
 
 def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: bool = False, **how: Any) -> None:

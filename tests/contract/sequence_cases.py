@@ -118,13 +118,15 @@ def part_of(model: nn.Module, batch: Batch) -> Batch:
     return rows | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum() / count}
 
 
-def step(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+def step(
+    model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer, *, in_windows: bool = True
+) -> tuple[float, float]:
     """Make a step of several micro-batches; return the mean loss and the norm of the gradients."""
     optimizer.zero_grad()
     total = 0.0
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
-        if last or not hasattr(model, "_torchacc"):
+        if last or not in_windows or not hasattr(model, "_torchacc"):
             loss = model(**batch).loss / len(batches)
             loss.backward()
         else:
