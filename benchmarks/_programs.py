@@ -20,6 +20,7 @@ PROFILES = {
         "fsdp_claims",
         "vocabulary",
         "axes_memory",
+        "axes_time",
     ),
     "gpu": ("gpu",),
 }
