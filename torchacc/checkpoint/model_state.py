@@ -270,10 +270,7 @@ def _load_state_dict(
         if tuple(value.shape) != tuple(buffer.shape):
             raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, the model's is {tuple(buffer.shape)}")
     all_local = are_local([(local_shard, found) for _, local_shard, found in given.parameters])
-    new = [
-        (parameter, local_part(sharded, local_shard, found, all_local))
-        for parameter, local_shard, found in given.parameters
-    ]
+    new = [(parameter, local_part(sharded, shard, found, all_local)) for parameter, shard, found in given.parameters]
     # All has been checked: from here on the model is changed.
     with torch.no_grad():
         for parameter, shard in new:
