@@ -58,7 +58,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         # The first that was compared: the loop is taken by private names, some of which earlier releases lack.
-        "hf": ["accelerate>=1.15", "transformers>=5.23"],
+        "hf": ["accelerate>=1.15", "transformers>=5.23,<5.24"],
         "examples": ["tokenizers", "peft"],
         "test": [
             "pytest>=8",
