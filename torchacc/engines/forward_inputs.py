@@ -12,6 +12,8 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
+CACHES = ("past_key_values", "cache")
+"""How transformers calls the keys and values to generate with: by the second name since 5.24, which takes both."""
 _HALF = (torch.bfloat16, torch.float16)
 
 

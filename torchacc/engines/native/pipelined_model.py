@@ -14,6 +14,7 @@ from torch import nn
 
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native import script_reads
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
 _OTHER_INPUTS = ("num_items_in_batch", "use_cache")
-_OUTPUTS = ("loss", "logits", "past_key_values")
+_OUTPUTS = ("loss", "logits", *CACHES)
 _COMPARED_FORWARDS = 2
 """Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
 _WITHOUT = "or set config.dist.pp.size = 1"
@@ -160,7 +161,7 @@ class PipelinedModel(NativeModel):
             raise self._refuse(f"the output {unknown!r}")
         if logits is None:
             logits = MissingOutput("logits", _NO_LOGITS)
-        others = {"past_key_values": _NO_CACHE} if "past_key_values" in names else {}
+        others = {name: _NO_CACHE for name in CACHES if name in names}
         assert made is not None
         output = made(loss=loss, logits=logits, **others)
         return output.to_tuple() if is_tuple else output

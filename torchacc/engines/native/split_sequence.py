@@ -16,6 +16,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
+from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.native.sequence_collectives import (
@@ -280,7 +281,7 @@ class _SplitModel:
         if is_tuple:
             return whole.to_tuple()
         if not torch.is_grad_enabled() and self._caches(given):
-            whole["past_key_values"] = _NotCached()
+            whole[next(name for name in reversed(CACHES) if hasattr(whole, name))] = _NotCached()
         return whole
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,11 +296,11 @@ class _SplitModel:
         Raises:
             EngineError: It is for generation, and in training, or goes on from a call that kept no keys and values.
         """
-        cache = given.get("past_key_values")
-        if isinstance(cache, _NotCached):
-            raise EngineError(cache.why)
+        for cache in map(given.get, CACHES):
+            if isinstance(cache, _NotCached):
+                raise EngineError(cache.why)
         kept = given.get("logits_to_keep", 0)
-        asked = [name for name in ("past_key_values", "use_cache") if given.get(name) not in (None, False)]
+        asked = [name for name in (*CACHES, "use_cache") if given.get(name) not in (None, False)]
         asked += ["logits_to_keep"] if isinstance(kept, torch.Tensor) or kept else []
         if not asked:
             return True

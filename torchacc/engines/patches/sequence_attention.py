@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from torchacc.engines.forward_inputs import CACHES
 from torchacc.errors import EngineError
 from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, in_order
 
@@ -148,7 +149,7 @@ def _ask_for_all_tokens(given: dict[str, Any], forward: SplitForward) -> None:
         given["position_ids"] = forward.position_ids
 
 
-_MASK_ARGUMENTS = ("config", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+_MASK_ARGUMENTS = ("config", "inputs_embeds", "attention_mask", "position_ids", *CACHES)
 
 
 def _make_mask(**kwargs: Any) -> torch.Tensor | None:

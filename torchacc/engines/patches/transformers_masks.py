@@ -90,13 +90,14 @@ def _keep_apart(original: Callable[..., Any]) -> Callable[..., Any]:
     It matters to attention in chunks alone, whose borders are at multiples of the positions.
     """
 
-    def compatible(mask_function: Any, position_ids: torch.Tensor, packed: torch.Tensor) -> Any:
+    def remap(mask_function: Any, position_ids: torch.Tensor) -> Any:
         if position_ids.device.type == "xla":
             plain = torch.arange(position_ids.shape[-1], device=position_ids.device, dtype=position_ids.dtype)
-            position_ids = torch.where((packed[:, -1] == 0).all(), plain, position_ids)
-        return original(mask_function, position_ids, packed)
+            is_alone = (_document_numbers(position_ids)[:, -1] == 0).all()
+            position_ids = torch.where(is_alone, plain, position_ids)
+        return original(mask_function, position_ids)
 
-    return compatible
+    return remap
 
 
 def _never_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +119,7 @@ def _skipped_without_padding(original: Callable[..., Any]) -> Callable[..., Any]
 
 _REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "find_packed_sequence_indices": _packed_indices,
-    "packed_sequence_compatibility_function": _keep_apart,
+    "remap_positions_for_packed_sequence": _keep_apart,
     "fast_all": _never_skipped,
     "_ignore_bidirectional_mask_sdpa": _skipped_without_padding,
 }
