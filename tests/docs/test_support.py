@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 CI = next((ROOT / ".ci").iterdir()).read_text(encoding="utf-8")
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
+REQUIREMENTS = (ROOT / "requirements-native.txt").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+ \| [^|]+?) \|$", PAGE, re.MULTILINE))
 
 
@@ -24,8 +25,10 @@ def test_versions_of_the_rest_are_those_that_are_required():
     assert f"{pythons[0]} to {pythons[-1]}" in ROWS["Python"]
     accelerate = re.search(r"accelerate>=([\d.]+)", SETUP)[1]
     assert f"{accelerate} and later" in ROWS["accelerate, for the Hugging Face Trainer"]
-    transformers = re.search(r"transformers>=([\d.]+)", SETUP)[1]
-    assert f"{transformers} and later" in ROWS["transformers, for the Hugging Face Trainer"]
+    first, after_last = re.search(r"transformers>=([\d.]+),<([\d.]+)", SETUP).groups()
+    assert ROWS["transformers, for the Hugging Face Trainer"].startswith(f"{first} |")
+    assert f"transformers>=5,<{after_last}\n" in REQUIREMENTS
+    assert f"5.0 to {first}; {after_last} " in ROWS["transformers"]
     torchao = re.search(r"torchao==([\d.]+)[.][*]", SETUP)[1]
     assert f"{torchao} with" in ROWS["torchao, for float8"]
 
