@@ -21,6 +21,7 @@ PROFILES = {
         "vocabulary",
         "axes_memory",
         "axes_time",
+        "layout_search",
     ),
     "gpu": ("gpu",),
 }

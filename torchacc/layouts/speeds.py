@@ -48,6 +48,7 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
     Args:
         name: One of `DEVICES`, or `FLOPS,MEMORY,NEAR,FAR,PER_MACHINE`, each per second, such as `9e10,1e10,1e9,1e9,4`:
             a device whose products have these FLOP/s in every dtype, and that sends only while it does not compute.
+            A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`.
         option: What was given the name, for the message.
 
     Raises:
@@ -56,16 +57,23 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     try:
-        flops, memory, near, far, per_machine = (float(part) for part in name.split(","))
-        rates = (flops, memory, near, far)
-        if not all(0 < each < math.inf for each in rates) or per_machine < 1 or per_machine != int(per_machine):
+        flops, memory, near, far, per_machine, *latency = (float(part) for part in name.split(","))
+        rates = (flops, memory, near, far, *latency)
+        if not all(0 < each < math.inf for each in rates) or len(latency) > 1:
+            raise ValueError
+        if per_machine < 1 or per_machine != int(per_machine):
             raise ValueError
     except (ValueError, OverflowError):
         raise ConfigError(
             f"{option} {shown(name)}: there is no such device; {nearest(name, DEVICES)}. Or write FLOP/s, bytes/s of "
-            "its memory, to devices of its machine and to other machines, and devices of a machine: "
-            "9e10,1e10,1e9,1e9,4"
+            "its memory, to devices of its machine and to other machines, devices of a machine, and, if you like, the "
+            "seconds of an exchange beside its bytes: 9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,4,5e-5"
         ) from None
     return DeviceSpeeds(
-        name, flops, memory, near, far, int(per_machine), float32_share=1.0, overlaps=False, efficiency=1.0
+        name,
+        *(flops, memory, near, far, int(per_machine)),
+        float32_share=1.0,
+        seconds_per_exchange=latency[0] if latency else DeviceSpeeds.seconds_per_exchange,
+        overlaps=False,
+        efficiency=1.0,
     )

@@ -16,7 +16,10 @@ QUICK = {
     "gpu": ["--device", "cpu", "--models", "Llama 1.2B"],
 }
 """Programs with what they are told: those that have workers of their own, and one that has not."""
-ALIKE = {"scaling": [], "fsdp_claims": [], "axes_memory": [], "axes_time": [], "beside": [str(BENCHMARKS.parent)]}
+ALIKE = {
+    **dict.fromkeys(("scaling", "fsdp_claims", "axes_memory", "axes_time", "layout_search"), []),
+    "beside": [str(BENCHMARKS.parent)],
+}
 """Those whose workers others run, too: they are run with `--every-benchmark`, as CI does."""
 
 

@@ -138,8 +138,19 @@ def test_options_that_a_layout_has_are_refused(run):
 def test_devices_are_known_by_name_or_by_their_figures():
     assert find_device("H100").flops_per_second == 989e12
     own = find_device(SPEEDS)
+    assert find_device(f"{SPEEDS},5e-5").seconds_per_exchange == 5e-5
     assert (own.near_bytes_per_second, own.far_bytes_per_second, own.devices_per_machine) == (1e9, 1e8, 4)
-    for wrong in ("h101", "1,2,3", "1e9,0,1,1,4", "1,1,1,1,0", "1,1,1,1,nan", "1,1,1,1,1e999", "nan,1,1,1,4"):
+    for wrong in (
+        "h101",
+        "1,2,3",
+        "1e9,0,1,1,4",
+        "1,1,1,1,0",
+        "1,1,1,1,nan",
+        "1,1,1,1,1e999",
+        "nan,1,1,1,4",
+        "1,1,1,1,4,0",
+        "1,1,1,1,4,1,1",
+    ):
         with pytest.raises(ConfigError, match="there is no such device"):
             find_device(wrong)
 
