@@ -70,6 +70,7 @@ def accelerate(
     engine.check(model)
     deferred.check_unchanged(model)
     _refuse_optimizer_of_others(model, optimizer)
+    engine.check_optimizer(optimizer)
     _list_options_without_effect(engine)
 
     progress.start()

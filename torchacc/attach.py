@@ -103,13 +103,18 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _on_state_dict(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-    return optimizer_state.with_metadata(_models_of(optimizer), optimizer, own)
+    models = _models_of(optimizer)
+    for sharded in models:
+        sharded.status.check_complete()
+    return optimizer_state.with_metadata(models, optimizer, own)
 
 
 def _on_load_state_dict(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
     models = _models_of(optimizer)
     if not models:
         return given
+    for sharded in models:
+        sharded.status.check_complete()
     if len(models) > 1 or not optimizer_state.holds_only(models[0], optimizer):
         raise CheckpointError(
             "this optimizer holds parameters of several models, or of none that is sharded, whose states cannot be "
@@ -133,7 +138,7 @@ def _on_clip(parameters: Sequence[torch.Tensor]) -> None:
         if isinstance(parameter, ReplacedParameter):
             parameter.grad  # noqa: B018 - which says why it cannot be clipped
         elif (sharded := getattr(parameter, "__dict__", {}).get(HANDLE)) is not None:
-            sharded.status.check_window("clipping gradients")
+            sharded.status.check_clipping("clipping gradients")
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:

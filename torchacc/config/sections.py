@@ -288,6 +288,9 @@ class MemoryConfig(Section):
     gc_policy: RecomputePolicy = "full"
     """What of those modules to compute again: all (full), or all but matrix products, convolutions and fused attention,
     whose results are kept (save_matmuls; native engine only)."""
+    step_in_backward: StrictBool = False
+    """Step each weight as soon as the backward pass has its gradient, and free that, so that gradients of all are never
+    there at once; the optimizer is handed to `accelerate()` (native engine only)."""
     offload_activations: StrictBool = False
     """Keep in the host's memory what the forward pass saves for the backward pass (native engine only)."""
     gpu_fraction: Share | None = None

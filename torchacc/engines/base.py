@@ -88,6 +88,13 @@ class Engine(ABC):
         """
         attention_kernels.check_model(self.config, model)
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse what is handed to `accelerate()` with the model where the config cannot be had with it.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
     @abstractmethod
     def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime and the process group, for a model with this plan. Collective: every process."""

@@ -199,7 +199,7 @@ class ShardedModel(ABC):
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed.
         """
-        self.status.check_window("clip_grad_norm_()")
+        self.status.check_clipping("clip_grad_norm_()")
         if not self._has_clipped:  # on some processes only it would be so from the first step on
             self._has_clipped = True
             self.expect_all("model.clip_grad_norm_()")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -13,6 +14,25 @@ _NO_WEIGHTS = (
     "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) loads them "
     "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
     "torchacc.deferred_init() instead"
+)
+
+
+class StepsInBackward(Protocol):
+    """What steps weights inside of backward; its methods raise an EngineError."""
+
+    def on_backward(self) -> None:
+        """Note that a graph of the model runs, and check that it may step."""
+
+    def check_complete(self) -> None:
+        """Check that `optimizer.step()` has come since the last backward."""
+
+    def refuse_gradients(self, call: str) -> None:
+        """Refuse a call that needs the gradients of a whole step."""
+
+
+_PARTLY_STEPPED = (
+    "a backward has raised when some of its weights had stepped already, and others had not (memory.step_in_backward): "
+    "load a checkpoint"
 )
 
 
@@ -32,6 +52,7 @@ class ModelStatus:
         self._window_is_open = False
         self._has_failed = False
         self._has_scaler = False
+        self._steps_in_backward: StepsInBackward | None = None
 
     # ---- Weights and optimizer state
 
@@ -44,8 +65,10 @@ class ModelStatus:
         """Check that the weights are there.
 
         Raises:
-            EngineError: They were not loaded yet, or a load has failed halfway.
+            EngineError: They were not loaded yet, a load or a step inside of backward has failed halfway, or
+                `optimizer.step()` has still to come after such a step.
         """
+        self.check_complete()
         if self._unusable is not None:
             raise EngineError(f"the model cannot run, step or be saved: {self._unusable}")
 
@@ -69,6 +92,7 @@ class ModelStatus:
             source: Where they come from, for the message.
             optimizer: The optimizer whose state is loaded, too.
         """
+        self.check_complete()
         self._unusable = f"loading {source} has failed, and left it with weights of both; load another checkpoint"
         if optimizer is not None:
             self._incomplete.add(optimizer)
@@ -76,6 +100,10 @@ class ModelStatus:
         self.mark_weights_loaded()
         if optimizer is not None:
             self.mark_optimizer_loaded(optimizer)
+
+    def mark_partly_stepped(self) -> None:
+        """Note that a backward has raised that steps weights, when it had stepped some of them."""
+        self._unusable = _PARTLY_STEPPED
 
     def mark_weights_loaded(self) -> None:
         """Note that all weights have been loaded."""
@@ -99,6 +127,7 @@ class ModelStatus:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Hold a context whose backwards leave the window open."""
+        self.refuse_gradients("torchacc.accumulate()")
         self._is_accumulating = True
         try:
             yield
@@ -107,6 +136,8 @@ class ModelStatus:
 
     def on_backward(self) -> None:
         """Note that a backward runs: inside of `accumulating()` it opens the window, outside it completes it."""
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.on_backward()
         self._window_is_open = self._is_accumulating
         self._has_failed &= self._is_accumulating
 
@@ -147,6 +178,37 @@ class ModelStatus:
                 "inside of torchacc.accumulate(), would drop the gradients of all: call model.zero_grad() to drop "
                 "them, or complete the window first"
             )
+
+    def step_in_backward(self, steps: StepsInBackward) -> None:
+        """Note what steps the weights inside of backward."""
+        self._steps_in_backward = steps
+
+    def check_complete(self) -> None:
+        """Check that `optimizer.step()` has come since the last backward, where that has made the step.
+
+        Raises:
+            EngineError: It has not.
+        """
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.check_complete()
+
+    def refuse_gradients(self, call: str) -> None:
+        """Refuse a call that needs the gradients of a whole step, where backward steps and frees them one by one.
+
+        Raises:
+            EngineError: It does.
+        """
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.refuse_gradients(call)
+
+    def check_clipping(self, call: str) -> None:
+        """Check that there are complete gradients to clip.
+
+        Raises:
+            EngineError: They are incomplete, or gone.
+        """
+        self.refuse_gradients(call)
+        self.check_window(call)
 
     def check_window(self, call: str) -> None:
         """Check that the gradients are complete.

@@ -198,39 +198,8 @@ def study(
     Raises:
         ConfigError: The model cannot run there, or the config asks for what is not planned.
     """
-    if config.compute.attention == "blockwise":
-        raise ConfigError(
-            "config.compute.attention = 'blockwise' is not in the memory plan, which counts all scores under XLA: "
-            "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"
-        )
-    for path in _NOT_PLANNED:
-        if path == "compute.scan_layers" and PLANNED_BACKENDS[backend].runs_eagerly:
-            continue  # it has no effect there
-        section, _, name = path.rpartition(".")
-        if getattr(_section(config, section), name):
-            raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
-    if config.compute.chunked_loss and not PLANNED_BACKENDS[backend].runs_eagerly:
-        raise ConfigError(
-            "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
-        )
-    if config.memory.gc_policy != "full" and not PLANNED_BACKENDS[backend].runs_eagerly:
-        raise ConfigError(
-            f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "
-            "leave it at 'full', or plan for the native engine"
-        )
+    _refuse_unplanned(config, PLANNED_BACKENDS[backend], adds_gradients=adds_gradients)
     chosen = PLANNED_BACKENDS[backend]
-    if adds_gradients and not chosen.runs_eagerly:
-        raise ConfigError(
-            "a step of several batches, as training.gradient_accumulation_steps asks for, is in the memory plan of the "
-            "native engine only: plan for the native engine, or for one batch in a step"
-        )
-    for axis in axes_with(*_INNER):
-        size = getattr(config.dist, axis).size
-        if size > 1 and not chosen.runs_eagerly:
-            raise ConfigError(
-                f"config.dist.{axis}.size = {size} is in the memory plan of the native engine only: leave it at 1, or "
-                "plan for the native engine"
-            )
     config = deepcopy(config)
     config.dist.dp.size, config.dist.fsdp.size, config.dist.fsdp.sharding_strategy = 1, 1, "FULL_SHARD"
     num_devices = requested_devices(config)
@@ -242,6 +211,53 @@ def study(
     found = [_study_stage(model, batch, config, plan, chosen, stage, widens=widens) for stage in _stages(plan)]
     stages = [replace(each, lifetimes=replace(each.lifetimes, adds_gradients=adds_gradients)) for each in found]
     return Step(plan, tuple(stages), num_states, chosen)
+
+
+def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients: bool) -> None:
+    """Refuse what is not in the plan of a backend.
+
+    Raises:
+        ConfigError: The config asks for it.
+    """
+    if config.compute.attention == "blockwise":
+        raise ConfigError(
+            "config.compute.attention = 'blockwise' is not in the memory plan, which counts all scores under XLA: "
+            "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"
+        )
+    for path in _NOT_PLANNED:
+        if path == "compute.scan_layers" and backend.runs_eagerly:
+            continue  # it has no effect there
+        section, _, name = path.rpartition(".")
+        if getattr(_section(config, section), name):
+            raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
+    if config.compute.chunked_loss and not backend.runs_eagerly:
+        raise ConfigError(
+            "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
+        )
+    if config.memory.gc_policy != "full" and not backend.runs_eagerly:
+        raise ConfigError(
+            f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "
+            "leave it at 'full', or plan for the native engine"
+        )
+    if adds_gradients and not backend.runs_eagerly:
+        raise ConfigError(
+            "a step of several batches, as training.gradient_accumulation_steps asks for, is in the memory plan of the "
+            "native engine only: plan for the native engine, or for one batch in a step"
+        )
+    if config.memory.step_in_backward and (adds_gradients or not backend.runs_eagerly):
+        why = (
+            "and a step is of several batches"
+            if backend.runs_eagerly
+            else "in the memory plan of the native engine only"
+        )
+        raise ConfigError(f"config.memory.step_in_backward = True {why}: leave it out to plan without it")
+    for axis in axes_with(*_INNER):
+        size = getattr(config.dist, axis).size
+        if size > 1 and not backend.runs_eagerly:
+            raise ConfigError(
+                f"config.dist.{axis}.size = {size} is in the memory plan of the native engine only: leave it at 1, or "
+                "plan for the native engine"
+            )
 
 
 def _stages(plan: ShardingPlan) -> list[int]:

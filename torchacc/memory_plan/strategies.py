@@ -85,20 +85,22 @@ def _size(plan: ShardingPlan, buffer: Buffer) -> int:
 def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what PyTorch's FSDP holds on a device, each operation a kernel of its own.
 
-    Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile.
+    Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile; or
+    each weight steps inside of backward.
     """
     master = DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(shard_numel(plan, parameter) for parameter in plan.parameters)
-    trained = sum(shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable)
+    trained = [shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable]
     end = lifetimes.num_operations
     intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
     intervals += _unit_weights(plan, lifetimes)
     intervals += _unit_gradients(plan, lifetimes)
-    intervals.append(_Interval("optimizer", trained * master if num_states else 0, end, end, is_one=True))
+    meanwhile = 0 if plan.steps_in_backward else sum(trained) * master
+    intervals.append(_Interval("optimizer", meanwhile if num_states else 0, end, end, is_one=True))
     peak = _peak(_repeated(intervals, lifetimes))
     return DeviceBytes(
         parameters=at_rest * master,
-        optimizer=trained * master * num_states + peak["optimizer"],
+        optimizer=sum(trained) * master * num_states + peak["optimizer"],
         gathered=peak["gathered"],
         gradients=peak["gradients"],
         activations=peak["activations"] + batch_bytes,
@@ -157,6 +159,10 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         if plan.mesh.size(Role.SHARD, Role.REPLICATE) > 1:
             yield _Interval("gradients", sum(numels) * reduced, done, following, is_last=True)
         shards = sum(shard_numel(plan, parameter) for parameter in parameters) * DTYPE_BYTES[plan.master_dtype]
+        if plan.steps_in_backward:  # one tensor more for the largest weight while that steps
+            largest = max((shard_numel(plan, each) for each in parameters), default=0) * DTYPE_BYTES[plan.master_dtype]
+            yield _Interval("gradients", shards + largest, done, following, is_last=True)
+            continue
         yield _Interval("gradients", shards, done, end, is_last=True)
         if in_turn:  # scaled and added to those of the parameters when the script calls backward
             before = lifetimes.adds_gradients
@@ -170,7 +176,10 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
         if parameter.name in lifetimes.gradients:
             birth, nbytes = lifetimes.gradients[parameter.name], parameter.numel * DTYPE_BYTES[plan.master_dtype]
             first = 0 if lifetimes.adds_gradients else birth
-            yield _Interval("gradients", nbytes, first, lifetimes.num_operations, is_one=True)
+            last = birth + 1 if plan.steps_in_backward else lifetimes.num_operations
+            yield _Interval("gradients", nbytes, first, last, is_one=True)
+            if plan.steps_in_backward:
+                yield _Interval("gradients", nbytes, last, last)
             if lifetimes.adds_gradients:
                 yield _Interval("gradients", nbytes, birth, birth)
             if plan.mesh.averages_gradients:

@@ -96,6 +96,8 @@ class ShardingPlan:
     """How tensor parallelism splits the layers."""
     recompute_policy: str = "full"
     """What of these modules is computed again: `full`, or all but what `save_matmuls` keeps."""
+    steps_in_backward: bool = False
+    """Whether each weight steps as soon as backward has its gradient, which is then freed."""
     scanned: tuple[str, ...] = ()
     """Names of the lists of layers that run as one loop each."""
     float8: Float8Layers | None = None
@@ -168,6 +170,7 @@ class ShardingPlan:
         lines += ["  nothing is sharded or cast: parameters stay as they are"] if self.is_plain else []
         lines += ["  shards on the host"] if self.shards_on_host else []
         lines += ["  activations on the host"] if self.activations_on_host else []
+        lines += ["  weights step in backward"] if self.steps_in_backward else []
         lines += ["  gathers ahead in forward"] if self.forward_prefetch else []
         lines += ["  gathers nothing ahead in backward"] if not self.backward_prefetch else []
         width = max(len(unit.name or "(model)") for unit in self.units)
@@ -235,6 +238,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         tensor_parallel=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
         recomputed=recomputed,
         recompute_policy=config.memory.gc_policy,
+        steps_in_backward=config.memory.step_in_backward,
         scanned=select_scanned(model, chosen, recomputed=recomputed) if config.compute.scan_layers else (),
         float8=select_float8(model, config) if config.compute.fp8 else None,
         experts=experts,

@@ -35,6 +35,7 @@ ASKED = {
     'compute.reduce_dtype = "bfloat16"': {"compute.reduce_dtype": "bfloat16"},
     "memory.gc": {"memory.gc": True},
     "memory.gc_policy": {"memory.gc": True, "memory.gc_policy": "save_matmuls"},
+    "memory.step_in_backward": {"memory.step_in_backward": True},
     "dist.fsdp.cpu_offload": {"dist.fsdp.cpu_offload": True},
     "memory.offload_activations": {"memory.offload_activations": True},
     "dist.tp.plan": {"dist.tp.size": 2, "dist.fsdp.size": 1, "dist.tp.plan": {"0.weight$": ["tp", None]}},

@@ -26,6 +26,7 @@ XLA_HAS_IT_NOT = [
     {"compute": {"compile": True}},
     {"memory": {"gc": True, "gc_policy": "save_matmuls"}},
     {"memory": {"offload_activations": True}},
+    {"memory": {"step_in_backward": True}},
     {"dist": {"fsdp": {"cpu_offload": True}}},
     {"backend": "native"},
 ]

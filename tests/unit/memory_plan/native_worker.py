@@ -48,12 +48,12 @@ def make_mixtral():
 MODELS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
 
 
-def make_config(sizes, *, recomputed, bf16, policy="full"):
+def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False):
     config = torchacc.Config(backend="native")
     for axis, size in sizes.items():
         getattr(config.dist, axis).size = size
     config.memory.gc, config.compute.bf16 = recomputed, bf16
-    config.memory.gc_policy = policy
+    config.memory.gc_policy, config.memory.step_in_backward = policy, steps_in_backward
     config.dist.fsdp.size = RANKS // math.prod(sizes.values())
     return config
 
@@ -71,8 +71,8 @@ def held(make, config, folder, *, accumulates):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
         model = make()
-        torchacc.accelerate(model, None, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        torchacc.accelerate(model, None, config, optimizer)
         train(model, optimizer, tokens, accumulates=accumulates)
         with record_function(STEP):
             train(model, optimizer, tokens, accumulates=accumulates)
@@ -108,6 +108,7 @@ def main(folder, *cases):
             recomputed=keeps or "recomputed" in options,
             bf16="bf16" in options,
             policy="save_matmuls" if keeps else "full",
+            steps_in_backward="stepping" in options,
         )
         adds = "accumulated" in options
         make = MODELS[name]

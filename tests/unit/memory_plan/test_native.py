@@ -11,10 +11,18 @@ pytest.importorskip("transformers")
 
 WORKER = Path(__file__).with_name("native_worker.py")
 CASES = {
-    1: ("gpt2 bf16", "llama", "llama accumulated", "llama recomputed", "llama products-kept"),
+    1: (
+        "gpt2 bf16",
+        "llama",
+        "llama recomputed stepping",
+        "llama accumulated",
+        "llama recomputed",
+        "llama products-kept",
+    ),
     2: (
         "gpt2",
         "gpt2 recomputed",
+        "llama recomputed stepping",
         "gpt2 products-kept",
         "llama bf16",
         "llama sp=2",

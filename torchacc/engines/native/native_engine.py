@@ -21,6 +21,7 @@ from torchacc.engines.native import (
     split_layers,
     split_sequence,
     split_stages,
+    step_in_backward,
 )
 from torchacc.engines.patches.private_names import check_installed_torch
 from torchacc.engines.process_group import accelerator_kind, gloo_silenced, sees_own_device_alone
@@ -102,8 +103,15 @@ class NativeEngine(Engine):
                 "gradients in one go, with no moment in between to gather the next: use 'BACKWARD_PRE', or 'NONE', "
                 "which holds one unit less"
             )
+        if self.config.memory.step_in_backward:
+            step_in_backward.check(self.config, self.mesh)
         if self.device.type != "cpu":
             self._check_devices()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse an optimizer, or none, that cannot step inside of backward, where the config asks for that."""
+        if self.config.memory.step_in_backward:
+            step_in_backward.check_optimizer(optimizer)
 
     def _check_devices(self) -> None:
         """Refuse more processes on this machine than this one sees devices, but where it sees its own alone."""

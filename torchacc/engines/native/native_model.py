@@ -24,6 +24,7 @@ from torchacc.engines.native import (
     script_reads,
     split_layers,
     split_sequence,
+    step_in_backward,
 )
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
@@ -52,6 +53,8 @@ class NativeModel(ShardedModel):
     engine: NativeEngine
     _compiled: compiled_units.CompiledUnits | None = None
     """What `compute.compile` compiles."""
+    _steps: step_in_backward.StepInBackward | None = None
+    """What steps the weights in backward."""
 
     @property
     def _own_plan(self) -> ShardingPlan:
@@ -65,6 +68,14 @@ class NativeModel(ShardedModel):
 
     def _module_of(self, unit: Unit) -> nn.Module:
         return self.model.get_submodule(unit.name) if unit.name else self._root
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Shard the model in place. Collective: every process."""
+        super().shard(optimizer)
+        if self.plan.steps_in_backward:
+            assert optimizer is not None
+            self._fuse_if_compiled(optimizer)  # the first backward is a step already
+            self._steps = step_in_backward.StepInBackward(self.model, optimizer, self.status)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device and shard its units."""
@@ -264,14 +275,15 @@ class NativeModel(ShardedModel):
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step."""
-        if self._compiled is not None and self.plan.compute_dtype != "float16":  # asked each time, as groups are added
-            self._fuse(optimizer)
+        if self._steps is not None:
+            self._steps.on_step(optimizer, has_closure=makes_gradients)
+        self._fuse_if_compiled(optimizer)  # each time, as groups are added
         super().before_step(optimizer, makes_gradients=makes_gradients)
         script_reads.begin()
 
-    def _fuse(self, optimizer: torch.optim.Optimizer) -> None:
+    def _fuse_if_compiled(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a compiled model's optimizer update all parameters of a group in one kernel."""
-        if fuse(optimizer, self.engine.device):
+        if self._compiled is not None and self.plan.compute_dtype != "float16" and fuse(optimizer, self.engine.device):
             name = type(optimizer).__name__
             _log.info(
                 "%s updates the parameters of each group together, as %s(…, fused=True) does, since "
@@ -290,6 +302,11 @@ class NativeModel(ShardedModel):
         increment_version([each for group in fused for each in group if each.grad is not None])
         if self._compiled is not None:
             compiled_units.watch.after_step(optimizer)
+
+    def on_unscale(self) -> None:
+        """Note that PyTorch's own `GradScaler` unscales gradients; refuse it where they are gone."""
+        self.status.refuse_gradients("a GradScaler")
+        super().on_unscale()
 
     def _drop_window(self) -> None:
         self._groups.drop_gradients()

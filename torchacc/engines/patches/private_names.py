@@ -90,6 +90,7 @@ _GROUPS = "native/parameter_groups.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
 _EXPERTS = "native/expert_parallel.py"
+_STEPS = "native/step_in_backward.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
@@ -176,6 +177,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of("torch.autograd.variable:Variable", "native/averaged_gradients.py", {
         "_execution_engine": "calls back when a backward has run",
     }),
+    *_of("torch.optim:Optimizer", _STEPS, {
+        "_optimizer_step_pre_hooks": "tells that a script has a hook before its step",
+    }, of_instances=True),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch._C", "sharded_model.py", {"_functorch": "tells a transform of torch.func"}),
     *_of("torch._C._autograd", "native/stage_schedules.py", {

@@ -66,6 +66,10 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
         'config.backend = "native"',
         lambda policy: policy != "full",
     ),
+    "memory.step_in_backward": RefusedOption(
+        "is not available under XLA, where gradients are values inside of the step's program, which frees each once "
+        'nothing needs it: leave it at False, or use config.backend = "native"'
+    ),
     "memory.offload_activations": RefusedOption(
         "is not available under XLA: what forward saves is a value inside of the device's program, which PyTorch "
         'cannot move. Compute it again (config.memory.gc = True), or use config.backend = "native"'

@@ -191,5 +191,19 @@ def half_precision_is_kept_in_float32():
     assert model.head.weight is model.layers[0][0].weight
 
 
+def weights_step_in_backward_as_they_do_after_it():
+    torch.manual_seed(1)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    optimizer, plain_optimizer = adamw(model), adamw(plain)
+    config = torchacc.Config.from_dict({"backend": "native", "memory": {"step_in_backward": True}})
+    torchacc.accelerate(model, None, config, optimizer)
+    for _ in range(3):
+        assert step(model, optimizer) == step(plain, plain_optimizer)
+        held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert held == ["scale"], "a number steps with optimizer.step()"
+    check_same(model, plain)
+
+
 if __name__ == "__main__":
     run_cases(cases_from(parameters_stay_what_they_are), FOLDER)

@@ -17,6 +17,7 @@ CASES = [
     "checkpoint_goes_on_where_it_was",
     "graphs_of_gradients_are_plain_pytorchs",
     "half_precision_is_kept_in_float32",
+    "weights_step_in_backward_as_they_do_after_it",
 ]
 
 

@@ -33,7 +33,7 @@ plain = torch.ones(2, requires_grad=True)
 state = fully_shard.state(model)
 group = state._fsdp_param_group
 found = [model, state, group, state._state_ctx, state._comm_ctx, *group.fsdp_params, *model.parameters()]
-found += [plain, plain.untyped_storage(), torch.ops.aten.add.Tensor]
+found += [plain, plain.untyped_storage(), torch.ops.aten.add.Tensor, torch.optim.SGD([plain])]
 nodes = [nn.functional.mse_loss(plain, plain * 2, reduction="sum").grad_fn, plain.sum().grad_fn]
 
 def has(each):
