@@ -161,7 +161,7 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         shards = sum(shard_numel(plan, parameter) for parameter in parameters) * DTYPE_BYTES[plan.master_dtype]
         if plan.steps_in_backward:  # one tensor more for the largest weight while that steps
             largest = max((shard_numel(plan, each) for each in parameters), default=0) * DTYPE_BYTES[plan.master_dtype]
-            yield _Interval("gradients", shards + largest, done, following, is_last=True)
+            yield _Interval("gradients", shards + largest, done, done, is_last=True)
             continue
         yield _Interval("gradients", shards, done, end, is_last=True)
         if in_turn:  # scaled and added to those of the parameters when the script calls backward
