@@ -95,6 +95,10 @@ RUNTIMES = {
 }
 """What runs the operations of a case, by its name without the number of devices."""
 ALL_ROUND = "its step includes the loader, and the mean of the loss over the ranks; the rival has its tensors ready"
+IN_LIBRARIES = (
+    "half of its step are products, and a fifth is gloo's gathers and reductions, which a compiler on a CPU leaves to "
+    "the same libraries"
+)
 BY_UNIT = "its layers and its loss are graphs of their own, so that what is around them is not fused with them"
 RIVALRIES = (
     Rivalry("native-1", "eager", "plain PyTorch", "its step is the rival's; its loader is in it, too"),
@@ -109,7 +113,7 @@ RIVALRIES = (
     Rivalry("xla-multiprocess-2", "xla-fsdp-2", "torch_xla's FSDP"),
     Rivalry("native-2", "fsdp2-2", "raw FSDP2", ALL_ROUND),
     Rivalry("native-compile-2", "fsdp2-compile-2", "raw FSDP2, each block compiled", ALL_ROUND),
-    Rivalry("native-compile-2", "fsdp2-2", "raw FSDP2"),
+    Rivalry("native-compile-2", "fsdp2-2", "raw FSDP2", IN_LIBRARIES),
     Rivalry("native-2", "fabric-2", "Lightning Fabric's FSDP2"),
     Rivalry("native-2", "accelerate-2", "Hugging Face Accelerate's FSDP2"),
     Rivalry("native-no-shard-2", "ddp-2", "PyTorch's DDP", ALL_ROUND),
@@ -125,7 +129,7 @@ EXPECTATIONS = (
     Limit("native-compile-1", "compile", 1.02),
     Limit("native-2", "fsdp2-2", 1.03),
     Limit("native-compile-2", "fsdp2-compile-2", 1.00),
-    Limit("native-compile-2", "fsdp2-2", 0.92),
+    Limit("native-compile-2", "fsdp2-2", 0.92, IN_LIBRARIES),
     Limit("native-no-shard-2", "ddp-2", 1.02),
     Limit("xla-multiprocess-2", "fsdp2-2", 1.25),
 )

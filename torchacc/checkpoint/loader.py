@@ -17,6 +17,7 @@ from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.own_format.manifest import token_of
 from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
+from torchacc.engines import quantized_state
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.sharded_model import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
@@ -167,7 +168,9 @@ class _LoadPlan:
         for own_id, entry in self.states.items():
             # No parameter has two states in memory. Should this fail, the optimizer refuses to step.
             optimizer.state.pop(parameters[own_id], None)
-            states[own_id] = {key: self._value(value) for key, value in entry.items()}
+            parameter, values = parameters[own_id], {key: self._value(value) for key, value in entry.items()}
+            local_shard = self.sharded.local_shards[parameter]
+            states[own_id] = quantized_state.put_together(optimizer, parameter, local_shard, values)
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
     def _value(self, planned: Any) -> Any:
@@ -297,10 +300,25 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
             local_shard = plan.sharded.local_shards[parameter]
             members = {name: stored.get(name, {}) | described["values"].get(name, {}) for name in local_shard.names}
             entries = optimizer_state.by_state(local_shard, members)
+            _check_quantized(plan, optimizer, parameter, entries)
             if entries:
                 plan.states[own_id] = {
                     key: _plan_state(parameter, local_shard, key, values) for key, values in entries.items()
                 }
+
+
+def _check_quantized(
+    plan: _LoadPlan, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, entries: Mapping[str, Any]
+) -> None:
+    local_shard = plan.sharded.local_shards[parameter]
+    stored = {key: next(iter(values.values())) for key, values in entries.items()}
+    shapes = {key: tuple(one.shape) for key, one in stored.items() if isinstance(one, StoredTensor)}
+    why = quantized_state.why_it_does_not_fit(optimizer, parameter, local_shard, shapes)
+    if why is not None:
+        raise CheckpointError(
+            f"{plan.folder.path}: the optimizer's state of {local_shard.names[0]!r} is quantized, and cannot be put "
+            f"together here: {why}. Load it on as many devices as have saved it, or load the model alone"
+        )
 
 
 def _plan_state(parameter: nn.Parameter, local_shard: LocalShard, key: str, values: Mapping[str, Any]) -> Any:

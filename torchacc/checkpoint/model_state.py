@@ -73,6 +73,8 @@ class StateEntry(NamedTuple):
     value: Any
     is_sharded: bool
     """Whether it is a tensor that is sharded as the parameter is."""
+    block: int = 1
+    """How many elements of the parameter each of its elements is for; from 2 on it is flat, and this process's."""
 
     @property
     def suffix(self) -> str:
@@ -91,11 +93,7 @@ class StateEntry(NamedTuple):
         return {name: self._copy(sharded) for name in self.local_shard.names}
 
     def shards(self, sharded: ShardedModel) -> dict[str, Any]:
-        """Return what this process holds by the parameters' original names, tensors that are sharded as `TensorShard`s.
-
-        Args:
-            sharded: The model.
-        """
+        """Return what this process holds by the parameters' original names, what is sharded as `TensorShard`s."""
         if not self.is_sharded:
             return {name: self._copy(sharded) for name in self.local_shard.names}
         local = sharded.fetch([self.value])[0]

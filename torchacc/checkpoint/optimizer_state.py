@@ -11,6 +11,7 @@ from torch import nn
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.model_state import StateEntry, TensorShard, local_shard_of
 from torchacc.data.tree import map_tensors
+from torchacc.engines import quantized_state
 from torchacc.engines.optimizers import is_for_each_element, is_quantized
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError, listed
@@ -33,27 +34,38 @@ def optimizer_names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
     ]
 
 
-def state_entries(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterator[StateEntry]:
+def state_entries(
+    sharded: ShardedModel, optimizer: torch.optim.Optimizer, *, takes_apart: bool = False
+) -> Iterator[StateEntry]:
     """Yield an optimizer's states, parameter by parameter in the order of its groups.
 
+    Args:
+        sharded: The model.
+        optimizer: The optimizer.
+        takes_apart: Whether quantized values are given as the tensors that they are made of, and not refused.
+
     Raises:
-        CheckpointError: The optimizer holds a parameter that is not the model's.
+        CheckpointError: The optimizer holds a parameter that is not the model's, or quantized values.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        yield from _entries_of_parameter(sharded, parameter, optimizer.state.get(parameter, {}))
+        states = optimizer.state.get(parameter, {})
+        yield from _entries_of_parameter(sharded, parameter, states, takes_apart=takes_apart)
 
 
 def _entries_of_parameter(
-    sharded: ShardedModel, parameter: nn.Parameter, states: Mapping[str, Any]
+    sharded: ShardedModel, parameter: nn.Parameter, states: Mapping[str, Any], *, takes_apart: bool = False
 ) -> Iterator[StateEntry]:
     local_shard = local_shard_of(sharded, parameter)
     for key, value in states.items():
         if is_quantized(value):
-            raise CheckpointError(
-                f"the optimizer's {key} of {local_shard.names[0]!r} is quantized in blocks of torchao's, which lie "
-                "otherwise at another number of devices, so that torchacc does not save it: save without optimizer=, "
-                "or train with torch.optim.AdamW"
-            )
+            if not takes_apart:
+                raise CheckpointError(
+                    f"the optimizer's {key} of {local_shard.names[0]!r} is quantized in blocks of torchao's, of which "
+                    "there is no full state: torchacc.checkpoint.save() saves it"
+                )
+            for name, part, block in quantized_state.tensors_of(key, value):
+                yield StateEntry(parameter, local_shard, name, part, is_sharded=True, block=block)
+            continue
         yield StateEntry(parameter, local_shard, key, value, is_sharded_like(parameter, value))
 
 

@@ -15,6 +15,7 @@ from torchacc.checkpoint.own_format.safetensors_files import (
     plan_safetensors,
     safetensors_index,
 )
+from torchacc.engines.optimizers import is_of_torchao
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError
 from torchacc.parallel.sharding import TensorSlice
@@ -114,13 +115,16 @@ def plan_save(
     buffers = model_state.buffers(sharded)
     states: list[StateEntry] = []
     values: dict[str, dict[str, Any]] = {}
-    for entry in optimizer_state.state_entries(sharded, optimizer) if optimizer is not None else ():
+    entries = optimizer_state.state_entries(sharded, optimizer, takes_apart=True) if optimizer is not None else ()
+    for entry in entries:
         if isinstance(entry.value, torch.Tensor):
             _check_lies_like_parameter(sharded, entry)
             states.append(entry)
         else:
             for name in entry.local_shard.names:
                 values.setdefault(name, {})[entry.key] = entry.value
+    if optimizer is not None and is_of_torchao(optimizer):
+        _check_quantized_alike(sharded, states)
     by_name = _described(parameters)
     tensors = {"model": {name: by_name[name] for name in sharded.parameter_names}}
     tensors["model"] |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
@@ -128,15 +132,13 @@ def plan_save(
         tensors["optimizer"] = _described(states)
     files = _lay_out(tensors, sharded.placement.processes_per_replica * sharded.placement.num_replicas, max_shard_size)
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
-    parts = {
-        entry.parameter: [part.part(*sharded.replica_of(entry.local_shard)) for part in entry.local_shard.slices]
-        for entry in parameters
-    }
+    replicas = {entry.parameter: sharded.replica_of(entry.local_shard) for entry in parameters}
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
-        own = [(regions[part.name + entry.suffix], part) for part in parts[entry.parameter]]
+        parts = [_in_blocks(part, entry.block).part(*replicas[entry.parameter]) for part in entry.local_shard.slices]
+        own = [(regions[part.name + entry.suffix], part) for part in parts]
         if own:
-            nbytes = entry.local_shard.shard_numel * own[0][0].dtype.itemsize
+            nbytes = entry.local_shard.shard_numel // entry.block * own[0][0].dtype.itemsize
             shards.append(ShardWrites(entry.value, nbytes, own))
     unsharded = []
     if sharded.engine.job.rank == 0:
@@ -169,13 +171,45 @@ def _check_lies_like_parameter(sharded: ShardedModel, entry: StateEntry) -> None
         )
 
 
+def _check_quantized_alike(sharded: ShardedModel, states: Sequence[StateEntry]) -> None:
+    """Check that the shards of all processes are quantized, or none of a parameter. Collective: every process.
+
+    Raises:
+        CheckpointError: Some are, as those of others have too few elements, or no whole blocks.
+    """
+    own = {(entry.local_shard.names[0], entry.key) for entry in states if entry.is_sharded}
+    found: list[set[tuple[str, str]]] = sharded.engine.group.all_gather_objects(own)
+    differing = own.union(*found) - own.intersection(*found)
+    if differing:
+        name = min(differing)[0]
+        raise CheckpointError(
+            f"the optimizer's state of {name!r} is quantized on some processes, and on others not, whose shards are "
+            "smaller, or of no whole blocks: save without optimizer=, or choose a number of devices that divides the "
+            "rows of the weights"
+        )
+
+
 def _described(entries: Sequence[StateEntry]) -> Tensors:
     """Return the dtypes and shapes of the full tensors of entries."""
     return {
-        name + entry.suffix: (entry.value.dtype, shape if entry.is_sharded else tuple(entry.value.shape))
+        name + entry.suffix: (entry.value.dtype, _full_shape(entry, shape))
         for entry in entries
         for name, shape in entry.local_shard.members
     }
+
+
+def _full_shape(entry: StateEntry, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not entry.is_sharded:
+        return tuple(entry.value.shape)
+    return shape if entry.block == 1 else (prod(shape) // entry.block,)
+
+
+def _in_blocks(part: TensorSlice, block: int) -> TensorSlice:
+    """Return a slice that consists of blocks as that of what has an element for each block."""
+    if block == 1:
+        return part
+    shape = (prod(part.shape) // block,)
+    return TensorSlice(part.name, shape, part.start // block, part.stop // block, part.offset // block)
 
 
 def _lay_out(

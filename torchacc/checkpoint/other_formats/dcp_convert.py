@@ -23,6 +23,7 @@ from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import making_sense
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite, index_files
 from torchacc.checkpoint.saver import PendingSave
+from torchacc.engines import quantized_state
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
@@ -145,6 +146,11 @@ def _optimizer_state(folder: CheckpointFolder, stored: _Stored) -> dict[str, Any
     state: dict[str, dict[str, Any]] = {}
     for name, tensor in folder.optimizer.items():
         parameter, _, key = name.rpartition("/")
+        if quantized_state.is_part(key):
+            raise CheckpointError(
+                f"{folder.path}: the optimizer's state of {parameter!r} is quantized in blocks of torchao's, which dcp "
+                "does not have: convert a checkpoint that is saved without optimizer="
+            )
         state.setdefault(parameter, {})[key] = _meta(tensor)
         stored[f"optim.state.{parameter}.{key}"] = tensor
     tensors = {name: tensor.read() for name, tensor in folder.state.items()}

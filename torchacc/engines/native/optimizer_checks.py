@@ -10,9 +10,6 @@ from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
 
-_IN_FULL = "_AdamW"
-"""The optimizer of torchao's whose state is in the parameters' dtype."""
-
 
 def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Refuse or warn of an optimizer of a model.
@@ -23,7 +20,7 @@ def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     if sharded.placement.processes_per_replica > 1:
         _check_shards(sharded, optimizer)
     if is_of_torchao(optimizer):
-        _check_low_precision(optimizer, sharded.placement.num_replicas)
+        _check_rounding(optimizer, sharded.placement.num_replicas)
     if sharded.plan.compute_dtype != "float16":
         _recommend(optimizer, sharded.engine.device)
     elif not sharded.status.has_scaler:
@@ -46,20 +43,14 @@ def _check_shards(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> No
     )
 
 
-def _check_low_precision(optimizer: torch.optim.Optimizer, num_replicas: int) -> None:
-    """Refuse random rounding where copies of a weight would drift apart, and warn of state that is not saved."""
+def _check_rounding(optimizer: torch.optim.Optimizer, num_replicas: int) -> None:
+    """Refuse random rounding where copies of a weight would drift apart."""
     name = type(optimizer).__name__
     if getattr(optimizer, "bf16_stochastic_round", False) and num_replicas > 1:
         raise ConfigError(
             f"{name}(bf16_stochastic_round=True) with {num_replicas} replicas of each weight: each process rounds by "
             "its own random numbers, so that the replicas would drift apart. Shard over all devices, "
             "config.dist.fsdp.sharding_strategy = 'FULL_SHARD' with config.dist.dp.size = 1, or leave it out"
-        )
-    if name != _IN_FULL:
-        _log.warning(
-            "the state of %s is in blocks of low precision, which torchacc.checkpoint.save() refuses with "
-            "optimizer=: a run that is to be resumed takes torch.optim.AdamW",
-            name,
         )
 
 

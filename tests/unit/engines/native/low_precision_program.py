@@ -1,6 +1,6 @@
 """What torchao's optimizers do with shards, beside unsharded parameters; for `test_optimizer_checks.py`.
 
-TORCHDYNAMO_DISABLE=1 python low_precision_program.py out/     on one rank, or under torchrun
+TORCHDYNAMO_DISABLE=1 python low_precision_program.py out/ shared/     on one rank first, then under torchrun
 """
 
 import os
@@ -97,15 +97,56 @@ def random_rounding_of_replicas_is_refused():
         train(model, optimizer, OWN)
 
 
-def quantized_state_is_not_saved():
+def quantized_state_resumes_bit_for_bit():
+    for kind in (AdamW8bit, AdamW4bit, AdamWFp8):
+        model = sharded()
+        optimizer = kind(model.parameters(), lr=0.01)
+        train(model, optimizer, OWN)
+        folder = new_folder()
+        torchacc.checkpoint.save(folder, model=model, optimizer=optimizer)
+        torchacc.checkpoint.verify(folder)
+        train(model, optimizer, OWN)
+        expected = torchacc.full_state_dict(model)
+        model = sharded()
+        optimizer = kind(model.parameters(), lr=0.01)
+        torchacc.checkpoint.load(folder, model=model, optimizer=optimizer)
+        train(model, optimizer, OWN)
+        for name, tensor in torchacc.full_state_dict(model).items():
+            assert torch.equal(tensor, expected[name]), (kind.__name__, name)
+
+
+def quantized_state_of_another_size_loads_or_is_refused():
+    """What one device has saved loads on two where shards consist of whole blocks that are large enough."""
+    folder, kept = Path(sys.argv[2]), {}
+    for name, rows in (("fits", 128), ("too-small", 64)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, rows, bias=False))
+        config = torchacc.Config(backend="native")
+        config.dist.fsdp.size = NUM_RANKS
+        torchacc.accelerate(model, None, config)
+        optimizer = AdamW8bit(model.parameters(), lr=0.01)
+        if NUM_RANKS == 1:
+            train(model, optimizer, X[:1].repeat(2, 1))
+            torchacc.checkpoint.save(folder / name, model=model, optimizer=optimizer)
+            train(model, optimizer, X[:1].repeat(2, 1))
+            torch.save(torchacc.full_state_dict(model), folder / f"{name}.pt")
+        elif name == "fits":
+            torchacc.checkpoint.load(folder / name, model=model, optimizer=optimizer)
+            train(model, optimizer, X[:1].repeat(2, 1))
+            kept[name] = torchacc.full_state_dict(model)["0.weight"]
+            torch.testing.assert_close(kept[name], torch.load(folder / f"{name}.pt")["0.weight"], rtol=1e-6, atol=1e-8)
+        else:
+            with pytest.raises(CheckpointError, match="too small here to be quantized in blocks of 256 elements"):
+                torchacc.checkpoint.load(folder / name, model=model, optimizer=optimizer)
+            train(model, AdamW8bit(model.parameters()), OWN)  # nothing was changed
+
+
+def quantized_state_has_no_full_form():
     model = sharded()
     optimizer = AdamW8bit(model.parameters())
     train(model, optimizer, OWN)
     with pytest.raises(CheckpointError, match=r"the optimizer's exp_avg of '0\.weight' is quantized in blocks"):
-        torchacc.checkpoint.save(new_folder(), model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match="is quantized in blocks"):
         torchacc.optim_state_dict(model, optimizer)
-    torchacc.checkpoint.save(new_folder(), model=model)
 
 
 CASES = [
@@ -113,7 +154,9 @@ CASES = [
     state_in_full_is_that_of_pytorchs,
     random_rounding_resumes_bit_for_bit,
     random_rounding_of_replicas_is_refused,
-    quantized_state_is_not_saved,
+    quantized_state_resumes_bit_for_bit,
+    quantized_state_of_another_size_loads_or_is_refused,
+    quantized_state_has_no_full_form,
 ]
 
 if __name__ == "__main__":
