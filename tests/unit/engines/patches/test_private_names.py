@@ -15,8 +15,8 @@ from torchacc.errors import EngineError
 
 PACKAGE = Path(private_names.__file__).parents[2]
 ENGINES = PACKAGE / "engines"
-NOT_PYTORCHS = {"_gradient_checkpointing_func", "_of_torchacc", "_replace"}
-"""Transformers', ours, and a public method of named tuples."""
+NOT_PYTORCHS = {"_gradient_checkpointing_func", "_new_buffer", "_of_torchacc", "_replace"}
+"""Transformers', torchao's, ours, and a public method of named tuples."""
 
 PROGRAM = """
 import json, sys
