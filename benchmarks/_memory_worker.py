@@ -179,7 +179,7 @@ def _fsdp_v2(case: Case, model: Any, tokens: torch.Tensor) -> Steps:
     xs.mark_sharding(batch, mesh, ("fsdp", None))
 
     def forward(**inputs: torch.Tensor) -> Any:
-        with model_patches.patches(blockwise=False) if prepared else nullcontext():
+        with model_patches.patches() if prepared else nullcontext():
             return wrapped(**inputs)
 
     batches = endless([{"input_ids": batch, "labels": batch}])

@@ -22,6 +22,7 @@ Attention = Literal[
     "eager",
     "sdpa",
     "blockwise",
+    "flash",
     "sdpa_flash",
     "sdpa_efficient",
     "sdpa_cudnn",
@@ -31,7 +32,7 @@ Attention = Literal[
     "flash_attention_3",
     "flash_attention_4",
 ]
-"""`auto` is the model's own, `sdpa_*` are PyTorch's backends, `blockwise` is XLA's; others: transformers' names."""
+"""`auto` is the model's own, `sdpa_*` PyTorch's backends, `blockwise` and `flash` XLA's; others: of transformers."""
 
 
 def _at_least_one(value: Any) -> Any:

@@ -249,7 +249,7 @@ class ComputeConfig(Section):
     attention: Attention = "auto"
     """Which kernel computes attention: the model's own (auto); one of transformers' implementations, by its name there;
     or scaled_dot_product_attention() with one backend of PyTorch's alone (sdpa_flash, sdpa_efficient, sdpa_cudnn,
-    sdpa_math). Under XLA eager, sdpa and blockwise, which keeps no value for each pair of tokens."""
+    sdpa_math). Under XLA eager, sdpa, and blockwise or flash, which keep no value for each pair of tokens."""
     acc_scaled_dot_attn: StrictBool = False
     """TorchAcc's older name of `attention = "sdpa"`: attention by the kernel that PyTorch has for the device (native
     engine only)."""

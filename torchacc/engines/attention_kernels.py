@@ -32,7 +32,11 @@ OF_EVERY_ENGINE = frozenset({OWN, EAGER, SDPA})
 """What all engines have."""
 BLOCKWISE = "blockwise"
 """In the place of `scaled_dot_product_attention()`, under XLA."""
-OF_XLA = OF_EVERY_ENGINE | {BLOCKWISE}
+FLASH = "flash"
+"""The same, by the kernel of TPUs where the devices are TPUs, and it takes what it is given."""
+IN_BLOCKS = frozenset({BLOCKWISE, FLASH})
+"""What keeps no scores under XLA."""
+OF_XLA = OF_EVERY_ENGINE | IN_BLOCKS
 _MATH = "sdpa_math"
 _BACKENDS: Mapping[str, SDPBackend] = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -82,7 +86,7 @@ def survey(device: torch.device) -> list[KernelFinding]:
     return [
         KernelFinding(name, _why_it_cannot(name, device))
         for name in get_args(Attention)
-        if name not in (OWN, BLOCKWISE)
+        if name != OWN and name not in IN_BLOCKS
     ]
 
 
@@ -180,14 +184,14 @@ def keeps_scores(name: str) -> bool:
 
 
 def _in_transformers(name: str) -> str:
-    return SDPA if name in _BACKENDS or name == BLOCKWISE else name
+    return SDPA if name in _BACKENDS or name in IN_BLOCKS else name
 
 
 def _why_it_cannot(name: str, device: torch.device) -> str | None:
     """Return why a device does not have a kernel; None where it has."""
     if name in OF_EVERY_ENGINE or name == _MATH or (name == "sdpa_flash" and device.type == "cpu"):
         return None
-    if name == BLOCKWISE:
+    if name in IN_BLOCKS:
         return "it is for XLA (config.backend = 'xla'); natively the kernels of 'sdpa' keep as little"
     if name == FLEX:
         if device.type == "cpu":

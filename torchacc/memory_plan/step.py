@@ -219,9 +219,9 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
     Raises:
         ConfigError: The config asks for it.
     """
-    if config.compute.attention == "blockwise":
+    if (attention := config.compute.attention) in ("blockwise", "flash"):
         raise ConfigError(
-            "config.compute.attention = 'blockwise' is not in the memory plan, which counts all scores under XLA: "
+            f"config.compute.attention = {attention!r} is not in the memory plan, which counts all scores under XLA: "
             "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"
         )
     for path in _NOT_PLANNED:

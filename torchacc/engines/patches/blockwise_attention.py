@@ -40,7 +40,7 @@ def replace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        fits = _have_known_shapes(query, key, value, enable_gqa) and _is_known_mask(attn_mask, query, key)
+        fits = have_known_shapes(query, key, value, enable_gqa) and _is_known_mask(attn_mask, query, key)
         if not fits or dropout_p >= 1 or (is_causal and attn_mask is not None):
             others = {"scale": scale, "enable_gqa": enable_gqa}
             return original(query, key, value, attn_mask, dropout_p, is_causal, **others)
@@ -71,13 +71,23 @@ class _Options:
         return weights * (kept.to(weights.dtype) / (1 - self.dropout))
 
 
-def _have_known_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+def have_known_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Return whether tensors are samples of heads of tokens, whose shapes go together as PyTorch asks for it."""
     if any(each.dim() != 4 for each in (query, key, value)) or key.shape[:3] != value.shape[:3]:
         return False
     heads, kv_heads = query.shape[1], key.shape[1]
     if query.shape[0] != key.shape[0] or heads % kv_heads or (heads != kv_heads and not enable_gqa):
         return False
     return bool(query.shape[2] and key.shape[2])
+
+
+def refuse_second_gradients(name: str) -> None:
+    """Refuse a backward whose gradients are to have gradients."""
+    if torch.is_grad_enabled():
+        raise EngineError(
+            f"create_graph=True with config.compute.attention = {name!r} is not available: gradients of its gradients "
+            "are not written. Leave compute.attention at 'auto'"
+        )
 
 
 def _is_known_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -145,11 +155,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise EngineError(
-                "create_graph=True with config.compute.attention = 'blockwise' is not available: gradients of its "
-                "gradients are not written. Leave compute.attention at 'auto'"
-            )
+        refuse_second_gradients("blockwise")
         output, highest, sums, query, key, value, *others = _after(gradient, list(ctx.saved_tensors))
         mask = others.pop(0) if ctx.has_mask else None
         wide = highest.dtype

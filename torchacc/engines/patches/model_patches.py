@@ -4,7 +4,7 @@ A patch of another library is a context, entered for one forward of a sharded mo
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchacc.engines.patches import blockwise_attention, transformers_masks
+from torchacc.engines.patches import transformers_masks
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
+
+Attention = Callable[..., torch.Tensor]
+"""Takes what `scaled_dot_product_attention()` takes."""
 
 
 def prepare(model: nn.Module, *, partitioned: bool) -> None:
@@ -31,24 +34,24 @@ def prepare(model: nn.Module, *, partitioned: bool) -> None:
 
 
 @contextmanager
-def patches(*, blockwise: bool) -> Iterator[None]:
+def patches(replace_attention: Callable[[Attention], Attention] | None = None) -> Iterator[None]:
     """Hold the patches of other libraries for one forward.
 
     Args:
-        blockwise: Whether attention is computed without a value for each pair of tokens.
+        replace_attention: Returns what computes attention in place of PyTorch's function.
     """
-    with _attention_in_one_dtype(blockwise=blockwise), transformers_masks.without_questions():
+    with _attention_in_one_dtype(replace_attention), transformers_masks.without_questions():
         yield
 
 
 @contextmanager
-def _attention_in_one_dtype(*, blockwise: bool) -> Iterator[None]:
+def _attention_in_one_dtype(replace_attention: Callable[[Attention], Attention] | None) -> Iterator[None]:
     """Give attention's inputs the dtype of autocast, which XLA's leaves as they are, unlike that of other devices.
 
     Queries and keys that were turned by their positions are float32, and values are not.
     """
     original = functional.scaled_dot_product_attention
-    compute = blockwise_attention.replace(original) if blockwise else original
+    compute = original if replace_attention is None else replace_attention(original)
 
     def lowered(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -37,9 +37,11 @@ PATCHES: Mapping[str, PatchVersions] = {
     "module_states": PatchVersions("torch", ">=2.9", "what Module.state_dict() and load_state_dict() call"),
     # of FSDP2 and torchao: float8_gather.py
     "float8_gather": PatchVersions("torchao", ">=0.16,<0.17", "the class of FSDP2's parameters, and torchao's tensors"),
-    # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py, blockwise_attention.py
+    # for a forward under XLA: model_patches.py, transformers_masks.py, split_heads.py, blockwise_attention.py,
+    # splash_attention.py
     "model_patches": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), and modules of a model"),
     "blockwise_attention": PatchVersions("torch", ">=2.9,<2.10", "scaled_dot_product_attention(), by model_patches"),
+    "splash_attention": PatchVersions("jax", ">=0.8,<0.9", "backward of its splash attention, a private function"),
     "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
     "split_heads": PatchVersions("torch", ">=2.9,<2.10", "nothing: a mode in which products keep heads apart"),
     # of torch_xla: xla_lowerings.py, those beside it, and loop_seed.py

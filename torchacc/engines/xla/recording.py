@@ -47,6 +47,11 @@ class RecordingEngine(SpmdEngine):
         self._batches: set[int] = set()
         """Those of a batch, or of an update's numbers, which the step does not change."""
 
+    @property
+    def has_tpu_kernels(self) -> bool:
+        """Whether programs may hold kernels that are written for TPUs, which is what is recorded for."""
+        return True
+
     def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime. The recorded program does not depend on the number of its devices."""
         runtime.start(num_devices=2, spmd=True)

@@ -25,8 +25,8 @@ class RefusedOption:
 
 
 _ATTENTION = (
-    "is not available under XLA, which compiles attention as it is written, to no kernel of its own: leave "
-    "config.compute.attention at 'auto', 'sdpa', 'eager' or 'blockwise', or use config.backend = \"native\""
+    "is not available under XLA, which knows no kernels of GPUs: leave config.compute.attention at 'auto', 'sdpa', "
+    "'eager', 'blockwise' or 'flash', or use config.backend = \"native\""
 )
 REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
     "compute.acc_scaled_dot_attn": RefusedOption(_ATTENTION),

@@ -1,7 +1,7 @@
 """One process drives all devices: one program, which XLA partitions by the annotations made here."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, requested_devices
-from torchacc.engines.attention_kernels import BLOCKWISE
+from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
+from torchacc.engines.xla.each_device import on_each_device
 from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
@@ -25,7 +26,7 @@ from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named, restricted
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
@@ -184,10 +185,28 @@ class SpmdEngine(XlaEngine):
         """Say how a tensor of the program is split."""
         from torch_xla import _XLAC
 
-        spec = tuple(spec)
+        _XLAC._xla_annotate_custom_sharding(tensor, self._op_sharding(tuple(spec)))
+
+    def by_heads(
+        self, function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Run a function of tensors of shape (samples, heads, …) on each device's samples and heads."""
+        if not self.is_partitioned:
+            return function(*tensors)
+        heads, samples = self.mesh.axes(Role.TENSOR), self.mesh.data_axes
+        fits = all(tensor.shape[1] % self.mesh.size(Role.TENSOR) == 0 for tensor in tensors)
+        axes = (joined(samples) if self.batch_spec(tensors[0]) else None, joined(heads) if heads and fits else None)
+        parts = [prod(self.mesh.axis_size(axis) for axis in named(entry)) for entry in axes]
+        sharding = lambda num_dims: self._op_sharding((*axes, *[None] * (num_dims - 2)))  # noqa: E731
+        return on_each_device(function, tensors, parts, sharding)
+
+    def _op_sharding(self, spec: Spec) -> Any:
+        """Return how a tensor with this spec lies on the mesh, as torch_xla takes it."""
+        from torch_xla import _XLAC
+
         if spec not in self._op_shardings:
             self._op_shardings[spec] = _XLAC.OpSharding(*astuple(self.partition(spec)))
-        _XLAC._xla_annotate_custom_sharding(tensor, self._op_shardings[spec])
+        return self._op_shardings[spec]
 
     def partition(self, spec: Spec) -> Partition:
         """Return how a tensor with this spec lies on the mesh."""
@@ -441,9 +460,9 @@ def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
             f"{type(model).__name__} along the samples: "
             'use config.backend = "native", or config.dist.fsdp.size'
         )
-    if config.compute.attention == BLOCKWISE:
+    if (name := config.compute.attention) in IN_BLOCKS:
         raise ConfigError(
-            f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = 'blockwise': each device has some "
+            f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = {name!r}: each device has some "
             "of the queries, and blocks are cut from all of them: set config.compute.attention = 'auto'"
         )
 

@@ -16,7 +16,7 @@ from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import recompute
-from torchacc.engines.attention_kernels import BLOCKWISE
+from torchacc.engines.attention_kernels import BLOCKWISE, FLASH, IN_BLOCKS
 from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -25,7 +25,13 @@ from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
-from torchacc.engines.patches import model_patches, torch_patches, xla_lowerings
+from torchacc.engines.patches import (
+    blockwise_attention,
+    model_patches,
+    splash_attention,
+    torch_patches,
+    xla_lowerings,
+)
 from torchacc.engines.sharded_model import HANDLE, ShardedModel
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.compile_watch import CompileWatch
@@ -44,6 +50,7 @@ from torchacc.engines.xla.refused_options import refuse_options
 from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
 from torchacc.engines.xla.shards import local_of
+from torchacc.engines.xla.tpu import PLATFORM
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
@@ -92,10 +99,23 @@ class XlaEngine(Engine):
         """The XLA device; under SPMD it stands for all of them."""
         return torch.device("xla:0")
 
+    @property
+    def has_tpu_kernels(self) -> bool:
+        """Whether programs may hold kernels that are written for TPUs."""
+        return runtime.platform() == PLATFORM
+
+    def by_heads(
+        self, function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Run a function of tensors of shape (samples, heads, …) on each device's samples and heads."""
+        return function(*tensors)
+
     def check(self, model: nn.Module) -> None:
         """Refuse what XLA's devices cannot do."""
         refuse_options(self.config)
         super().check(model)
+        if self.config.compute.attention == FLASH and self.has_tpu_kernels:
+            splash_attention.check_installed()
         _refuse_inference_mode()
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
             raise ConfigError(
@@ -307,7 +327,17 @@ class XlaModel(ShardedModel):
 
     def patched(self) -> AbstractContextManager[None]:
         """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
-        return model_patches.patches(blockwise=self.engine.config.compute.attention == BLOCKWISE)
+        return model_patches.patches(self._replace_attention)
+
+    def _replace_attention(self, original: model_patches.Attention) -> model_patches.Attention:
+        """Return what computes attention in place of PyTorch's function."""
+        name = self.engine.config.compute.attention
+        if name not in IN_BLOCKS:
+            return original
+        in_blocks = blockwise_attention.replace(original)
+        if name == BLOCKWISE or not self.engine.has_tpu_kernels:
+            return in_blocks
+        return splash_attention.replace(original, in_blocks, self.engine.by_heads)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
