@@ -58,6 +58,7 @@ def _arguments(folder: Path, request: dict[str, Any], devices: list[Any]) -> tup
     build.allow_spmd_sharding_propagation_to_output = [True]
     order = xc.DeviceAssignment.create(np.arange(len(devices)).reshape(1, -1))
     options.device_assignment = build.device_assignment = order
+    options.env_option_overrides = list(request["flags"].items())
     return _module(folder, request["inputs"]), _jax.DeviceList(tuple(devices)), options
 
 

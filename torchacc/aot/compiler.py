@@ -18,6 +18,7 @@ from typing import Any
 from torchacc import env
 from torchacc.aot.scheduled_program import ScheduledProgram, parse
 from torchacc.aot.topologies import Topology
+from torchacc.engines.xla import tpu
 from torchacc.engines.xla.recording import Program
 from torchacc.errors import ConfigError, EngineError
 
@@ -86,6 +87,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         "topology": topology.name,
         "topology_options": topology.options,
         "num_devices": topology.num_devices,
+        "flags": dict(tpu.FLAGS),
         "inputs": [asdict(each) for each in program.inputs],
     }
     about = json.dumps([request, versions], sort_keys=True).encode()

@@ -52,6 +52,11 @@ class RecordingEngine(SpmdEngine):
         """Whether programs may hold kernels that are written for TPUs, which is what is recorded for."""
         return True
 
+    @property
+    def drops_barriers(self) -> bool:
+        """Whether the compiler that is recorded for takes barriers away, which that of TPUs does not."""
+        return False
+
     def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime. The recorded program does not depend on the number of its devices."""
         runtime.start(num_devices=2, spmd=True)

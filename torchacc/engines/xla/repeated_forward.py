@@ -31,14 +31,17 @@ from torchacc.engines.xla.gather import EDITED_TWICE, Gatherer, UnitHooks, lost_
 class Recompute:
     """Runs modules of one model so that backward computes them again."""
 
-    def __init__(self, units: Sequence[UnitHooks], patches: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, units: Sequence[UnitHooks], patches: Callable[[], AbstractContextManager[None]], *, drops_barriers: bool
+    ) -> None:
         """Take what all modules of the model share.
 
         Args:
             units: The hooks of its units.
             patches: Makes the context of patches that its forward runs in.
+            drops_barriers: Whether the devices' compiler does, and then merges the two computations.
         """
-        self._units, self._patches = units, patches
+        self._units, self._patches, self._drops_barriers = units, patches, drops_barriers
         self._units_of: dict[nn.Module, tuple[list[UnitHooks], list[UnitHooks]]] = {}
 
     @contextmanager
@@ -59,7 +62,7 @@ class Recompute:
         around, own = self._units_around_and_in(module)
         # PyTorch's counts the batch of a function that it runs twice twice, and so does this; not that of a module.
         patches = partial(self._repeating, partial(statistics_kept, module))
-        return _checkpointed(_Call(forward, args, kwargs, around=around, own=own, patches=patches))
+        return _checkpointed(self._call(forward, args, kwargs, around=around, own=own, patches=patches))
 
     def run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function of the model's own choice; the options of PyTorch's `checkpoint()` are among `kwargs`."""
@@ -76,7 +79,10 @@ class Recompute:
             inside = set(function.modules())
             around = [unit for unit in around if unit.has_weights_in(inside)]
         patches = partial(self._repeating, nullcontext)
-        return _checkpointed(_Call(function, args, kwargs, around=around, own=own, patches=patches), **options)
+        return _checkpointed(self._call(function, args, kwargs, around=around, own=own, patches=patches), **options)
+
+    def _call(self, *args: Any, **kwargs: Any) -> "_Call":
+        return _Call(*args, **kwargs, zero=_zero() if self._drops_barriers else None)
 
     @contextmanager
     def _repeating(self, again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
@@ -111,7 +117,8 @@ def _checkpoint(original: Callable[..., Any], function: Callable[..., Any], *arg
     if _running:
         return _running[-1].run_function(function, args, kwargs)
     if any(tensor.device.type == "xla" for tensor in tensors_in((args, kwargs))):
-        return Recompute([], nullcontext).run_function(function, args, kwargs)
+        on_cpu = runtime.runs_on_cpu()
+        return Recompute([], nullcontext, drops_barriers=on_cpu).run_function(function, args, kwargs)
     return original(function, *args, **kwargs)
 
 
@@ -147,6 +154,7 @@ class _Call:
         around: Sequence[UnitHooks],
         own: Sequence[UnitHooks],
         patches: Callable[[], AbstractContextManager[None]],
+        zero: torch.Tensor | None,
     ) -> None:
         """Note all that the repetition needs.
 
@@ -157,10 +165,11 @@ class _Call:
             around: Units with weights that the function may use whose hooks have run already.
             own: Units that may run within the function.
             patches: Makes the context that it is repeated in.
+            zero: A program's input to add where barriers do not hold the repetition up.
         """
         self._function, self._inputs = function, (tuple(args), dict(kwargs))
         self._around, self._own, self._patches = around, own, patches
-        self._zero = _zero() if runtime.runs_on_cpu() else None  # what barriers do not hold up
+        self._zero = zero
         self._kept = {unit.gatherer: unit.unsharded for unit in around if unit.gatherer.keeps_weights}
         self._answers = Answers()
         self._has_run = False

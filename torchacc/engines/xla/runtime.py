@@ -118,6 +118,7 @@ def count_devices() -> int:
         EngineError: It cannot start, or is connected with others.
     """
     env.set_default("PJRT_DEVICE", platform())
+    tpu.choose_flags(platform())
     import torch_xla.runtime as xr
 
     with _explained():
@@ -147,6 +148,7 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
     """
     check_versions()
     env.set_default("PJRT_DEVICE", platform())
+    tpu.choose_flags(platform())
     if runs_on_cpu():
         warn_of_idle_devices()
         _ask_for_cpu_devices(num_devices)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchacc import env
@@ -11,6 +12,11 @@ from torchacc.errors import ConfigError
 PLATFORM = "TPU"
 """The value of PJRT_DEVICE."""
 
+FLAGS: Mapping[str, str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+"""Options of the compiler of TPUs. By itself it makes a loop of each large product whose result is summed up over the
+devices, to send beside the parts of the product; it copies what goes into the loop, and puts the loops of all layers'
+weight gradients behind the whole backward, so that each layer's activations and gradients wait for them."""
+
 _VENDOR = "0x1ae0"
 PCI_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
 """Google's numbers of TPUs on the PCI bus, as torch_xla 2.9 has them."""
@@ -18,6 +24,13 @@ PCI_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x00
 ONE_CHIP = "TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1 TPU_PROCESS_BOUNDS=1,1,1"
 """Variables that let a process without a launcher see the first chip alone, as `torch_xla` itself sets them."""
 _CHOOSES_CHIPS = ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+
+
+def choose_flags(platform: str) -> None:
+    """Choose options of a TPU's compiler before it is loaded, unless the user has chosen."""
+    if platform == PLATFORM:
+        for name, value in FLAGS.items():
+            env.add_flag("LIBTPU_INIT_ARGS", f"--{name}={value}")
 
 
 def num_chips(bus: Path = Path("/sys/bus/pci/devices")) -> int:

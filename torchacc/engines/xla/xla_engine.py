@@ -104,6 +104,11 @@ class XlaEngine(Engine):
         """Whether programs may hold kernels that are written for TPUs."""
         return runtime.platform() == PLATFORM
 
+    @property
+    def drops_barriers(self) -> bool:
+        """Whether the devices' compiler takes optimization barriers away before it merges what is equal."""
+        return runtime.runs_on_cpu()
+
     def by_heads(
         self, function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
@@ -229,7 +234,7 @@ class XlaModel(ShardedModel):
     def __init__(self, engine: XlaEngine, model: nn.Module, plan: ShardingPlan) -> None:
         super().__init__(engine, model, plan)
         self._units: list[UnitHooks] = []
-        self._recompute = Recompute(self._units, self.patched)
+        self._recompute = Recompute(self._units, self.patched, drops_barriers=self.engine.drops_barriers)
         self._weight_numbers = weight_numbers(self)
         self._freed: set[torch.Tensor] = set()
         """The parameters whose gradients a step has freed since the last forward that needs gradients."""
