@@ -71,8 +71,10 @@ class Instruction:
     def module(self) -> str:
         """The module of the model whose forward it is of, by its name; empty for what follows."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
-        scopes = (_SCOPE_NUMBER.sub("", scope) for scope in reversed(found[1].split("/")[:-1] if found else []))
-        return next((scope for scope in scopes if not scope.startswith(_OPERATIONS)), "")
+        scopes = reversed(found[1].split("/")[:-1] if found else [])
+        # A kernel's own scopes have no number.
+        names = (_SCOPE_NUMBER.sub("", scope) for scope in scopes if _SCOPE_NUMBER.search(scope))
+        return next((name for name in names if not name.startswith(_OPERATIONS)), "")
 
     @property
     def group_size(self) -> int:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 from typing import Any
 
@@ -61,6 +62,13 @@ class Topology:
         return {"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {}
 
 
+def _nearest(name: str) -> str:
+    """Return a question whether the topology with the most similar name was meant; nothing where none is similar."""
+    examples = [example for chip in CHIPS.values() for example in chip.examples]
+    found = get_close_matches(name.lower(), examples, n=1, cutoff=0.5)
+    return f"did you mean {found[0]}? Otherwise " if found else ""
+
+
 def find_topology(name: str) -> Topology:
     """Return a topology by its name.
 
@@ -73,7 +81,7 @@ def find_topology(name: str) -> Topology:
     known = "; ".join(", ".join(chip.examples) for chip in CHIPS.values())
     chip, _, shape = name.partition(":")
     if chip not in CHIPS:
-        raise ConfigError(f"--compile-for {shown(name)}: there is no such chip; write one such as {known}")
+        raise ConfigError(f"--compile-for {shown(name)}: there is no such chip; {_nearest(name)}there are {known}")
     found = CHIPS[chip]
     if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") != found.num_dims - 1:
         raise ConfigError(

@@ -4,6 +4,9 @@ import pytest
 
 from torchacc.aot.scheduled_program import parse
 
+KERNEL = (
+    'metadata={op_name="model.1/model.layers.0.self_attn.7/xla__splash_attention.2/splash_mha_v_layout=1/pallas_call"}'
+)
 METADATA = 'metadata={op_name="transformer.1/transformer.h.0.attn.2/aten__mm.3/aten__mm"}'
 CYCLES = 'backend_config={"flag_configs":[],"estimated_cycles":"%d"}'
 TEXT = f"""HloModule IrToHlo.5301, is_scheduled=true
@@ -30,6 +33,7 @@ ENTRY %main (p0: bf16[32,256]) -> f32[] {{
   %work = bf16[4,4]{{1,0}} fusion(%p0), calls=%nothing, {METADATA}, {CYCLES % 700}
   %get-tuple-element.1 = u32[] get-tuple-element(%async-collective-start.4), index=2
   %more = f32[2,3]{{1,0}} fusion(%work), {CYCLES % 30}
+  %kernel = f32[2,3]{{1,0}} custom-call(%work), {KERNEL}
   %async-collective-done.4 = bf16[256,256]{{1,0}} fusion(%get-tuple-element.1), calls=%nothing
   %after = f32[2,3]{{1,0}} fusion(%more), {CYCLES % 5}
   %loop = (s32[]) while(%after), condition=%nothing, body=%body, {'backend_config={"known_trip_count":{"n":"3"}}'}
@@ -51,6 +55,7 @@ def test_what_a_module_computes_bears_its_name(program):
     names = {each.name: each.module for each, _ in program.runs()}
     assert names["work"] == "transformer.h.0.attn"
     assert names["more"] == ""
+    assert names["kernel"] == "model.layers.0.self_attn"
 
 
 def test_a_started_exchange_has_what_runs_before_its_end_beside_it(program):

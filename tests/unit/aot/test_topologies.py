@@ -22,6 +22,9 @@ def test_a_single_chip_is_no_whole_machine():
     ("name", "says"),
     [
         ("v9:2x2", "no such chip"),
+        ("V5E:2x4", "did you mean v5e:2x4"),
+        ("v5litepod-8", "no such chip"),
+        ("h100x8", "no such chip"),
         ("v5e", "2 dimensions"),
         ("v5e:2x2x2", "2 dimensions"),
         ("v5p:2x2", "3 dimensions"),
