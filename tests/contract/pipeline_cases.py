@@ -57,10 +57,11 @@ def config(
     tp: int = 1,
     microbatches: int | None = None,
     schedule: str = "gpipe",
+    each: int | None = None,
     **options: Any,
 ) -> torchacc.Config:
     fsdp = {"size": NUM_DEVICES // pp // dp // tp, **options.pop("fsdp", {})}
-    stages = {"size": pp, "num_microbatches": microbatches, "schedule": schedule}
+    stages = {"size": pp, "num_microbatches": microbatches, "schedule": schedule, "stages_per_device": each}
     dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}}
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
 
@@ -164,6 +165,40 @@ class Saved:
 @case([NATIVE], each=BATCHES)
 def backwards_between_forwards_train_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
     compare(make("gpt2"), [make_batch(), padded(left=True)], pp=2, microbatches=3, schedule="1f1b", in_windows=True)
+
+
+@case(
+    [NATIVE],
+    each={
+        "uneven-labels": (labelled_unevenly, {"family": "gpt2"}, {"microbatches": 3}),
+        "packed": (packed, {"family": "llama", "layers": 6, "tie_word_embeddings": True}, {"each": 3}),
+        "masked-by-hand": (masked_by_hand, {"family": "gpt2", "tie_word_embeddings": False}, {"microbatches": 4}),
+        "padded": (functools.partial(padded, left=False), {"family": "qwen3", "head_dim": 8}, {"memory": {"gc": True}}),
+    },
+)
+def interleaved_stages_train_the_same_with_a_batch(how: tuple[Callable[..., Batch], Any, Any]) -> None:
+    make_batch, model, more = how
+    compare(
+        make(**{"layers": 4, **model}), [make_batch(), plain()], pp=2, schedule="interleaved", in_windows=True, **more
+    )
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={
+        "shards-recomputed": {"pp": 2, "each": 3, "microbatches": 3, "memory": {"gc": True}},
+        "kept-weights": {"pp": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+        "copies": {"pp": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}},
+        "replicas": {"pp": 2, "dp": 2, "each": 3},
+        "split-layers": {"pp": 2, "tp": 2, "model": {"family": "llama", "tie_word_embeddings": True}},
+        "four": {"pp": 4, "microbatches": 7},
+        "four-with-few": {"pp": 4, "microbatches": 2, "model": {"family": "llama"}},
+    },
+)
+def interleaved_stages_of_four_devices_train_with(how: dict[str, Any]) -> None:
+    model = {"family": "gpt2", "layers": 8, **how.pop("model", {})}
+    compare(make(**model), WINDOW, in_windows=True, schedule="interleaved", **how)
 
 
 @case(

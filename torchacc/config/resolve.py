@@ -5,7 +5,7 @@ from copy import deepcopy
 from math import prod
 
 from torchacc.config.root import Config
-from torchacc.config.sections import Section
+from torchacc.config.sections import PPConfig, Section
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
 
@@ -73,18 +73,27 @@ def _refuse_contradictions(config: Config) -> None:
     _refuse_choice_without_compile(config)
     _refuse_choice_without_float8(config)
     _refuse_two_kernels(config)
-    for name, default in (("num_microbatches", None), ("schedule", "gpipe")):
+    for name, default in (("num_microbatches", None), ("schedule", "gpipe"), ("stages_per_device", None)):
         value = getattr(config.dist.pp, name)
         if config.dist.pp.size == 1 and value != default:
             raise ConfigError(
                 f"dist.pp.{name} = {value!r} with dist.pp.size = 1, so that there are no stages to keep busy: leave it "
                 "out, or set config.dist.pp.size"
             )
+    _refuse_stages_of_a_device(config.dist.pp)
     if config.memory.gc_policy != "full" and config.memory.offload_activations:
         raise ConfigError(
             f"memory.gc_policy = {config.memory.gc_policy!r} with memory.offload_activations = True: the results that "
             "are kept would stay on the device. Leave gc_policy at 'full', or offload_activations at False"
         )
+
+
+def _refuse_stages_of_a_device(pp: PPConfig) -> None:
+    given = f"dist.pp.stages_per_device = {pp.stages_per_device} with dist.pp.schedule = {pp.schedule!r}"
+    if pp.stages_per_device is not None and pp.schedule != "interleaved":
+        raise ConfigError(f"{given}, in which each device has one stage: leave it out, or set schedule = 'interleaved'")
+    if pp.stages_per_device == 1:
+        raise ConfigError(f"{given}, which is for several: set it to 2 or more, or schedule = '1f1b'")
 
 
 def _refuse_options(section: Section, names: Iterable[str], why: str, switch: str) -> None:

@@ -351,13 +351,16 @@ class PPConfig(Section):
     path = "dist.pp"
 
     size: Count = 1
-    """Number of stages, each on devices of its own."""
+    """Number of devices over which the layers are split, each with a stage of them, or several."""
     num_microbatches: Count | None = None
     """Number of parts into which the rows of each batch are split, so that the stages compute at the same time; at most
-    as many as there are rows. None for twice as many as there are stages."""
+    as many as there are rows. None for twice as many as `size`."""
     schedule: PipelineSchedule = "gpipe"
     """`"gpipe"`: all forwards, then all backwards. `"1f1b"`: the model's forward runs both in turn, so that a stage has
-    activations of no more microbatches than there are stages; all processes have to scale the loss alike."""
+    activations of no more microbatches than there are stages; all processes have to scale the loss alike.
+    `"interleaved"`: so do several stages of each device, which wait less for one another, and send more."""
+    stages_per_device: Count | None = None
+    """With `"interleaved"` the number of stages of each device, 2 or more. None for 2."""
 
 
 class SPConfig(Section):

@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 
 from torchacc.layouts.speeds import DeviceSpeeds
-from torchacc.memory_plan.step import StageStep, Step
+from torchacc.memory_plan.step import DeviceStep, Step
 from torchacc.memory_plan.strategies import DTYPE_BYTES, computed_numel, shard_numel
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
@@ -41,17 +41,19 @@ def estimate(step: Step, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
         plan: The plan on all devices, as `step.plan_on()` returns it.
         speeds: The devices'.
     """
-    times = [_of_stage(each, plan, speeds) for each in step.stages]
+    times = [_of_device(each, plan, speeds) for each in step.devices]
     return max(times, key=lambda time: time.total)
 
 
-def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
-    count = stage.lifetimes.num_microbatches
-    own = plan.of_stage(stage.stage) if plan.pipeline.size > 1 else plan
+def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
+    count = device.stages[0].lifetimes.num_microbatches
+    own = device.plan_of(plan)
+    work = [each for stage in device.stages for each in stage.work]
     flops = speeds.flops_per_second * speeds.efficiency
     flops *= speeds.float32_share if plan.compute_dtype == "float32" else 1
-    computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in stage.work)
-    sent = sum(_seconds(plan.mesh, plan.mesh.axes(each.role), each.nbytes, speeds) for each in stage.sent)
+    computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in work)
+    exchanges = [each for stage in device.stages for each in stage.sent]
+    sent = sum(_seconds(plan.mesh, plan.mesh.axes(each.role), each.nbytes, speeds) for each in exchanges)
     moved = sum(_seconds(plan.mesh, axes, nbytes, speeds) for axes, nbytes in _of_parameters(own))
     # A stage gathers its weights, and reduces its gradients, once for all microbatches.
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
@@ -61,7 +63,7 @@ def _of_stage(stage: StageStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> Ste
     return StepTime(
         compute=count * computed + stepped,
         exposed=count * sent + exchanged,
-        bubble=(plan.pipeline.size - 1) * (computed + sent),
+        bubble=(plan.pipeline.num_devices - 1) * (computed + sent) / len(device.stages),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torchacc.memory_plan.order import in_xla_order
 from torchacc.memory_plan.trace import Operation, Read, Trace
-from torchacc.parallel.pipeline_plan import Pass, all_forwards_first
+from torchacc.parallel.pipeline_plan import Action, all_forwards_first
 
 _SHAPING = {
     "alias_copy", "arange", "cat", "clone", "constant_pad_nd", "copy", "copy_", "empty_like", "expand_copy", "fill",
@@ -78,15 +78,17 @@ class Lifetimes:
     """When the gradient of each trained parameter is complete."""
     casts: Mapping[str, int] = field(default_factory=dict)
     """Of parameters that are only read in the dtype of products: the bytes that a full one takes there."""
-    passes: tuple[tuple[Pass, int], ...] = tuple(all_forwards_first(1))
-    """The forwards and backwards of the microbatches for each of which all of it runs, in their order."""
+    stage: int = 0
+    """Of which of the device's stages it is."""
+    actions: tuple[Action, ...] = tuple(all_forwards_first(0, 1))
+    """The forwards and backwards of microbatches that the device runs in turn, through all of its stages."""
     adds_gradients: bool = False
     """Whether there are gradients of batches before it, not reduced yet, to which it adds its own."""
 
     @property
     def num_microbatches(self) -> int:
         """How often all of it runs."""
-        return len(self.passes) // 2
+        return sum(action.stage == self.stage for action in self.actions) // 2
 
 
 def fused_lifetimes(trace: Trace) -> Lifetimes:

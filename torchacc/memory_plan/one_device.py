@@ -286,7 +286,8 @@ class _SentRows(torch.autograd.Function):
 
 def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, traffic: Traffic) -> None:
     """Let a model take a microbatch, and compute one stage of it, as `pipelined_model` does."""
-    modules, last = StageModules(model, plan, stage, dtype), plan.pipeline.size - 1
+    pipeline = plan.pipeline
+    modules, last = StageModules(model, pipeline, stage % pipeline.num_devices, dtype), pipeline.size - 1
     anchor = torch.zeros((), device="meta", requires_grad=True)
     forward, width = model.forward, model.config.hidden_size
     modules.is_running = True
@@ -295,7 +296,8 @@ def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, t
         if stage > 0:
             modules.received = _Received.apply(anchor, (*batch["input_ids"].shape, width), dtype, traffic)
         given = batch if stage == last else {name: value for name, value in batch.items() if name != "labels"}
-        output = forward(**given, use_cache=False)
+        with modules.computing(stage):
+            output = forward(**given, use_cache=False)
         hidden, modules.received, modules.computed = modules.computed, None, None
         if stage == last:
             return {"loss": output.loss}

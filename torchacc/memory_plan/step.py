@@ -1,8 +1,9 @@
 """One training step of a model, studied once, and what it needs for any strategy and number of devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -43,7 +44,7 @@ class PlannedBackend:
 
     runs_eagerly: bool
     lifetimes: Callable[[Trace], Lifetimes]
-    count: Callable[[ShardingPlan, Lifetimes, int, int], DeviceBytes]
+    count: Callable[[ShardingPlan, Sequence[Lifetimes], int, int], DeviceBytes]
 
 
 PLANNED_BACKENDS: Mapping[str, PlannedBackend] = {
@@ -55,16 +56,27 @@ PLANNED_BACKENDS: Mapping[str, PlannedBackend] = {
 
 @dataclass(frozen=True)
 class StageStep:
-    """What is known of the step of one stage; without stages, of the model."""
+    """What is known of the step of one microbatch through a stage; without stages, of the batch through the model."""
 
-    stage: int
     lifetimes: Lifetimes
-    batch_bytes: int
-    """Of the batch, and of the model's buffers."""
     sent: tuple[Sent, ...] = ()
     """What a device sends to those that compute other parts of the same microbatch."""
     work: tuple[tuple[int, int], ...] = ()
     """For each operation of a microbatch its FLOPs, and the bytes that it reads and makes."""
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What is known of the step of a device with one stage, or several."""
+
+    stages: tuple[StageStep, ...]
+    batch_bytes: int
+    """Of the batch, and of the model's buffers."""
+
+    def plan_of(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return what a plan says of this device."""
+        stages = [each.lifetimes.stage for each in self.stages]
+        return plan.of_stages(stages) if plan.pipeline.size > 1 else plan
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,8 @@ class Step:
 
     plan: ShardingPlan
     """On as few devices as there can be: of one replica that is not sharded."""
-    stages: tuple[StageStep, ...]
-    """The first, the last, and the largest between them."""
+    devices: tuple[DeviceStep, ...]
+    """Of those that have stages the first, the last, and the one with the most parameters between them."""
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
     backend: PlannedBackend
@@ -101,12 +113,9 @@ class Step:
         """Return what the device needs that needs the most, by a plan of `plan_on()`."""
         found = [
             self.backend.count(
-                plan.of_stage(each.stage) if plan.pipeline.size > 1 else plan,
-                each.lifetimes,
-                self.num_states,
-                each.batch_bytes,
+                each.plan_of(plan), [stage.lifetimes for stage in each.stages], self.num_states, each.batch_bytes
             )
-            for each in self.stages
+            for each in self.devices
         ]
         return max(found, key=lambda needed: needed.total)
 
@@ -208,9 +217,10 @@ def study(
     if chosen.runs_eagerly:
         check_axes(config, mesh, model)
     plan = make_plan(model, config, mesh)
-    found = [_study_stage(model, batch, config, plan, chosen, stage, widens=widens) for stage in _stages(plan)]
-    stages = [replace(each, lifetimes=replace(each.lifetimes, adds_gradients=adds_gradients)) for each in found]
-    return Step(plan, tuple(stages), num_states, chosen)
+    batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
+    look = partial(_study_stage, model, batch, config, plan, chosen, widens=widens, adds_gradients=adds_gradients)
+    devices = [DeviceStep(tuple(map(look, plan.pipeline.stages_at(place))), batch_bytes) for place in _places(plan)]
+    return Step(plan, tuple(devices), num_states, chosen)
 
 
 def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients: bool) -> None:
@@ -260,11 +270,12 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
             )
 
 
-def _stages(plan: ShardingPlan) -> list[int]:
-    """Return the stages that may need the most: the first, the last, and the largest between them."""
-    between = range(1, plan.pipeline.size - 1)
-    largest = max(between, key=lambda stage: plan.of_stage(stage).numel, default=0)
-    return sorted({0, largest, plan.pipeline.size - 1})
+def _places(plan: ShardingPlan) -> list[int]:
+    """Return the places of the devices that may need the most: the first, the last, and the largest between them."""
+    pipeline = plan.pipeline
+    between = range(1, pipeline.num_devices - 1)
+    largest = max(between, key=lambda place: plan.of_stages(pipeline.stages_at(place)).numel, default=0)
+    return sorted({0, largest, pipeline.num_devices - 1})
 
 
 def _study_stage(
@@ -276,16 +287,16 @@ def _study_stage(
     stage: int,
     *,
     widens: bool,
+    adds_gradients: bool,
 ) -> StageStep:
     dtype, traffic = getattr(torch, plan.compute_dtype), Traffic()
-    batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
     count, recomputed = 1, plan.recomputed
     if backend.runs_eagerly:
         model = on_one_device(deepcopy(model).to(dtype), plan, stage, traffic)
         batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
     if plan.pipeline.size > 1:
         rows = len(next(iter(batch.values())))
-        count, recomputed = min(rows, plan.pipeline.num_microbatches), plan.of_stage(stage).recomputed
+        count, recomputed = min(rows, plan.pipeline.num_microbatches), plan.of_stages([stage]).recomputed
         batch = {name: tensor[: -(-rows // count)] for name, tensor in batch.items()}
     trace = record(
         model,
@@ -297,9 +308,11 @@ def _study_stage(
         widens=widens,
         chunked_loss=config.compute.chunked_loss,
     )
-    lifetimes = replace(backend.lifetimes(trace), passes=tuple(plan.pipeline.passes(stage, count)))
+    actions = tuple(plan.pipeline.actions(stage % plan.pipeline.num_devices, count))
+    lifetimes = backend.lifetimes(trace)
+    lifetimes = replace(lifetimes, stage=stage, actions=actions, adds_gradients=adds_gradients)
     work = tuple((operation.flops, operation.nbytes) for operation in trace.operations)
-    return StageStep(stage, lifetimes, batch_bytes, tuple(traffic.found), work)
+    return StageStep(lifetimes, tuple(traffic.found), work)
 
 
 def find_optimizer(name: str, option: str = "--optimizer") -> type[torch.optim.Optimizer]:

@@ -1,14 +1,14 @@
 """Bytes of each device for a training step, by sharding strategy: arithmetic on a plan and on what is alive when."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
 from torchacc.memory_plan.lifetimes import Buffer, Lifetimes
 from torchacc.parallel.axes import Role
-from torchacc.parallel.pipeline_plan import Pass
+from torchacc.parallel.pipeline_plan import Action, Pass
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, Unit
 from torchacc.parallel.sharding import DivisibleDimLayout, LocalShard, local_shard
 
@@ -48,8 +48,9 @@ class _Interval:
     """Whether it is there in the backward of the last microbatch only."""
 
 
-def xla_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+def xla_bytes(plan: ShardingPlan, stages: Sequence[Lifetimes], num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what XLA plans for a device: one program holds the whole step."""
+    (lifetimes,) = stages
     master = DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters)
     trained = sum(_partition(plan, parameter).shard_numel for parameter in plan.parameters if parameter.trainable)
@@ -82,25 +83,34 @@ def _size(plan: ShardingPlan, buffer: Buffer) -> int:
     return buffer.nbytes * _partition(plan, parameter).shard_numel // parameter.numel
 
 
-def native_bytes(plan: ShardingPlan, lifetimes: Lifetimes, num_states: int, batch_bytes: int) -> DeviceBytes:
+def native_bytes(plan: ShardingPlan, stages: Sequence[Lifetimes], num_states: int, batch_bytes: int) -> DeviceBytes:
     """Return what PyTorch's FSDP holds on a device, each operation a kernel of its own.
 
     Gradients stay from backward to the optimizer's step, which makes one more tensor for each parameter meanwhile; or
     each weight steps inside of backward.
+
+    Args:
+        plan: Of what the device computes.
+        stages: What is alive in the step of one microbatch through each of its stages.
+        num_states: Tensors in a parameter's shape that the optimizer keeps for it.
+        batch_bytes: Of the batch, and of the model's buffers.
     """
     master = DTYPE_BYTES[plan.master_dtype]
     at_rest = sum(shard_numel(plan, parameter) for parameter in plan.parameters)
-    trained = [shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable]
-    end = lifetimes.num_operations
-    intervals = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
-    intervals += _unit_weights(plan, lifetimes)
-    intervals += _unit_gradients(plan, lifetimes)
-    meanwhile = 0 if plan.steps_in_backward else sum(trained) * master
-    intervals.append(_Interval("optimizer", meanwhile if num_states else 0, end, end, is_one=True))
-    peak = _peak(_repeated(intervals, lifetimes))
+    trained = sum(shard_numel(plan, parameter) for parameter in plan.parameters if parameter.trainable) * master
+    timeline = _Timeline.of(stages)
+    meanwhile = trained if num_states and not plan.steps_in_backward else 0
+    intervals = [_Interval("optimizer", meanwhile, timeline.end, timeline.end)]
+    for lifetimes in stages:
+        own = plan.of_stages([lifetimes.stage]) if len(stages) > 1 else plan
+        of_microbatch = [_Interval("activations", b.nbytes, b.birth, b.death) for b in lifetimes.buffers]
+        of_microbatch += _unit_weights(own, lifetimes)
+        of_microbatch += _unit_gradients(own, lifetimes)
+        intervals += timeline.repeated(of_microbatch, lifetimes)
+    peak = _peak(intervals)
     return DeviceBytes(
         parameters=at_rest * master,
-        optimizer=sum(trained) * master * num_states + peak["optimizer"],
+        optimizer=trained * num_states + peak["optimizer"],
         gathered=peak["gathered"],
         gradients=peak["gradients"],
         activations=peak["activations"] + batch_bytes,
@@ -122,7 +132,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
             continue
         nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
-        if not plan.is_resharded_after_forward(unit) or plan.pipeline.schedule == "1f1b":
+        if not plan.is_resharded_after_forward(unit) or plan.pipeline.runs_backward_early:
             yield _Interval("gathered", nbytes, times[0], ends, is_one=True)
             continue
         # In backward a unit is gathered when the one that comes before it begins.
@@ -140,7 +150,7 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     compute, reduced = DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.reduce_dtype]
     trained = [[each for each in unit.parameters if each.name in lifetimes.gradients] for unit in plan.units]
     complete = [max((lifetimes.gradients[each.name] for each in unit), default=0) for unit in trained]
-    in_turn, end = plan.pipeline.schedule == "1f1b", lifetimes.num_operations
+    in_turn, end = plan.pipeline.runs_backward_early, lifetimes.num_operations
     for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
         numels = [computed_numel(plan, unit, each) for each in parameters]
         # Gradients are reduced after the last microbatch, and until then summed as they will be reduced.
@@ -186,30 +196,62 @@ def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inte
                 yield _Interval("gradients", nbytes, birth, end)
 
 
-def _repeated(intervals: Iterable[_Interval], lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield the intervals of all microbatches, in the order in which they run."""
-    forward, end, count = lifetimes.num_forward, lifetimes.num_operations, lifetimes.num_microbatches
-    lengths = [forward if each is Pass.FORWARD else end - forward for each, _ in lifetimes.passes]
-    begins = dict(zip(lifetimes.passes, accumulate(lengths, initial=0), strict=False))
-    last = next(number for each, number in reversed(lifetimes.passes) if each is Pass.BACKWARD)
+@dataclass(frozen=True)
+class _Timeline:
+    """When a device runs the forwards and backwards of its stages."""
 
-    def at(time: int, number: int) -> int:
-        """Return when that is for one of the microbatches."""
-        if time < forward:
-            return begins[Pass.FORWARD, number] + time
-        if time == end:  # the optimizer's step
-            return count * time
-        return begins[Pass.BACKWARD, number] + time - forward
+    begins: Mapping[Action, int]
+    last: Action
+    """The last backward, after which gradients of the stages before it are reduced, too."""
+    done: int
+    """When that is over."""
+    end: int
+    """The optimizer's step."""
 
-    for each in intervals:
-        if each.is_last:
-            yield replace(each, start=at(each.start, last), stop=at(each.stop, last))
-        elif each.is_one:
-            starts, stops = ([at(time, number) for number in range(count)] for time in (each.start, each.stop))
-            yield replace(each, start=min(starts), stop=max(stops))
-        else:
-            for number in range(count):
-                yield replace(each, start=at(each.start, number), stop=at(each.stop, number))
+    @classmethod
+    def of(cls, stages: Sequence[Lifetimes]) -> "_Timeline":
+        """Return the timeline of a device from the lifetimes of its stages."""
+        by_stage, actions = {each.stage: each for each in stages}, stages[0].actions
+        lengths = [
+            own.num_forward if action.kind is Pass.FORWARD else own.num_operations - own.num_forward
+            for action in actions
+            for own in [by_stage[action.stage]]
+        ]
+        *begins, done = accumulate(lengths, initial=0)
+        late = max(lengths) if len(stages) > 1 else 0
+        return cls(dict(zip(actions, begins, strict=True)), actions[-1], done, done + late)
+
+    def repeated(self, intervals: Iterable[_Interval], own: Lifetimes) -> Iterator[_Interval]:
+        """Yield the intervals of all microbatches through a stage.
+
+        Args:
+            intervals: Of one of them.
+            own: The stage's lifetimes.
+        """
+        numbers = [number for kind, stage, number in self.begins if (kind, stage) == (Pass.BACKWARD, own.stage)]
+        for each in intervals:
+            if each.is_last:
+                last = numbers[-1] if own.stage == self.last.stage else None
+                yield replace(each, start=self._at(each.start, last, own), stop=self._at(each.stop, last, own))
+            elif each.is_one:
+                starts, stops = ([self._at(time, n, own) for n in numbers] for time in (each.start, each.stop))
+                if own.stage != self.last.stage and each.stop >= own.num_forward:  # until gradients are reduced
+                    stops.append(self._at(each.stop, None, own))
+                yield replace(each, start=min(starts), stop=max(stops))
+            else:
+                for number in numbers:
+                    yield replace(each, start=self._at(each.start, number, own), stop=self._at(each.stop, number, own))
+
+    def _at(self, time: int, number: int | None, own: Lifetimes) -> int:
+        """Return when that is for one of the microbatches; for None after all of them."""
+        if time == own.num_operations:
+            return self.end
+        if time < own.num_forward:
+            return self.begins[Action(Pass.FORWARD, own.stage, number or 0)] + time
+        after_forward = time - own.num_forward
+        if number is None:
+            return self.done + after_forward
+        return self.begins[Action(Pass.BACKWARD, own.stage, number)] + after_forward
 
 
 def _local(plan: ShardingPlan, parameter: PlannedParameter) -> LocalShard:

@@ -1,11 +1,11 @@
 """Which stage of a pipeline computes what of a model, as plain data."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from torchacc.config.option_types import PipelineSchedule
     from torchacc.config.sections import PPConfig
 
-_DEFAULT_PER_STAGE = 2
-"""How many microbatches a batch has for each stage, where the config names no number."""
+_DEFAULT_PER_DEVICE = 2
+"""How many microbatches a batch has for each device of the stages, where the config names no number."""
+_DEFAULT_STAGES_PER_DEVICE = 2
+"""How many stages a device has in the interleaved schedule, where the config names no number."""
 
 
 class Pass(Enum):
@@ -26,6 +28,18 @@ class Pass(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class Action(NamedTuple):
+    """One forward or backward of a microbatch through a stage."""
+
+    kind: Pass
+    stage: int
+    number: int
+    """That of the microbatch."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name[0]}{self.number}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class PipelinePlan:
 
     size: int = 1
     """Number of stages."""
+    num_devices: int = 1
+    """Number of devices that share them: each has that of its place, and each so many further on."""
     layers: str = ""
     """The name of the list of layers."""
     bounds: tuple[int, ...] = ()
@@ -68,16 +84,45 @@ class PipelinePlan:
         """
         return tuple(sorted({self.stage_of(name) for name in names})) if self.size > 1 else (0,)
 
-    def passes(self, stage: int, count: int) -> list[tuple[Pass, int]]:
-        """Return what a stage runs in turn, and of which microbatch.
+    def stages_at(self, place: int) -> range:
+        """Return the stages of one of the devices.
 
         Args:
-            stage: The stage.
+            place: Its place among them.
+        """
+        return range(place, self.size, self.num_devices)
+
+    def places_of(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the places of the devices that hold a parameter with these names, of one or two stages.
+
+        Args:
+            names: All names of the parameter.
+        """
+        return tuple(sorted({stage % self.num_devices for stage in self.stages_of(names)}))
+
+    @property
+    def runs_backward_early(self) -> bool:
+        """Whether the model's forward runs the backwards, too."""
+        return self.schedule != "gpipe"
+
+    def actions(self, place: int, count: int) -> list[Action]:
+        """Return what one of the devices runs in turn.
+
+        Args:
+            place: Its place among them.
             count: The number of microbatches.
         """
-        if self.schedule == "gpipe":
-            return all_forwards_first(count)
-        return list(one_forward_one_backward(stage, self.size, count))
+        match self.schedule:
+            case "gpipe":
+                return all_forwards_first(place, count)
+            case "1f1b":
+                return one_forward_one_backward(place, self.size, count)
+            case "interleaved":
+                return interleaved(self.stages_at(place), self.num_devices, count)
+
+    def forwards(self, place: int, count: int) -> list[Action]:
+        """Return what one of the devices runs in turn where there is no backward."""
+        return [action for action in self.actions(place, count) if action.kind is Pass.FORWARD]
 
     def is_layer(self, name: str) -> bool:
         """Return whether a module is a layer, or inside of one."""
@@ -88,18 +133,21 @@ class PipelinePlan:
         for stage, (first, stop) in enumerate(pairwise(self.bounds)):
             own = f"{self.layers}.{first}" + (f" to {self.layers}.{stop - 1}" if stop - first > 1 else "")
             beside = (self.before if stage == 0 else ()) + (self.after if stage == self.size - 1 else ())
-            lines.append(f"  stage {stage}: {', '.join([own, *beside])}")
+            where = (
+                f" on device {stage % self.num_devices} of {self.num_devices}" if self.size > self.num_devices else ""
+            )
+            lines.append(f"  stage {stage}{where}: {', '.join([own, *beside])}")
         return "\n".join([*lines, f"  batches split into {self.num_microbatches} microbatches, {self.schedule}"])
 
 
-def all_forwards_first(count: int) -> list[tuple[Pass, int]]:
-    """Return what a stage runs in turn in GPipe's schedule, and of which microbatch: back from the last."""
-    forwards = [(Pass.FORWARD, number) for number in range(count)]
-    return [*forwards, *((Pass.BACKWARD, number) for number in reversed(range(count)))]
+def all_forwards_first(stage: int, count: int) -> list[Action]:
+    """Return what a stage runs in turn in GPipe's schedule: back from the last microbatch."""
+    forwards = [Action(Pass.FORWARD, stage, number) for number in range(count)]
+    return [*forwards, *(action._replace(kind=Pass.BACKWARD) for action in reversed(forwards))]
 
 
-def one_forward_one_backward(stage: int, num_stages: int, count: int) -> Iterator[tuple[Pass, int]]:
-    """Yield what a stage runs in turn in the schedule 1F1B, and of which microbatch.
+def one_forward_one_backward(stage: int, num_stages: int, count: int) -> list[Action]:
+    """Return what a stage runs in turn in the schedule 1F1B.
 
     Each stage is as many forwards ahead as there are stages behind it, so that it holds activations of no more than
     `num_stages - stage` microbatches (Narayanan et al., PipeDream-Flush, https://arxiv.org/abs/2006.09503).
@@ -109,12 +157,51 @@ def one_forward_one_backward(stage: int, num_stages: int, count: int) -> Iterato
         num_stages: How many there are.
         count: The number of microbatches.
     """
-    ahead = min(num_stages - 1 - stage, count)
-    for number in range(count + ahead):
-        if number < count:
-            yield Pass.FORWARD, number
-        if number >= ahead:
-            yield Pass.BACKWARD, number - ahead
+    turns = [(stage, number) for number in range(count)]
+    return _alternating(turns, turns, ahead=num_stages - 1 - stage)
+
+
+def interleaved(stages: Sequence[int], num_devices: int, count: int) -> list[Action]:
+    """Return what a device with several stages runs in turn in the interleaved schedule 1F1B.
+
+    As many microbatches as there are devices, or a few more where these do not divide them, go through one of its
+    stages, then through the next one. It is so many forwards ahead that its last stage begins with them, and two more
+    for each device behind it, from which gradients come late (Narayanan et al., https://arxiv.org/abs/2104.04473).
+
+    Args:
+        stages: Those of the device.
+        num_devices: How many there are.
+        count: The number of microbatches.
+    """
+    rounds = _rounds(num_devices, count)
+    forwards, backwards = (
+        [(stage, number) for numbers in rounds for stage in order for number in numbers]
+        for order in (stages, stages[::-1])
+    )
+    ahead = (len(stages) - 1) * len(rounds[0]) + 2 * (num_devices - 1 - stages[0])
+    return _alternating(forwards, backwards, ahead)
+
+
+def _rounds(num_devices: int, count: int) -> list[range]:
+    """Return the numbers of the microbatches that go through a stage together, in as many parts as can be full.
+
+    Of a part with fewer of them than there are devices, stages would wait for one another forever.
+    """
+    num_rounds = max(1, count // num_devices)
+    smaller, larger = divmod(count, num_rounds)
+    bounds = [number * smaller + min(number, larger) for number in range(num_rounds + 1)]
+    return [range(*each) for each in pairwise(bounds)]
+
+
+def _alternating(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int) -> list[Action]:
+    """Return forwards and backwards in turn, of stages and microbatches, after so many forwards."""
+    ahead, actions = min(ahead, len(forwards)), []
+    for step in range(len(forwards) + ahead):
+        if step < len(forwards):
+            actions.append(Action(Pass.FORWARD, *forwards[step]))
+        if step >= ahead:
+            actions.append(Action(Pass.BACKWARD, *backwards[step - ahead]))
+    return actions
 
 
 def plan_pipeline(
@@ -131,10 +218,13 @@ def plan_pipeline(
     Raises:
         ConfigError: There are no layers, or fewer than stages, or stages would share what is inside of a layer.
     """
-    size = mesh.size(Role.PIPELINE)
-    if size == 1:
+    num_devices = mesh.size(Role.PIPELINE)
+    if num_devices == 1:
         return PipelinePlan()
-    asked = f"config.dist.pp.size = {size}"
+    size, asked = num_devices, f"config.dist.pp.size = {num_devices}"
+    if config.schedule == "interleaved":
+        each = config.stages_per_device or _DEFAULT_STAGES_PER_DEVICE
+        size, asked = num_devices * each, f"{asked} with {each} stages on each device"
     layers = _find_layers(model)
     if layers is None:
         raise ConfigError(
@@ -155,11 +245,12 @@ def plan_pipeline(
         )
     plan = PipelinePlan(
         size=size,
+        num_devices=num_devices,
         layers=layers,
         bounds=tuple(range(size + 1)),
         before=tuple(name for name in outside if order[name] < order[layers]),
         after=tuple(name for name in outside if order[name] > order[layers]),
-        num_microbatches=config.num_microbatches or _DEFAULT_PER_STAGE * size,
+        num_microbatches=config.num_microbatches or _DEFAULT_PER_DEVICE * num_devices,
         schedule=config.schedule,
     )
     weights = _weights(asked, plan, num_layers, numels)

@@ -4,7 +4,7 @@ A `ShardingPlan` names the units (modules whose parameters are gathered and free
 which unit, what is tied and what is frozen, and the dtypes. Engines carry it out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -109,14 +109,14 @@ class ShardingPlan:
     left_to_model: tuple[str, ...] = ()
     """Modules around the head that are no units, as the loss in chunks computes with it after their forward."""
 
-    def of_stage(self, stage: int) -> "ShardingPlan":
-        """Return the plan of what one stage computes: its units and parameters, and what it computes again."""
+    def of_stages(self, stages: Collection[int]) -> "ShardingPlan":
+        """Return the plan of what some stages compute: their units and parameters, and what they compute again."""
         units = []
         for unit in self.units:
-            own = tuple(each for each in unit.parameters if stage in self.pipeline.stages_of(each.names))
+            own = tuple(each for each in unit.parameters if set(stages) & set(self.pipeline.stages_of(each.names)))
             if own or not unit.name:
                 units.append(replace(unit, parameters=own))
-        recomputed = tuple(name for name in self.recomputed if self.pipeline.stage_of(name) == stage)
+        recomputed = tuple(name for name in self.recomputed if self.pipeline.stage_of(name) in stages)
         return replace(self, units=tuple(units), recomputed=recomputed)
 
     @property

@@ -52,6 +52,6 @@ def test_a_step_writes_each_shard_once_however_experts_are_spread():
     nbytes = 12 * alone.on(2, "FULL_SHARD").parameters
     assert nbytes == pytest.approx(12 * spread.on(2, "FULL_SHARD").parameters, rel=0.01)
     for step in (alone, spread):
-        moved = sum(max(done / 1e30, read) for done, read in step.stages[0].work)
+        moved = sum(max(done / 1e30, read) for done, read in step.devices[0].stages[0].work)
         found = estimate(step, step.plan_on(2, "FULL_SHARD"), fast)
         assert found.compute == pytest.approx(moved + nbytes, rel=1e-3)

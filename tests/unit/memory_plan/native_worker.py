@@ -29,7 +29,7 @@ def make_gpt2():
 
 def make_llama():
     config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, use_cache=False,
+        num_hidden_layers=4, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, use_cache=False,
         num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
@@ -48,12 +48,13 @@ def make_mixtral():
 MODELS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
 
 
-def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False):
+def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False, schedule="gpipe"):
     config = torchacc.Config(backend="native")
     for axis, size in sizes.items():
         getattr(config.dist, axis).size = size
     config.memory.gc, config.compute.bf16 = recomputed, bf16
     config.memory.gc_policy, config.memory.step_in_backward = policy, steps_in_backward
+    config.dist.pp.schedule = schedule
     config.dist.fsdp.size = RANKS // math.prod(sizes.values())
     return config
 
@@ -109,6 +110,7 @@ def main(folder, *cases):
             bf16="bf16" in options,
             policy="save_matmuls" if keeps else "full",
             steps_in_backward="stepping" in options,
+            schedule=next((each for each in ("1f1b", "interleaved") if each in options), "gpipe"),
         )
         adds = "accumulated" in options
         make = MODELS[name]

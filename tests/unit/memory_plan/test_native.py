@@ -31,6 +31,7 @@ CASES = {
         "llama accumulated",
         "llama bf16 accumulated",
         "llama recomputed accumulated",
+        "llama pp=2 interleaved",
     ),
     4: ("llama pp=2", "llama sp=2 recomputed", "llama tp=2 recomputed"),
 }

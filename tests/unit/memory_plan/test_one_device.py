@@ -74,6 +74,15 @@ def test_a_stage_has_its_layers_and_the_activations_of_all_microbatches():
     assert one_by_one < 0.4 * twice  # of the first stage two wait
 
 
+def test_a_device_with_several_stages_has_the_parameters_of_all_and_a_few_more_activations():
+    own = partial(plan, pp=2, rows=16, num_microbatches=8)
+    one, two = own(schedule="1f1b"), own(schedule="interleaved")
+    assert [[stage.lifetimes.stage for stage in device.stages] for device in two.devices] == [[0, 2], [1, 3]]
+    one, two, all_forwards = (each.on(2, "FULL_SHARD") for each in (one, two, own()))
+    assert two.parameters == one.parameters
+    assert one.activations < two.activations < 0.7 * all_forwards.activations
+
+
 def test_layers_in_a_loop_are_refused_under_xla_alone():
     config = Config()
     config.compute.scan_layers = True

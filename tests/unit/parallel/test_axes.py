@@ -80,8 +80,9 @@ def test_a_new_axis_is_one_entry_for_the_memory_plan(made_up, engine):
     step = study(model, batch, Config(), num_states=2, backend=engine)
 
     def count(mesh):
-        (only,) = step.stages
-        return step.backend.count(replace(step.plan, mesh=mesh), only.lifetimes, step.num_states, only.batch_bytes)
+        (only,) = step.devices
+        lifetimes = [stage.lifetimes for stage in only.stages]
+        return step.backend.count(replace(step.plan, mesh=mesh), lifetimes, step.num_states, only.batch_bytes)
 
     found, alike = count(Mesh((("fsdp", 2), ("made_up", 2)))), count(Mesh((("fsdp", 4),)))
     assert found == alike != count(Mesh((("fsdp", 2),)))

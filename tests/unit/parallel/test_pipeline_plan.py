@@ -1,17 +1,27 @@
 """Which stage of a pipeline has what: plain data, no device."""
 
-import itertools
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.pipelining import schedules
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.pipeline_plan import Pass, _balanced, all_forwards_first, one_forward_one_backward
+from torchacc.parallel.pipeline_plan import (
+    Action,
+    Pass,
+    _balanced,
+    all_forwards_first,
+    interleaved,
+    one_forward_one_backward,
+)
 from torchacc.parallel.plan import ShardingPlan, make_plan
 
 
@@ -49,7 +59,7 @@ def plan(model: nn.Module, stages: int = 2, **options) -> ShardingPlan:
 def test_stages_are_runs_of_layers_with_what_is_around_them_at_the_ends():
     model = Model()
     planned = plan(model, memory={"gc": True})
-    stages = [planned.of_stage(stage) for stage in range(2)]
+    stages = [planned.of_stages([stage]) for stage in range(2)]
     assert [stage.recomputed for stage in stages] == [("layers.0", "layers.1", "layers.2"), ("layers.3", "layers.4")]
     names = [[parameter.name for parameter in stage.parameters] for stage in stages]
     assert names[0][-3:] == ["layers.2.inner.weight", "layers.2.inner.bias", "embed.weight"]
@@ -68,36 +78,97 @@ def test_a_large_table_has_few_layers_beside_it():
     assert plan(Model(), pp={"num_microbatches": 7}).pipeline.num_microbatches == 7
 
 
+def test_a_device_has_several_stages_when_they_are_interleaved():
+    planned = plan(Model(layers=8, vocab=1), pp={"schedule": "interleaved"})
+    pipeline = planned.pipeline
+    assert [list(pipeline.stages_at(place)) for place in range(2)] == [[0, 2], [1, 3]]
+    lines = [line for line in str(planned).splitlines() if line.startswith(("  stage", "  batches"))]
+    assert lines == [
+        "  stage 0 on device 0 of 2: layers.0 to layers.1, embed",
+        "  stage 1 on device 1 of 2: layers.2 to layers.3",
+        "  stage 2 on device 0 of 2: layers.4 to layers.5",
+        "  stage 3 on device 1 of 2: layers.6 to layers.7, norm, head",
+        "  batches split into 4 microbatches, interleaved",
+    ]
+    names = [parameter.name for parameter in planned.of_stages(pipeline.stages_at(0)).parameters]
+    assert {name.split(".")[1] for name in names if name.startswith("layers")} == {"0", "1", "4", "5"}
+    assert pipeline.places_of(["embed.weight", "head.weight"]) == (0, 1)
+    assert " ".join(map(str, pipeline.actions(1, 2))) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    assert plan(Model(layers=8, vocab=1), pp={"schedule": "interleaved", "stages_per_device": 4}).pipeline.size == 8
+
+
 @given(st.integers(1, 6), st.integers(1, 9))
 def test_a_stage_holds_no_more_microbatches_than_there_are_stages_behind_it(size, count):
-    sent = []
-    for stage in range(size):
-        passes = list(one_forward_one_backward(stage, size, count))
-        of_forwards, of_backwards = ([n for each, n in passes if each is kind] for kind in Pass)
+    devices = [one_forward_one_backward(stage, size, count) for stage in range(size)]
+    for stage, actions in enumerate(devices):
+        of_forwards, of_backwards = ([a.number for a in actions if a.kind is kind] for kind in Pass)
         assert of_forwards == of_backwards == list(range(count))
-        held = itertools.accumulate(1 if each is Pass.FORWARD else -1 for each, _ in passes)
-        assert max(held) == min(size - stage, count)
-        sent.append(passes)
-    assert runs_to_its_end(sent)
-    assert runs_to_its_end([all_forwards_first(count)] * size)
+        assert most_held(actions) == min(size - stage, count)
+    assert runs_to_its_end(devices, size, size)
+    assert runs_to_its_end([all_forwards_first(stage, count) for stage in range(size)], size, size)
 
 
-def runs_to_its_end(stages) -> bool:
-    """Return whether no stage waits forever, where each waits for what the stage beside it sends."""
-    done, left = set(), [list(passes) for passes in stages]
-    while any(left):
-        ready = []
-        for stage, passes in enumerate(left):
-            if not passes:
-                continue
-            kind, number = passes[0]
-            source = stage - 1 if kind is Pass.FORWARD else stage + 1
-            if not 0 <= source < len(stages) or (source, kind, number) in done:
-                ready.append(stage)
-        if not ready:
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 17))
+def test_interleaved_stages_run_all_microbatches_in_order_and_to_their_end(size, each, count):
+    devices = [interleaved(range(place, size * each, size), size, count) for place in range(size)]
+    for place, actions in enumerate(devices):
+        assert Counter(actions) == Counter(
+            Action(kind, stage, number)
+            for kind in Pass
+            for stage in range(place, size * each, size)
+            for number in range(count)
+        )
+        for stage in range(place, size * each, size):
+            for kind in Pass:
+                assert [a.number for a in actions if (a.kind, a.stage) == (kind, stage)] == list(range(count))
+        together = -(-count // max(1, count // size))
+        assert most_held(actions) <= min(count * each, (each - 1) * together + 2 * (size - 1 - place) + 1)
+    assert runs_to_its_end(devices, size * each, size)
+
+
+@given(st.integers(2, 5), st.integers(2, 3), st.integers(1, 4))
+def test_interleaved_stages_run_in_the_order_of_pytorchs_own_schedule(size, each, rounds):
+    theirs = schedules.ScheduleInterleaved1F1B
+    how = {"pp_group_size": size, "n_local_stages": each, "_n_microbatches": rounds * size}
+    own = SimpleNamespace(**how, microbatches_per_round=size)
+    for place in range(size):
+        order = filter(None, theirs._calculate_single_rank_operations(own, place))
+        kinds = {schedules.FORWARD: Pass.FORWARD, schedules.FULL_BACKWARD: Pass.BACKWARD}
+        expected = [Action(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in order]
+        assert interleaved(range(place, size * each, size), size, rounds * size) == expected
+
+
+def most_held(actions: Sequence[Action]) -> int:
+    return max(accumulate(1 if action.kind is Pass.FORWARD else -1 for action in actions))
+
+
+def runs_to_its_end(devices: Sequence[Sequence[Action]], num_stages: int, most_sent: int) -> bool:
+    """Return whether no device waits forever, as each waits for what others send, and until they receive."""
+    computed, received = set[Action](), set[Action]()
+    left, sent = [list(actions) for actions in devices], [list[Action]() for _ in devices]
+
+    def goes_on(place: int) -> bool:
+        """Begin the next action, or end it once no more than so many of its stage wait to be received."""
+        action = left[place][0]
+        step = 1 if action.kind is Pass.FORWARD else -1
+        source, target = action.stage - step, action.stage + step
+        if action not in computed:
+            needed = action._replace(stage=source)
+            if 0 <= source < num_stages and needed not in computed:
+                return False
+            received.add(needed)
+            computed.add(action)
+            sent[place] += [action] if 0 <= target < num_stages else []
+            return True
+        alike = [each for each in sent[place] if each[:2] == action[:2]]
+        if alike[-1:] == [action] and len(alike) > most_sent and alike[-1 - most_sent] not in received:
             return False
-        for stage in ready:
-            done.add((stage, *left[stage].pop(0)))
+        left[place].pop(0)
+        return True
+
+    while any(left):
+        if not any(goes_on(place) for place, actions in enumerate(left) if actions):
+            return False
     return True
 
 

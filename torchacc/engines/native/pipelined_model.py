@@ -22,7 +22,7 @@ from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_stages import StageModules, leave_out
-from torchacc.engines.native.stage_collectives import StageLink
+from torchacc.engines.native.stage_collectives import StageLink, num_groups
 from torchacc.engines.native.stage_schedules import (
     OF_LOSS,
     SPLIT_INPUTS,
@@ -60,10 +60,9 @@ class PipelinedModel(NativeModel):
         super().__init__(engine, model, plan)
         mesh, rank = engine.mesh, engine.job.rank
         stages = mesh.groups(Role.PIPELINE)
-        group = engine.group.own_subgroup(stages)
-        assert group is not None
-        backward = engine.group.own_subgroup(stages, copy=1) if engine.device.type != "cpu" else None
-        self.link = StageLink(group, mesh.index(rank, Role.PIPELINE), engine.device, backward)
+        copies = range(num_groups(plan.pipeline, engine.device))
+        groups = [group for copy in copies if (group := engine.group.own_subgroup(stages, copy)) is not None]
+        self.link = StageLink(plan.pipeline, groups, mesh.index(rank, Role.PIPELINE), engine.device)
         self._replicas_of_stage = engine.group.own_subgroup(_groups_of_stages(engine))
         ends = [[ranks[0], ranks[-1]] for ranks in stages]
         self._ends = engine.group.own_subgroup(ends)
@@ -73,16 +72,16 @@ class PipelinedModel(NativeModel):
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Shard the modules of this stage, and let those of others pass on what they are given."""
-        stage = self.link.stage
+        pipeline, place = self.plan.pipeline, self.link.place
         self.absent: list[nn.Parameter] = []
         """The parameters of other stages, without elements."""
         loss: Any = self.model
         self._loss: Callable[..., torch.Tensor] = loss.loss_function
-        if self.link.is_last:
+        if self.link.has_last:
             loss.loss_function = self._loss_of_batch
         shards = super()._shard(optimizer)
-        shared = [each for each in self.plan.parameters if len(self.plan.pipeline.stages_of(each.names)) > 1]
-        held = [each for each in shared if stage in self.plan.pipeline.stages_of(each.names)]
+        shared = [each for each in self.plan.parameters if len(pipeline.places_of(each.names)) > 1]
+        held = [each for each in shared if place in pipeline.places_of(each.names)]
         self.shared = [self.model.get_parameter(each.name) for each in shared]
         """Parameters that the first and the last stage share, on all stages."""
         self._tied = [self.model.get_parameter(each.name) for each in held]
@@ -91,7 +90,7 @@ class PipelinedModel(NativeModel):
 
     @cached_property
     def _own_plan(self) -> ShardingPlan:
-        return self.plan.of_stage(self.link.stage)
+        return self.plan.of_stages(self.plan.pipeline.stages_at(self.link.place))
 
     @cached_property
     def _root(self) -> nn.Module:
@@ -114,14 +113,14 @@ class PipelinedModel(NativeModel):
     def on_unscale(self) -> None:
         """Refuse PyTorch's `GradScaler`, by which a stage alone would skip a step where its gradients overflow."""
         raise EngineError(
-            f"a GradScaler with a model in {self.link.size} stages (config.dist.pp.size): it looks for infinite "
+            f"a GradScaler with a model in {self.link.num_stages} stages (config.dist.pp.size): it looks for infinite "
             "gradients in each stage by itself, so that some would step and others not. Leave it out, as "
             f"config.compute.bf16 needs none, {_WITHOUT}"
         )
 
     def _prepare_parameters(self) -> None:
         """Leave out the parameters of other stages, and what their modules compute, as split layers or not."""
-        self.modules = StageModules(self.model, self.plan, self.link.stage, self._lowered or torch.float32)
+        self.modules = StageModules(self.model, self.plan.pipeline, self.link.place, self._lowered or torch.float32)
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]
         mesh = self.engine.parameter_mesh
@@ -149,7 +148,7 @@ class PipelinedModel(NativeModel):
         loss: torch.Tensor | None = None
         logits: Any = None
         try:
-            if torch.is_grad_enabled() and self.plan.pipeline.schedule == "1f1b":
+            if torch.is_grad_enabled() and self.plan.pipeline.runs_backward_early:
                 loss = run_forwards_and_backwards(microbatches)
             else:
                 loss, logits = run_forwards(microbatches)
@@ -195,14 +194,14 @@ class PipelinedModel(NativeModel):
                 raise self._refuse(f"{name} of shape {tuple(value.shape)} for input_ids of {tuple(ids.shape)}")
         if torch.is_grad_enabled() and "labels" not in given:
             raise EngineError(
-                f"a call without labels that records gradients, of a model in {self.link.size} stages "
+                f"a call without labels that records gradients, of a model in {self.link.num_stages} stages "
                 "(config.dist.pp.size): only the last stage has logits, so that the model has to compute the loss. "
                 "Pass labels, or call it under torch.no_grad(), where all ranks get the logits"
             )
 
     def _refuse(self, what: str) -> EngineError:
         return EngineError(
-            f"{type(self.model).__name__} with {what}, where the model is in {self.link.size} stages "
+            f"{type(self.model).__name__} with {what}, where the model is in {self.link.num_stages} stages "
             f"(config.dist.pp.size): leave it out, {_WITHOUT}. To generate, load a checkpoint with dist.pp.size = 1"
         )
 
@@ -223,9 +222,10 @@ class PipelinedModel(NativeModel):
         own = digest_of([sorted(given), *(each.detach().cpu() for each in tensors_in(dict(given)))])
         if not self.link.compare(own):
             raise DataError(
-                f"the {self.link.size} stages (config.dist.pp.size) have called {type(self.model).__name__} with "
-                "different inputs: a batch runs through all of them. Hand the loader over to accelerate(), which gives "
-                "them the same batch, and draw random numbers for it by a generator with the same seed on all ranks"
+                f"the {self.link.num_devices} devices with stages (config.dist.pp.size) have called "
+                f"{type(self.model).__name__} with different inputs: a batch runs through all of them. Hand the loader "
+                "over to accelerate(), which gives them the same batch, and draw random numbers for it by a generator "
+                "with the same seed on all ranks"
             )
 
     def _loss_of_batch(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -277,7 +277,7 @@ class PipelinedModel(NativeModel):
             is_last: Whether it is the last of the batch, after which gradients are reduced.
             keeps_graph: Whether another backward of the same graph may follow.
         """
-        is_held = self._in_window and self.plan.pipeline.schedule == "gpipe"
+        is_held = self._in_window and not self.plan.pipeline.runs_backward_early
         with nullcontext() if is_last or is_held else super()._hold_gradients():
             torch.autograd.backward(loss, gradient, retain_graph=keeps_graph)
 
@@ -355,8 +355,9 @@ class PipelinedModel(NativeModel):
         if largest != -negated:
             raise EngineError(
                 f"the processes scale the loss differently, this one by {float(scale):.6g}, with "
-                "config.dist.pp.schedule = '1f1b', where gradients are averaged before: scale it alike on all, leave "
-                "the number of labels that count to the model (num_items_in_batch), or set schedule = 'gpipe'"
+                f"config.dist.pp.schedule = {self.plan.pipeline.schedule!r}, where gradients are averaged before: "
+                "scale it alike on all, leave the number of labels that count to the model (num_items_in_batch), or "
+                "set schedule = 'gpipe'"
             )
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, gradient in computed.items():
@@ -372,7 +373,7 @@ class PipelinedModel(NativeModel):
     def _hold_gradients(self) -> Iterator[None]:
         self._in_window = True
         try:
-            with nullcontext() if self.plan.pipeline.schedule == "1f1b" else super()._hold_gradients():
+            with nullcontext() if self.plan.pipeline.runs_backward_early else super()._hold_gradients():
                 yield
         finally:
             self._in_window = False
@@ -384,7 +385,7 @@ class PipelinedModel(NativeModel):
                 f"clip_grad_norm_(norm_type={norm_type}) of a model in stages (config.dist.pp.size): their norms are "
                 "put together for orders above 0: choose one, such as 2.0"
             )
-        tied = self._tied if self.link.is_last else []
+        tied = self._tied if self.link.has_last else []
         elsewhere = {id(each) for each in tied} | {id(each.grad) for each in tied}
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
         own = total_norm(counted, norm_type) if counted else None
@@ -412,14 +413,14 @@ class PipelinedModel(NativeModel):
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard, which of a tied parameter are in two stages."""
         index, count = super().replica_of(local_shard)
-        stages = self.plan.pipeline.stages_of(self._names_of[local_shard.names[0]])
-        place = stages.index(self.link.stage) if self.link.stage in stages else 0
-        return index * len(stages) + place, count * len(stages)
+        places = self.plan.pipeline.places_of(self._names_of[local_shard.names[0]])
+        own = places.index(self.link.place) if self.link.place in places else 0
+        return index * len(places) + own, count * len(places)
 
     def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
-        mesh, stages = self.engine.mesh, self.plan.pipeline.stages_of(self._names_of[name])
+        mesh, places = self.engine.mesh, self.plan.pipeline.places_of(self._names_of[name])
         shard = super()._shard_of(name, shape, rank)
-        return shard if mesh.index(rank, Role.PIPELINE) in stages else sharding.without_elements(shard, mesh)
+        return shard if mesh.index(rank, Role.PIPELINE) in places else sharding.without_elements(shard, mesh)
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""

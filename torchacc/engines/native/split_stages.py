@@ -5,7 +5,8 @@ no elements, so that an optimizer or a checkpoint meets the same names on every 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchacc.engines.patches import transformers_attention
 from torchacc.errors import ConfigError, EngineError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.pipeline_plan import PipelinePlan
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
 
 _FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -99,34 +101,57 @@ def _check_plan(asked: str, model: nn.Module, plan: ShardingPlan) -> None:
 
 
 class StageModules:
-    """The modules of a model on one stage: what others compute passes on what it is given.
+    """The modules of a model on the device of one stage, or of several: what others compute passes on what it is given.
 
     Args:
         model: The model, which is changed in place.
-        plan: Its plan.
-        stage: Which of the stages this is.
+        pipeline: How it is split.
+        place: The device's place among those of the stages.
         dtype: The dtype in which embeddings would come.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, stage: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, pipeline: PipelinePlan, place: int, dtype: torch.dtype) -> None:
         self.is_running = False
         """Whether a forward of the model runs."""
         self.received: torch.Tensor | None = None
-        """The hidden states with which this stage's first layer begins."""
+        """The hidden states with which the first layer of the stage that runs begins."""
         self.computed: torch.Tensor | None = None
         """Those that its last layer has returned."""
         self._dtype = dtype
-        pipeline = plan.pipeline
-        own = pipeline.layers_of(stage)
-        for number, layer in enumerate(model.get_submodule(pipeline.layers).children()):
-            if number not in own:
-                special = {own.start - 1: self._enter, own.stop: self._leave}
-                self._let_run(layer, special.get(number, _pass_on))
-        for name in (*pipeline.before, *pipeline.after):
-            if pipeline.stage_of(name) != stage:
-                module: Any = model.get_submodule(name)
-                is_table = isinstance(module, nn.Embedding)
-                self._let_run(module, partial(self._embed, module.embedding_dim) if is_table else _pass_on)
+        self._layers: Mapping[int, range] = {stage: pipeline.layers_of(stage) for stage in pipeline.stages_at(place)}
+        self._running = range(0)
+        """The layers of the stage that runs."""
+        self._others: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {stage: [] for stage in self._layers}
+        """What stands in for modules of other stages while a stage of this device runs, by the module that has them."""
+        layers = (f"{pipeline.layers}.{number}" for number in range(pipeline.bounds[-1]))
+        for name in (*layers, *pipeline.before, *pipeline.after):
+            module, stage = model.get_submodule(name), pipeline.stage_of(name)
+            run = self._instead_of(module, name.removeprefix(f"{pipeline.layers}.") if pipeline.is_layer(name) else "")
+            if stage not in self._layers:
+                self._let_run(module, run)
+                continue
+            parent, _, leaf = name.rpartition(".")
+            for other in self._layers.keys() - {stage}:
+                self._others[other].append((model.get_submodule(parent), leaf, _StandIn(module, run)))
+
+    @contextmanager
+    def computing(self, stage: int) -> Iterator[None]:
+        """Hold a context in which a forward of the model is that of one of this device's stages."""
+        self._running = self._layers[stage]
+        own = [(parent, leaf, parent.get_submodule(leaf)) for parent, leaf, _ in self._others[stage]]
+        for parent, leaf, module in self._others[stage]:
+            parent._modules[leaf] = module
+        try:
+            yield
+        finally:
+            for parent, leaf, module in own:
+                parent._modules[leaf] = module
+
+    def _instead_of(self, module: Any, layer: str) -> Callable[..., torch.Tensor]:
+        """Return what runs in the place of a module, which is a layer by its number or none."""
+        if layer:
+            return partial(self._pass_layer, int(layer))
+        return partial(self._embed, module.embedding_dim) if isinstance(module, nn.Embedding) else _pass_on
 
     def _let_run(self, module: Any, run: Callable[..., torch.Tensor]) -> None:
         """Let a function run in the place of a module's forward, outside of a checkpoint of transformers' own."""
@@ -134,7 +159,7 @@ class StageModules:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             if not self.is_running:
                 raise EngineError(
-                    f"a part of a model in stages (config.dist.pp.size) was called by itself, and this stage has no "
+                    f"a part of a model in stages (config.dist.pp.size) was called by itself, and this device has no "
                     f"{type(module).__name__} there: call the whole model, on all ranks"
                 )
             return run(*args, **kwargs)
@@ -143,17 +168,30 @@ class StageModules:
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
 
-    def _enter(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert self.received is not None
-        return self.received
-
-    def _leave(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.computed = hidden_states
+    def _pass_layer(self, number: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Begin with what was received, keep what the stage has computed, or pass it on."""
+        if number == self._running.start - 1:
+            assert self.received is not None
+            return self.received
+        if number == self._running.stop:
+            self.computed = hidden_states
         return hidden_states
 
     def _embed(self, width: int, input: torch.Tensor) -> torch.Tensor:
         """Return zeros in the shape of embeddings, in next to no memory."""
         return torch.zeros((), dtype=self._dtype, device=input.device).expand(*input.shape, width)
+
+
+class _StandIn(nn.Module):
+    """Runs a function in the place of a module, of which it has all else."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["stands_for"] = module  # which is no part of it
+        self.forward = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stands_for"], name)
 
 
 def _pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

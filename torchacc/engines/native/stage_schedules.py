@@ -1,8 +1,9 @@
-"""How a batch runs through a stage in microbatches: all forwards first, or each backward as soon as it can.
+"""How a batch runs through a device's stages in microbatches: all forwards first, or each backward as soon as it can.
 
 In GPipe's schedule the script's `loss.backward()` runs the backward of all microbatches. In 1F1B ("one forward, one
-backward") the model's forward runs both, so that a stage holds the activations of a few microbatches only. Gradients
-then wait beside those of the parameters until the script's backward says by what to scale them.
+backward"), interleaved or not, the model's forward runs both, so that a stage holds the activations of a few
+microbatches only. Gradients then wait beside those of the parameters until the script's backward says by what to scale
+them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ OF_LOSS = ("labels", "shift_labels")
 
 
 class Microbatches:
-    """One stage's forwards of the microbatches of a batch.
+    """One device's forwards of the microbatches of a batch.
 
     Args:
         owner: The model.
@@ -39,6 +40,8 @@ class Microbatches:
         self.link = owner.link
         self._inner = inner
         self._parts = list(self._split(given))
+        self._dtypes: dict[int, torch.dtype] = {}
+        """In which hidden states come to each stage."""
         self.has_labels = "labels" in given
         self.output_type: type | None = None
         """Of what the model's forward returns."""
@@ -57,37 +60,41 @@ class Microbatches:
         for number in range(count):
             yield {name: parts[name][number] for name in parts if name != "num_items_in_batch"}
 
-    def run(self, number: int) -> tuple[Any, torch.Tensor | None]:
-        """Run one microbatch.
+    def run(self, stage: int, number: int) -> tuple[Any, torch.Tensor | None]:
+        """Run one microbatch through one of this device's stages.
 
         Returns:
             The last stage's loss, where there are labels, or what stands in the graph for what is sent; the last
             stage's logits where no gradients are recorded. More would stay for all microbatches.
         """
         link, modules, microbatch = self.link, self.owner.modules, self._parts[number]
-        if not link.is_first:
+        is_last = stage == link.num_stages - 1
+        if stage > 0:
             config: Any = self.owner.model.config
             if number == 0:
-                self._dtype = link.receive_dtype()
-            modules.received = link.receive((*microbatch["input_ids"].shape, config.hidden_size), self._dtype, number)
-        if not link.is_last:
+                self._dtypes[stage] = link.receive_dtype(stage)
+            shape = (*microbatch["input_ids"].shape, config.hidden_size)
+            modules.received = link.receive(shape, self._dtypes[stage], stage, number)
+        if not is_last:
             microbatch = {name: value for name, value in microbatch.items() if name not in OF_LOSS}
-        output = self._inner(**microbatch, return_dict=True)
+        with modules.computing(stage):
+            output = self._inner(**microbatch, return_dict=True)
         self.output_type, self.output_names = type(output), tuple(output)
         hidden, modules.received, modules.computed = modules.computed, None, None
-        if link.is_last:
+        if is_last:
             return output.get("loss"), None if torch.is_grad_enabled() else output.logits
         assert hidden is not None, "a layer of the next stage has been called"
         if number == 0:
-            link.send_dtype(hidden.dtype)
-        return link.send(hidden, number), None
+            link.send_dtype(hidden.dtype, stage)
+        return link.send(hidden, stage, number), None
 
 
 def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Run all forwards of a batch; return its loss, where there are labels, and its logits without gradients."""
     owner, link = microbatches.owner, microbatches.link
+    actions = owner.plan.pipeline.forwards(link.place, len(microbatches))
     with owner.keeping_weights(until_backward=True):
-        outputs = [owner.run_root(partial(microbatches.run, number)) for number in range(len(microbatches))]
+        outputs = [owner.run_root(partial(microbatches.run, stage, number)) for _, stage, number in actions]
     loss = None
     if microbatches.has_labels:
         losses = [loss for loss, _ in outputs]
@@ -96,8 +103,8 @@ def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch
         loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses, *absent)
     logits = None
     if not torch.is_grad_enabled():
-        own: Any = [each for _, each in outputs]
-        logits = link.from_last(torch.cat(own) if link.is_last else None)
+        own: Any = [each for _, each in outputs if each is not None]
+        logits = link.from_last(torch.cat(own) if link.has_last else None)
     link.finish()
     return loss, logits
 
@@ -131,28 +138,29 @@ class _WithBackwards(torch.autograd.Function):
 
 
 def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
-    """Run all forwards and backwards of a batch as 1F1B; return its loss, whose backward adds the gradients."""
+    """Run all forwards and backwards of a batch in turn; return its loss, whose backward adds the gradients."""
     owner, link, device = microbatches.owner, microbatches.link, microbatches.owner.engine.device
     if torch._C._current_graph_task_id() != -1:
         raise EngineError(_computed_again(owner))
-    losses: dict[int, torch.Tensor] = {}
+    losses: dict[tuple[int, int], torch.Tensor] = {}
     total = torch.zeros((), device=device)
-    count = len(microbatches)
+    actions = owner.plan.pipeline.actions(link.place, len(microbatches))
 
     with owner.computing_gradients() as computed, owner.keeping_weights(until_backward=False):
-        for each, number in owner.plan.pipeline.passes(link.stage, count):
-            if each is Pass.FORWARD:
-                losses[number], _ = owner.run_root(partial(microbatches.run, number))
-                total += losses[number].detach()
+        for action in actions:
+            kind, stage, number = action
+            if kind is Pass.FORWARD:
+                loss, _ = owner.run_root(partial(microbatches.run, stage, number))
+                losses[stage, number] = loss
+                total += loss.detach()
                 continue
-            is_last = number + 1 == count
             with torch.autocast(device.type, enabled=False):  # as in a script's own backward
-                owner.run_backward(losses.pop(number), is_last=is_last)
+                owner.run_backward(losses.pop((stage, number)), is_last=action is actions[-1])
     link.finish()
     value = link.scalar_from_last(total)
     parameters, gradients = list(computed), list(computed.values())
-    loss: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, parameters, *gradients)
-    return loss
+    scaled: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, parameters, *gradients)
+    return scaled
 
 
 def check_backward(owner: "PipelinedModel") -> None:
@@ -173,11 +181,13 @@ def check_hooks(owner: "PipelinedModel") -> None:
     Raises:
         EngineError: There is one.
     """
-    is_early = owner.plan.pipeline.schedule == "1f1b"
+    pipeline = owner.plan.pipeline
+    is_early = pipeline.runs_backward_early
     seen = owner.model.parameters() if is_early else owner.shared
     if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in seen):
         why = (
-            "with config.dist.pp.schedule = '1f1b': it would run in the model's forward, before the loss is scaled"
+            f"with config.dist.pp.schedule = {pipeline.schedule!r}: it would run in the model's forward, before the "
+            "loss is scaled"
             if is_early
             else "of a parameter that the first and the last stage share (config.dist.pp.size): it would run before "
             "their gradients are summed"
