@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cpu-times", action="store_true", help="list the files by the processor time of their tests and its processes"
     )
+    parser.addoption("--jobset-crd", metavar="FILE", help="hold the JobSet template to its CustomResourceDefinition")
     parser.addoption("--long", action="store_true", help="draw many more cases than CI does, and others in each run")
 
 

@@ -96,11 +96,41 @@ def containers(template: str) -> list[dict]:
     for document in yaml.safe_load_all((TEMPLATES / template).read_text(encoding="utf-8")):
         if document["kind"] == "Job":
             found.append(document["spec"]["template"]["spec"]["containers"][0])
+        elif document["kind"] == "JobSet":
+            found += [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in replicated_jobs(document)]
         elif document["kind"] == "PyTorchJob":
             replicas = document["spec"]["pytorchReplicaSpecs"]
             assert sum(pods["replicas"] for pods in replicas.values()) == 2
             found += [pods["template"]["spec"]["containers"][0] for pods in replicas.values()]
     return found
+
+
+def replicated_jobs(job_set: dict) -> list[dict]:
+    return job_set["spec"]["replicatedJobs"]
+
+
+def known_to_kubernetes(document: dict) -> list[dict]:
+    """Return what Kubernetes itself reads of a document: the document, or what an operator makes of it."""
+    if document["kind"] == "JobSet":
+        jobs = replicated_jobs(document)
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, **job["template"]} for job in jobs]
+    if document["kind"] == "PyTorchJob":
+        replicas = document["spec"]["pytorchReplicaSpecs"].values()
+        pods = [{**pods["template"], "metadata": {"name": "pod"}} for pods in replicas]
+        return [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": pod} for pod in pods]
+    return [document]
+
+
+def strict(schema: dict) -> dict:
+    """Return an OpenAPI schema that refuses fields it does not name, which a cluster would drop with a warning."""
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        schema = {"additionalProperties": False, **schema}
+    return {
+        key: {name: strict(inner) for name, inner in value.items()} if key == "properties"
+        else strict(value) if key in ("items", "additionalProperties") and isinstance(value, dict)
+        else value
+        for key, value in schema.items()
+    }  # fmt: skip
 
 
 def pod(container: dict, environment: dict[str, str], **given: str) -> tuple[list[str], dict[str, str]]:
@@ -117,10 +147,24 @@ def test_a_shell_template_is_bash(path):
     assert "set -euo pipefail" in path.read_text(encoding="utf-8")
 
 
-def test_what_kubernetes_gets_is_of_its_schema():
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.name)
+def test_what_kubernetes_gets_is_of_its_schema(path):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
-    for document in yaml.safe_load_all((TEMPLATES / "kubernetes-job.yaml").read_text(encoding="utf-8")):
-        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+        for known in known_to_kubernetes(document):
+            kubernetes_validate.validate(known, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_what_the_controller_of_jobsets_gets_is_of_its_schema(pytestconfig):
+    if not pytestconfig.getoption("--jobset-crd"):
+        pytest.skip("needs --jobset-crd FILE, JobSet's CustomResourceDefinition")
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
+    definition = yaml.safe_load(Path(pytestconfig.getoption("--jobset-crd")).read_text(encoding="utf-8"))["spec"]
+    document = yaml.safe_load((TEMPLATES / "jobset.yaml").read_text(encoding="utf-8"))
+    group, version = document["apiVersion"].split("/")
+    assert (group, document["kind"]) == (definition["group"], definition["names"]["kind"])
+    (schema,) = [v["schema"]["openAPIV3Schema"] for v in definition["versions"] if v["served"] and v["name"] == version]
+    jsonschema.Draft202012Validator(strict(schema)).validate(document)
 
 
 @pytest.mark.slow
@@ -132,8 +176,9 @@ def test_slurm(environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_kubernetes_job(environment, tmp_path):
-    (container,) = containers("kubernetes-job.yaml")
+@pytest.mark.parametrize("template", ["kubernetes-job.yaml", "jobset.yaml"])
+def test_indexed_job(environment, tmp_path, template):
+    (container,) = containers(template)
     here = {"MASTER_ADDR": "127.0.0.1"}
     run(*(pod(container, environment, JOB_COMPLETION_INDEX=str(n), **here) for n in range(2)), folder=tmp_path)
     check(tmp_path, local_ranks=[0, 0], arguments=[])
