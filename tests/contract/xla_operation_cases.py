@@ -23,6 +23,7 @@ from torch import nn
 from xla_forward_cases import check_two_steps
 
 import torchacc
+from torchacc.engines import registry
 
 IMAGES = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(5))
 
@@ -222,6 +223,16 @@ def values_are_pytorchs() -> None:
     for name, function in VALUES.items():
         found, expected = plain_value(function(part(EQUAL))), function(EQUAL)
         torch.testing.assert_close(found, expected, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@case(XLA)
+def a_matrix_that_lies_where_another_lay_is_read() -> None:
+    put = registry.active_engine().put
+    rows = torch.randn(512, 256)
+    x = put(rows)
+    for _ in range(60):
+        matrix = torch.randn(256, 512)
+        torch.testing.assert_close(plain_value(x @ put(matrix)), rows @ matrix, atol=1e-3, rtol=0)
 
 
 @case([SPMD])

@@ -41,6 +41,10 @@ _PLAIN_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 # XLA:CPU's fast maximum and minimum lose a NaN, which PyTorch's keep: so would a clamp of a diverged loss.
 _KEEP_NAN = "--xla_cpu_enable_fast_min_max=false"
 
+# XLA:CPU lets XNNPACK multiply by an input of a program, and keeps what XNNPACK has packed of it by its address. Other
+# weights that come to lie there later, as gathered ones do in each step, are not read: the product is that of the old.
+_READ_WEIGHTS = "--xla_cpu_use_xnnpack=false"
+
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
 _AUTOGRAD_STARTED_TOO_EARLY = (
     "this process ran a backward pass on the CPU before the XLA runtime started, and PyTorch's autograd cannot add a "
@@ -144,7 +148,8 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
         job: The processes whose devices PJRT connects, as it can elsewhere than on the CPU; None for this one alone.
 
     Raises:
-        EngineError: The runtime cannot start, already runs with other devices, or autograd started before it.
+        EngineError: The runtime cannot start, already runs with other devices or, on the CPU, with XNNPACK, or autograd
+            started before it.
     """
     check_versions()
     env.set_default("PJRT_DEVICE", platform())
@@ -152,6 +157,7 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
     if runs_on_cpu():
         warn_of_idle_devices()
         _ask_for_cpu_devices(num_devices)
+        _read_weights()
         _keep_nan()
     _hush()
     import torch_xla
@@ -440,6 +446,18 @@ def _seed(seed: int) -> None:
     import torch_xla
 
     torch_xla.manual_seed(seed)
+
+
+def _read_weights() -> None:
+    """Refuse a runtime that multiplies by weights of another step."""
+    if not is_running():
+        env.add_flag("XLA_FLAGS", _READ_WEIGHTS)
+    if _READ_WEIGHTS not in (env.get("XLA_FLAGS") or "").split():
+        reason = "XLA's runtime started before accelerate()" if is_running() else "XLA_FLAGS asks for it"
+        raise EngineError(
+            f"XLA's CPU client would multiply by XNNPACK, as {reason}: it finds packed matrices by their address, and "
+            f"computes with the old where a new one comes to lie there, silently. Start with XLA_FLAGS={_READ_WEIGHTS}"
+        )
 
 
 def _keep_nan() -> None:

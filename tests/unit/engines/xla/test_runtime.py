@@ -1,10 +1,12 @@
 import os
+import re
 
 import pytest
 import torch
 
 from torchacc.engines.xla import runtime
 from torchacc.env import Job
+from torchacc.errors import EngineError
 
 
 @pytest.fixture
@@ -83,6 +85,26 @@ def test_no_scheduler_is_chosen_off_the_cpu(on_cpu, monkeypatch, caplog):
     runtime.use_plain_scheduler(recomputes=True)
     assert "XLA_FLAGS" not in os.environ
     assert not caplog.records
+
+
+READS_WEIGHTS = "--xla_cpu_use_xnnpack=false"
+
+
+@pytest.mark.parametrize("chosen", ["", "--xla_dump_to=folder"])
+def test_xnnpack_is_left_out(on_cpu, monkeypatch, chosen):
+    monkeypatch.setenv("XLA_FLAGS", chosen)
+    runtime._read_weights()
+    assert os.environ["XLA_FLAGS"] == f"{chosen} {READS_WEIGHTS}".strip()
+
+
+@pytest.mark.parametrize(("running", "why"), [(False, "XLA_FLAGS asks for it"), (True, "started before accelerate()")])
+def test_xnnpack_is_refused(on_cpu, monkeypatch, running, why):
+    monkeypatch.setattr(runtime, "is_running", lambda: running)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true")
+    with pytest.raises(EngineError, match=re.escape(f"{why}: it finds packed matrices")):
+        runtime._read_weights()
+    monkeypatch.setenv("XLA_FLAGS", READS_WEIGHTS)
+    runtime._read_weights()
 
 
 KEEPS_NAN = "--xla_cpu_enable_fast_min_max=false"
