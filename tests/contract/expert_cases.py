@@ -1,6 +1,7 @@
 """Experts spread over devices, beside the unsharded model on the whole batch."""
 
 import copy
+import math
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -46,7 +47,8 @@ WINDOW = [labelled_unevenly(), padded(left=True)]
 def accelerate(
     model: nn.Module, *, ep: int, dp: int = 1, num_devices: int = 4, dist: Any = None, **options: Any
 ) -> nn.Module:
-    fsdp = {"size": num_devices // ep // dp, **options.pop("fsdp", {})}
+    others = math.prod(axis["size"] for name, axis in (dist or {}).items() if name in ("tp", "sp", "pp"))
+    fsdp = {"size": num_devices // ep // dp // others, **options.pop("fsdp", {})}
     axes = {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}
     return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": axes, **options}))
 
@@ -97,6 +99,31 @@ def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     compare(model, WINDOW, steps=1, **{name: value for name, value in how.items() if name not in options})
 
 
+def beside(**sizes: int) -> dict[str, Any]:
+    return {"ep": 2, "dist": {axis: {"size": size} for axis, size in sizes.items()}}
+
+
+BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "split-layers": ("mixtral", beside(tp=2)),
+    "split-layers-of-the-outer-axis": ("qwen3-moe", {**beside(tp=2), "memory": {"gc": True}}),
+    "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
+    "split-samples": ("mixtral", beside(sp=2)),
+    "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
+    "stages": ("mixtral", beside(pp=2)),
+    "stages-recomputed": ("qwen3-moe", {**beside(pp=2), "memory": {"gc": True}}),
+    "stages-with-backwards-between": ("mixtral", {"ep": 2, "dist": {"pp": {"size": 2, "schedule": "1f1b"}}}),
+}
+OUTER_TP = ["tp", "dp", "ep", "fsdp", "pp", "sp"]
+
+
+@case(each=BESIDE)
+def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
+    family, options = how
+    if "memory" in options and "tp" in options["dist"]:
+        options["dist"]["topology"] = OUTER_TP
+    compare(with_random_numbers(make(**FAMILIES[family])), WINDOW, **options)
+
+
 @case(each={"eager": "eager", "batched": "batched_mm", "grouped": "grouped_mm"})
 def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     model = make(**FAMILIES["qwen3-moe"])
@@ -104,7 +131,7 @@ def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     compare(model, [padded(left=False), packed()], ep=2, steps=1)
 
 
-@case(each={"kept": {}, "recomputed": {"memory": {"gc": True}}})
+@case(each={"kept": {"ep": 4}, "recomputed": {"ep": 4, "memory": {"gc": True}}, "split": beside(tp=2)})
 def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
     """All tokens go to the first two experts: of one device here, which all others wait for."""
     for frozen in (False, True):
@@ -113,7 +140,7 @@ def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
         if frozen:  # nothing before the experts has a gradient
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".layers.1." in name or "experts" in name)
-        compare(model, [plain()], steps=1, ep=4, **how)
+        compare(model, [plain()], steps=1, **how)
 
 
 def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -123,9 +150,9 @@ def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...
 
 @case()
 def the_loss_that_balances_experts_is_over_all_tokens() -> None:
-    for family in ("mixtral", "qwen3-moe"):
+    for family, how in (("mixtral", {"ep": 2}), ("qwen3-moe", {"ep": 2}), ("mixtral", beside(tp=2))):
         model = make(**FAMILIES[family], output_router_logits=True, router_aux_loss_coef=0.5)
-        compare(model, [padded(left=True)], ep=2)
+        compare(model, [padded(left=True)], **how)
 
 
 @case()
@@ -180,9 +207,19 @@ def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
     torch.testing.assert_close(*logits)
 
 
-@case(each={"to-fsdp": {"ep": 1}, "to-more": {"ep": 4}, "to-replicas": {"ep": 2, "dp": 2}})
+LOADED: Mapping[str, dict[str, Any]] = {
+    "to-fsdp": {"ep": 1},
+    "to-more": {"ep": 4},
+    "to-replicas": {"ep": 2, "dp": 2},
+    "to-split-layers": beside(tp=2),
+    "to-split-samples": beside(sp=2),
+    "to-stages": beside(pp=2),
+}
+
+
+@case(each=LOADED)
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
-    folder = Path(sys.argv[2]) / f"ep-saved-{'-'.join(map(str, after.values()))}"
+    folder = Path(sys.argv[2]) / f"ep-saved-{list(LOADED.values()).index(after)}"
     make_model = partial(make, **FAMILIES["mixtral"])
     saved, optimizer = trained(make_model(), ep=2)
     torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
@@ -197,7 +234,7 @@ def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     assert following[1] == pytest.approx(following[0], rel=RELATIVE)
     again = folder.with_name(f"{folder.name}-again")
     torchacc.checkpoint.save(again, model=loaded, optimizer=new_optimizer)
-    back = accelerate(torchacc.deferred_init(make_model), ep=2)
+    back = accelerate(torchacc.deferred_init(make_model), ep=1 if "dist" in after else 2)
     torchacc.checkpoint.load(again, model=back)
     _check_same(torchacc.full_state_dict(back), torchacc.full_state_dict(loaded))
 
@@ -213,12 +250,12 @@ def _check_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@case()
-def spread_experts_evaluate_and_generate_ragged_samples() -> None:
+@case(each={"over-all": {"ep": 4}, "beside-split-layers": beside(tp=2)})
+def spread_experts_evaluate_and_generate_ragged_samples(how: dict[str, Any]) -> None:
     model = make(**FAMILIES["qwen3-moe"])
     whole = copy.deepcopy(model).eval()
-    accelerate(model, ep=4).eval()
-    ids = plain()["input_ids"][:1, : 5 + 2 * RANK]
+    accelerate(model, **how).eval()
+    ids = plain()["input_ids"][:1, : 5 + 2 * sharded_model(model).engine.data_shards.start]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, whole(ids).logits)
         generated = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
@@ -233,8 +270,8 @@ def what_spread_experts_cannot_do_is_refused() -> None:
         ({"ep": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
         ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
         ({"ep": 2, "fsdp": {"cpu_offload": True}}, "cpu_offload"),
-        ({"ep": 2, "fsdp": {"size": 1}, "dist": {"tp": {"size": 2}}}, "dist.tp.size"),
-        ({"ep": 2, "fsdp": {"size": 1}, "dist": {"sp": {"size": 2}}}, "dist.sp.size"),
+        ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
+        ({"ep": 2, "dist": {"tp": {"size": 2}, "sp": {"size": 1}}, "compute": {"fp8": True}}, "compute.fp8"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)
@@ -252,6 +289,13 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(model, ep=ep)
+    with pytest.raises(torchacc.ConfigError, match="6 experts of .*, split over tp 2, are sharded"):
+        accelerate(make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), **beside(tp=2))
+    with pytest.raises(torchacc.ConfigError, match="output_router_logits.* routers of all layers"):
+        accelerate(make(**FAMILIES["mixtral"], output_router_logits=True), **beside(pp=2))
+    staged = accelerate(mixtral(), **beside(pp=2))
+    with pytest.raises(torchacc.DataError, match="batches of 1 to 2 microbatches"):
+        staged(**{name: tensor[: 1 + RANK % 2] for name, tensor in plain().items()})
     model = accelerate(mixtral(), ep=2)
     loss = model(**part_of(model, plain())).loss
     with pytest.raises(torchacc.EngineError, match="dist.ep"):

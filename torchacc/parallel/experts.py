@@ -1,20 +1,24 @@
 """Which modules hold experts, and which devices compute which of them where they are spread (expert parallelism).
 
-At rest their parameters are sharded as all others are: by rows, and a row is an expert. Devices that differ along other
-axes than that of experts gather their rows together, and compute the experts that these are.
+At rest their parameters are sharded as all others are: by rows, and a row is an expert. Where layers are split, too, the
+devices that share a layer have different experts, too (`split_specs()`). Devices that differ along other axes than
+these two gather their rows together, and compute the experts that these are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import Role, axis_with
+from torchacc.parallel.axes import ParameterSpec, Role, axis_with
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import chunk
 
 _EP = axis_with(Role.BATCH, Role.SHARD, Role.EXPERT)
+_TP = axis_with(Role.TENSOR)
+HELD_BY = (Role.EXPERT, Role.TENSOR)
+"""The roles of the axes along which devices hold different experts."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Experts:
     module: str
     """Its name."""
     held: tuple[tuple[int, ...], ...]
-    """For each index along the axis of experts, which of them its devices gather, in the order of their rows."""
+    """For each place among the devices that hold different experts, in the order of the mesh, which of them the devices
+    there gather, in the order of their rows."""
 
     @property
     def num_experts(self) -> int:
@@ -74,6 +79,15 @@ def on_mesh(experts: Iterable[Experts], mesh: Mesh) -> tuple[Experts, ...]:
     return tuple(Experts(each.module, _held(each.module, each.num_experts, mesh)) for each in experts)
 
 
+def split_specs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterSpec]:
+    """Return how parameters of experts are split where layers are: each device has some of the experts, whole.
+
+    Args:
+        shapes: The parameters of experts, by name.
+    """
+    return {name: (_TP, *[None] * (len(shape) - 1)) for name, shape in shapes.items()}
+
+
 def count_experts(module: nn.Module) -> int | None:
     """Return how many experts a module holds, stacked along the first dimension of its parameters; None for others."""
     count = getattr(module, "num_experts", None)
@@ -86,21 +100,24 @@ def count_experts(module: nn.Module) -> int | None:
 
 
 def _held(name: str, count: int, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Return for each index along the axis of experts those that its devices gather, equally many.
+    """Return for each place among devices with different experts those that its devices gather, equally many.
 
     Raises:
         ConfigError: The rows of its devices would not be shards of equally many experts.
     """
-    size, shards = mesh.size(Role.EXPERT), mesh.num_shards
-    rows: list[list[range]] = [[] for _ in range(size)]
-    for device in mesh.groups(Role.SHARD)[0]:
-        rows[mesh.index(device, Role.EXPERT)].append(chunk(count, shards, mesh.index(device, Role.SHARD)))
-    each, per_group = count // size, shards // size
+    parts, size, shards = mesh.size(Role.TENSOR), mesh.size(Role.EXPERT), mesh.num_shards
+    part = -(-count // parts)
+    rows: list[list[range]] = [[] for _ in range(size * parts)]
+    for device in mesh.groups(Role.SHARD, Role.TENSOR)[0]:
+        own, first = chunk(part, shards, mesh.index(device, Role.SHARD)), part * mesh.index(device, Role.TENSOR)
+        rows[mesh.place(device, *HELD_BY)].append(range(first + own.start, first + own.stop))
+    each, per_group = count // (size * parts), shards // size
     expected = [len(chunk(each, per_group, index)) for index in range(per_group)]
-    if count % size or any([len(own) for own in held] != expected for held in rows):
+    if count % (size * parts) or any([len(own) for own in held] != expected for held in rows):
+        split = f", split over {_TP} {parts}," if parts > 1 else ""
         raise ConfigError(
-            f"config.dist.{_EP}.size = {size} on a mesh of {mesh.describe()}: the {count} experts of {name!r} are "
-            f"sharded over {shards} devices, by whole experts, and would not be equally many for each of {size}: "
+            f"config.dist.{_EP}.size = {size} on a mesh of {mesh.describe()}: the {count} experts of {name!r}{split} "
+            f"are sharded over {shards} devices, by whole experts, and would not be equally many for each of {size}: "
             f"choose sizes whose product divides {count}, and config.dist.dp.size for the other devices"
         )
     return tuple(tuple(expert for own in held for expert in own) for held in rows)

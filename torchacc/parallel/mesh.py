@@ -110,6 +110,10 @@ class Mesh:
         """
         return self._number(device, dict.fromkeys(axis for role in roles for axis in self.axes(role)))
 
+    def place(self, device: int, *roles: Role) -> int:
+        """Return a device's place in its group of `groups(*roles)`."""
+        return self._number(device, self.axes(*roles))
+
     def data_shard(self, device: int) -> int:
         """Return which part of the global batch a device sees."""
         return self._number(device, self.data_axes)

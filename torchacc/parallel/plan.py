@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torchacc.chunked_loss.model_loss import find_head
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role
-from torchacc.parallel.experts import Experts, select_experts
+from torchacc.parallel.experts import Experts, select_experts, split_specs
 from torchacc.parallel.float8_layers import Float8Layers, select_float8
 from torchacc.parallel.layer_scan import select_scanned
 from torchacc.parallel.mesh import STRATEGIES, Mesh
@@ -117,7 +117,8 @@ class ShardingPlan:
             if own or not unit.name:
                 units.append(replace(unit, parameters=own))
         recomputed = tuple(name for name in self.recomputed if self.pipeline.stage_of(name) in stages)
-        return replace(self, units=tuple(units), recomputed=recomputed)
+        experts = tuple(each for each in self.experts if self.pipeline.stage_of(each.module) in stages)
+        return replace(self, units=tuple(units), recomputed=recomputed, experts=experts)
 
     @property
     def keeps_products(self) -> bool:
@@ -223,6 +224,8 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
     if head is not None:
         _refuse_recomputed_head(recomputed, head)
     units = [Unit(name, type(modules[name]).__name__, tuple(parameters)) for name, parameters in owned.items()]
+    spread = {parameter.name: parameter.shape for each in experts for parameter in owned[each.module]}
+    others = {parameter.names: parameter.shape for parameter in parameters if parameter.name not in spread}
     return ShardingPlan(
         units=(*units, Unit("", type(model).__name__, tuple(root))),
         mesh=mesh,
@@ -235,7 +238,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         activations_on_host=config.memory.offload_activations,
         forward_prefetch=config.dist.fsdp.forward_prefetch,
         backward_prefetch=config.dist.fsdp.backward_prefetch != "NONE",
-        tensor_parallel=plan_tensor_parallel(model, config.dist.tp, mesh, {p.names: p.shape for p in parameters}),
+        tensor_parallel=plan_tensor_parallel(model, config.dist.tp, mesh, others, split_specs(spread)),
         recomputed=recomputed,
         recompute_policy=config.memory.gc_policy,
         steps_in_backward=config.memory.step_in_backward,

@@ -177,14 +177,21 @@ Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """All names of each parameter, the first one first -> its shape."""
 
 
-def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shapes: Shapes) -> TensorParallelPlan:
+def plan_tensor_parallel(
+    model: nn.Module,
+    config: "TPConfig",
+    mesh: Mesh,
+    shapes: Shapes,
+    experts: Mapping[str, ParameterSpec] | None = None,
+) -> TensorParallelPlan:
     """Decide how a model's layers are split.
 
     Args:
         model: The model; it is only read.
         config: `config.dist.tp`.
         mesh: The mesh.
-        shapes: The model's parameters.
+        shapes: The model's parameters, without those of experts that are spread over devices.
+        experts: How these are split.
 
     Raises:
         ConfigError: The plan does not fit the model, the model's sizes do not divide, or no plan is known for it.
@@ -202,6 +209,7 @@ def plan_tensor_parallel(model: nn.Module, config: "TPConfig", mesh: Mesh, shape
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
     declared_by = family or type(model).__name__
+    specs |= experts or {}
     num_key_value_heads = getattr(described, _KV_HEADS, None) or 0
     return TensorParallelPlan(size, declared_by, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
 

@@ -2,11 +2,12 @@
 
 A module of experts is a unit of FSDP2's that is gathered by the devices that hold the same experts only. At rest its
 parameters are shards of the full ones over all devices, as those of every unit. The model's own forward of the module
-computes the tokens of all devices with the experts that are gathered here.
+computes the tokens of all devices with the experts that are gathered here. Devices that share layers (`tp`) have the
+same tokens: each sends a part of them, and they put together what comes back.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from torchacc.config import Config
-from torchacc.engines.native.expert_collectives import exchange_counts, exchange_rows
+from torchacc.engines.native.expert_collectives import cut_rows, exchange_counts, exchange_rows, join_rows
 from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
 from torchacc.engines.process_group import gloo_silenced
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, DataError
 from torchacc.parallel.axes import Role
-from torchacc.parallel.experts import Experts, count_experts
+from torchacc.parallel.experts import HELD_BY, Experts, count_experts
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import PlannedParameter
 
@@ -42,9 +43,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     dist_, compute, memory = config.dist, config.compute, config.memory
     asked = f"config.dist.ep.size = {mesh.size(Role.EXPERT)}"
     refused = {
-        f"config.dist.tp.size = {dist_.tp.size}": dist_.tp.size > 1,
-        f"config.dist.sp.size = {dist_.sp.size}": dist_.sp.size > 1,
-        f"config.dist.pp.size = {dist_.pp.size}": dist_.pp.size > 1,
+        "config.dist.tp.plan": dist_.tp.plan is not None,
         "config.dist.fsdp.cpu_offload = True": dist_.fsdp.cpu_offload,
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
@@ -96,23 +95,24 @@ def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def make_mesh(mesh: Mesh, device_type: str) -> Any:
-    """Return the DeviceMesh (replicate, expert, shard), whose shards are of the same experts. Collective."""
+    """Return the DeviceMesh (pipeline, replicate, expert, shard), whose shards are of the same experts. Collective."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    roles = (Role.REPLICATE, Role.EXPERT, Role.SHARD)
-    ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.index(rank, role) for role in roles])
-    grid = torch.tensor(ranks, dtype=torch.int).view(mesh.size(Role.REPLICATE), mesh.size(Role.EXPERT), -1)
+    dims = ((Role.PIPELINE,), (Role.REPLICATE,), HELD_BY, (Role.SHARD,))
+    ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.place(rank, *roles) for roles in dims])
+    grid = torch.tensor(ranks, dtype=torch.int).view(*(mesh.size(*roles) for roles in dims[:-1]), -1)
     with gloo_silenced():
-        return DeviceMesh(device_type, grid, mesh_dim_names=tuple(role.value for role in roles))
+        return DeviceMesh(device_type, grid, mesh_dim_names=tuple(roles[0].value for roles in dims))
 
 
-def install(module: nn.Module, experts: Experts, mesh: Any) -> None:
+def install(module: nn.Module, experts: Experts, mesh: Any, sharing: dist.ProcessGroup | None) -> None:
     """Let a module's forward send tokens to the devices of their experts, and bring back what these compute.
 
     Args:
         module: The module, which is changed in place.
         experts: Which experts lie where.
         mesh: What `make_mesh()` made.
+        sharing: The devices that share layers, and so have the same tokens; None where layers are not split.
     """
     group: dist.ProcessGroup = mesh.get_group(Role.EXPERT.value)
     forward: Callable[..., torch.Tensor] = module.forward
@@ -128,7 +128,11 @@ def install(module: nn.Module, experts: Experts, mesh: Any) -> None:
 
     @functools.wraps(forward)
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _run(compute, module, positions, group, hidden, chosen, weights)
+        if sharing is None:
+            return _run(compute, module, positions, group, hidden, chosen, weights)
+        own, chosen, own_weights = cut_rows((hidden, chosen, weights), sharing)
+        computed = _run(compute, module, positions, group, own, chosen, own_weights)
+        return join_rows((computed,), sharing, len(hidden))[0]
 
     module.forward = run
 
@@ -177,6 +181,25 @@ def _run(
     return summed.to(hidden.dtype)
 
 
+def check_microbatches(count: int, agree: Callable[[Sequence[int]], list[int]]) -> None:
+    """Check that the devices of a stage run as many microbatches, as each needs the experts of all. Collective.
+
+    Args:
+        count: How many this one runs.
+        agree: Returns the largest that any process has of each number.
+
+    Raises:
+        DataError: They run different numbers.
+    """
+    most, negated = agree([count, -count])
+    if most != -negated:
+        raise DataError(
+            f"the devices have batches of {-negated} to {most} microbatches (config.dist.pp.num_microbatches), and each "
+            "needs the experts of all (config.dist.ep.size): give all ranks as many samples, as a loader of "
+            "accelerate() does"
+        )
+
+
 def keep_own(module: nn.Module, experts: Experts, mesh: Any) -> None:
     """Replace the parameters of a module by those of the experts that are gathered here, on the device."""
     held = list(experts.held[mesh.get_local_rank(Role.EXPERT.value)])
@@ -185,7 +208,7 @@ def keep_own(module: nn.Module, experts: Experts, mesh: Any) -> None:
         module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
-def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, experts: Experts) -> None:
+def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, num_different: int) -> None:
     """Let a module that `fully_shard()` has sharded show shards of the full parameters, and average their gradients.
 
     Its shards are those: which rows a device has of the experts that are gathered here is which it has of all.
@@ -196,13 +219,13 @@ def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, exp
     Args:
         module: The module.
         parameters: Its parameters as planned.
-        mesh: The DeviceMesh over which full parameters are sharded.
-        experts: Which experts lie where.
+        mesh: The DeviceMesh over which full parameters are distributed.
+        num_different: Among how many devices with different tokens experts are spread.
     """
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
-    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    placements = [_placement(name, mesh) for name in mesh.mesh_dim_names]
     for planned in parameters:
         name = planned.name.rpartition(".")[2]
         shard = module._parameters[name]
@@ -213,4 +236,14 @@ def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, exp
         module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
     for parameter in fully_shard.state(module)._fsdp_param_group.fsdp_params:  # type: ignore[attr-defined]
         parameter.reset_sharded_param()
-    module.set_all_reduce_hook(lambda gradients: gradients.div_(len(experts.held)))
+    module.set_all_reduce_hook(lambda gradients: gradients.div_(num_different))
+
+
+def _placement(dim: str, mesh: Any) -> Any:
+    """Return how the parameters of experts lie along a dimension of the DeviceMesh: rows, those of split layers first."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if dim == Role.SHARD.value and Role.TENSOR.value in mesh.mesh_dim_names:
+        return _StridedShard(0, split_factor=mesh[Role.TENSOR.value].size())
+    return Replicate() if dim == Role.REPLICATE.value else Shard(0)

@@ -91,8 +91,10 @@ class NativeModel(ShardedModel):
             is_compiled = self._compiled is not None
             split_layers.split_forwards(self.model, self._own_plan, self.engine.tp_mesh, is_compiled=is_compiled)
         attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group)
-        for experts in self.plan.experts:
-            expert_parallel.install(self.model.get_submodule(experts.module), experts, self.engine.expert_mesh)
+        sharing = self.engine.tp_mesh.get_group() if self.plan.tensor_parallel.size > 1 else None
+        for experts in self._own_plan.experts:
+            module = self.model.get_submodule(experts.module)
+            expert_parallel.install(module, experts, self.engine.expert_mesh, sharing)
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)
@@ -146,13 +148,13 @@ class NativeModel(ShardedModel):
         module = self._module_of(unit)
         # Here and not for all of the model, so that no more than one unit is ever unsharded.
         materialise_parameters(self.model, unit.parameters, self.plan, self.engine.device)
-        if self.plan.tensor_parallel.size > 1:
-            split_layers.distribute(self.model, unit.parameters, self.plan.tensor_parallel, self.engine.tp_mesh)
         mesh = self.engine.device_mesh
         experts = next((each for each in self.plan.experts if each.module == unit.name), None)
         if experts is not None:
             mesh = self.engine.expert_mesh[mesh.mesh_dim_names]
             expert_parallel.keep_own(module, experts, self.engine.expert_mesh)
+        elif self.plan.tensor_parallel.size > 1:
+            split_layers.distribute(self.model, unit.parameters, self.plan.tensor_parallel, self.engine.tp_mesh)
         own = [self.model.get_parameter(planned.name) for planned in unit.parameters if planned.shape]
         offload = OffloadPolicy()
         if self.plan.shards_on_host:
@@ -168,7 +170,8 @@ class NativeModel(ShardedModel):
                 reshard_after_forward=self.plan.is_resharded_after_forward(unit),
             )
         if experts is not None:
-            expert_parallel.finish(module, unit.parameters, self.engine.device_mesh, experts)
+            different = self.engine.mesh.size(Role.EXPERT)
+            expert_parallel.finish(module, unit.parameters, self.engine.parameter_mesh, different)
         _keep_class_name(module)
 
     def _take_over_groups(self) -> None:

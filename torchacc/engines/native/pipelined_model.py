@@ -15,7 +15,7 @@ from torch import nn
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.forward_inputs import CACHES
-from torchacc.engines.native import script_reads
+from torchacc.engines.native import expert_parallel, script_reads
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
@@ -144,6 +144,8 @@ class PipelinedModel(NativeModel):
             check_backward(self)
         self.link.begin_batch()
         microbatches = Microbatches(self, inner, given)
+        if self.plan.experts and self._agree is not None:
+            expert_parallel.check_microbatches(len(microbatches), self._agree)
         self.modules.is_running = True
         loss: torch.Tensor | None = None
         logits: Any = None

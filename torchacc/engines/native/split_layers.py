@@ -165,7 +165,8 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     _split_head_counts(model, styles, tp)
     # A part may read another's weight, so that all of a unit, or of the model outside of units, find ordinary tensors
     # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
-    wholes = [model.get_submodule(name) for name in regions(plan) if name or is_compiled]
+    gathered = sorted({*(unit.name for unit in plan.units), *plan.recomputed}, key=len)  # the outer ones first
+    wholes = [model.get_submodule(name) for name in (regions(plan) if is_compiled else gathered) if name or is_compiled]
     inside_of = {part: whole for whole in wholes for part in whole.modules()}
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
