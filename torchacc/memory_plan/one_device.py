@@ -65,7 +65,7 @@ def on_one_device(model: nn.Module, plan: ShardingPlan, stage: int, traffic: Tra
     if plan.mesh.size(Role.TENSOR) > 1:
         _split_layers(model, plan, traffic)
     for experts in plan.experts:
-        _spread_experts(model.get_submodule(experts.module), experts, traffic)
+        _spread_experts(model.get_submodule(experts.module), experts, plan.mesh.size(Role.TENSOR), traffic)
     if plan.mesh.size(Role.SEQUENCE) > 1:
         _split_samples(model, plan.mesh, traffic)
     if plan.mesh.size(Role.PIPELINE) > 1:
@@ -241,8 +241,15 @@ class _Exchanged(torch.autograd.Function):
 # Experts
 
 
-def _spread_experts(module: Any, experts: Experts, traffic: Traffic) -> None:
-    """Let a module compute as many tokens as it is sent where all experts have equally many, with its own experts."""
+def _spread_experts(module: Any, experts: Experts, num_sharing: int, traffic: Traffic) -> None:
+    """Let a module compute as many tokens as it is sent where all experts have equally many, with its own experts.
+
+    Args:
+        module: The module, which is changed in place.
+        experts: Which experts lie where.
+        num_sharing: How many devices share layers, and so have the same tokens, of which each sends a part.
+        traffic: Notes what is sent.
+    """
     forward: Callable[..., torch.Tensor] = module.forward
     for name, old in list(module.named_parameters(recurse=False)):
         shape = (experts.num_held, *old.shape[1:])
@@ -261,7 +268,45 @@ def _spread_experts(module: Any, experts: Experts, traffic: Traffic) -> None:
         wide = torch.promote_types(back.dtype, torch.float32)
         return back[of_tokens].view(*chosen.shape, -1).sum(1, dtype=wide).to(hidden.dtype)
 
-    module.forward = run
+    def run_part(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        own, chosen, own_weights = (_cut_rows(rows, num_sharing, traffic) for rows in (hidden, chosen, weights))
+        return _join_rows(run(own, chosen, own_weights), num_sharing, traffic)[: len(hidden)]
+
+    module.forward = run if num_sharing == 1 else run_part
+
+
+def _cut_rows(rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
+    cut: torch.Tensor = _CutRows.apply(rows, num_sharing, traffic)
+    return cut
+
+
+def _join_rows(rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
+    joined: torch.Tensor = _JoinedRows.apply(rows, num_sharing, traffic)
+    return joined
+
+
+class _CutRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
+        ctx.how = len(rows), num_sharing, traffic
+        return rows[: -(-len(rows) // num_sharing)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        length, num_sharing, traffic = ctx.how
+        return _join_rows(gradient, num_sharing, traffic)[:length], None, None
+
+
+class _JoinedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
+        ctx.how = num_sharing, traffic
+        traffic.note(Role.TENSOR, rows.nbytes * (num_sharing - 1))
+        return torch.cat([rows] * num_sharing)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _cut_rows(gradient, *ctx.how), None, None
 
 
 def _send_rows(rows: torch.Tensor, size: int, traffic: Traffic) -> torch.Tensor:

@@ -267,10 +267,11 @@ def shard_numel(plan: ShardingPlan, parameter: PlannedParameter) -> int:
 
 def computed_numel(plan: ShardingPlan, unit: Unit, parameter: PlannedParameter) -> int:
     """Return how many elements of a parameter a device computes with natively: its part of the layer, its experts."""
-    within = _local(plan, parameter).within
-    numel = parameter.numel if within is None else prod(within.part_shape(parameter.shape))
     experts = next((each for each in plan.experts if each.module == unit.name), None)
-    return numel if experts is None else numel * experts.num_held // experts.num_experts
+    if experts is not None:
+        return parameter.numel * experts.num_held // experts.num_experts
+    within = _local(plan, parameter).within
+    return parameter.numel if within is None else prod(within.part_shape(parameter.shape))
 
 
 def _partition(plan: ShardingPlan, parameter: PlannedParameter) -> DivisibleDimLayout:

@@ -8,6 +8,7 @@ import torch
 from torchacc.config import Config
 from torchacc.errors import ConfigError
 from torchacc.memory_plan import study
+from torchacc.parallel.axes import Role
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,6 +106,18 @@ def test_a_device_gathers_its_own_experts_only():
     assert all_of_them.gathered - half.gathered == experts / 2
 
 
+def test_devices_that_share_layers_have_other_experts_each():
+    spread, both = plan(mixtral, ep=4), plan(mixtral, ep=2, tp=2)
+    own = 4 * 4 * 3 * 64 * 128  # a quarter of the experts, in bytes
+    others, halves = (step.on(4, "SHARD_GRAD_OP").gathered - own for step in (spread, both))
+    assert halves == pytest.approx(others / 2, rel=0.05)
+    to_experts = [
+        sum(each.nbytes for each in step.devices[0].stages[0].sent if each.role is Role.EXPERT)
+        for step in (spread, both)
+    ]
+    assert to_experts[1] == to_experts[0] / 2  # each sends half of the same tokens
+
+
 def test_experts_that_do_not_divide_are_refused_by_the_step():
     assert plan(mixtral, ep=2).plan_on(4, "FULL_SHARD").experts[0].held == ((0, 2), (1, 3))
     step = plan(partial(mixtral, 6), ep=2)
@@ -116,8 +129,8 @@ def test_experts_that_do_not_divide_are_refused_by_the_step():
 
 
 def test_what_the_engine_refuses_is_not_planned():
-    with pytest.raises(ConfigError, match=r"ep.size = 2 with config.dist.sp.size = 2 is not available"):
-        plan(mixtral, ep=2, sp=2)
+    with pytest.raises(ConfigError, match=r"pp.size = 2 with config.dist.sp.size = 2 is not available"):
+        plan(pp=2, sp=2)
     with pytest.raises(ConfigError, match="has no module of experts"):
         plan(ep=2)
     with pytest.raises(ConfigError, match=r"sp.size = 8 spreads 4 attention heads over 4 devices, .* such as 4"):

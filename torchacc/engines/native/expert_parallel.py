@@ -177,7 +177,9 @@ def _run(
     )
     of_tokens = torch.empty_like(order)
     of_tokens[order] = torch.arange(len(order), device=order.device)
-    summed = back[of_tokens].view(*chosen.shape, -1).sum(1, dtype=torch.promote_types(back.dtype, torch.float32))
+    summed = (
+        back[of_tokens].view(*chosen.shape, back.shape[1]).sum(1, dtype=torch.promote_types(back.dtype, torch.float32))
+    )
     return summed.to(hidden.dtype)
 
 
