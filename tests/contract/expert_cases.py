@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pipeline_cases
 import pytest
 import torch
 import transformers
@@ -122,6 +123,12 @@ def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     if "memory" in options and "tp" in options["dist"]:
         options["dist"]["topology"] = OUTER_TP
     compare(with_random_numbers(make(**FAMILIES[family])), WINDOW, **options)
+
+
+@case()
+def experts_of_interleaved_stages_train_as_unsharded() -> None:
+    model = with_random_numbers(pipeline_cases.make("mixtral", layers=4, num_local_experts=4))
+    compare(model, WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": "interleaved"}})
 
 
 @case(each={"eager": "eager", "batched": "batched_mm", "grouped": "grouped_mm"})

@@ -269,14 +269,14 @@ def _spread_experts(module: Any, experts: Experts, num_sharing: int, traffic: Tr
         return back[of_tokens].view(*chosen.shape, -1).sum(1, dtype=wide).to(hidden.dtype)
 
     def run_part(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        own, chosen, own_weights = (_cut_rows(rows, num_sharing, traffic) for rows in (hidden, chosen, weights))
+        own, chosen, own_weights = (_first_rows(rows, num_sharing, traffic) for rows in (hidden, chosen, weights))
         return _join_rows(run(own, chosen, own_weights), num_sharing, traffic)[: len(hidden)]
 
     module.forward = run if num_sharing == 1 else run_part
 
 
-def _cut_rows(rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
-    cut: torch.Tensor = _CutRows.apply(rows, num_sharing, traffic)
+def _first_rows(rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
+    cut: torch.Tensor = _FirstRows.apply(rows, num_sharing, traffic)
     return cut
 
 
@@ -285,7 +285,7 @@ def _join_rows(rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.
     return joined
 
 
-class _CutRows(torch.autograd.Function):
+class _FirstRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, num_sharing: int, traffic: Traffic) -> torch.Tensor:
         ctx.how = len(rows), num_sharing, traffic
@@ -306,7 +306,7 @@ class _JoinedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _cut_rows(gradient, *ctx.how), None, None
+        return _first_rows(gradient, *ctx.how), None, None
 
 
 def _send_rows(rows: torch.Tensor, size: int, traffic: Traffic) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Which modules hold experts, and which devices compute which of them where they are spread (expert parallelism).
 
-At rest their parameters are sharded as all others are: by rows, and a row is an expert. Where layers are split, too, the
-devices that share a layer have different experts, too (`split_specs()`). Devices that differ along other axes than
-these two gather their rows together, and compute the experts that these are.
+At rest their parameters are sharded as all others are: by rows, and a row is an expert. Where layers are split, devices
+that share a layer have different experts, too (`split_specs()`). Devices that differ along other axes than these two
+gather their rows together, and compute the experts that these are.
 """
 
 from collections.abc import Iterable, Mapping

@@ -59,7 +59,7 @@ def test_each_layout_is_tried_and_the_fastest_is_first(run):
     assert seconds == sorted(seconds)
     assert "has no module of experts" in result["refused"]["ep 2"]
     assert "2 layers: choose at most 2 stages" in result["refused"]["pp 4"]
-    assert "is not available yet" in result["refused"]["sp 2 x pp 2"]
+    assert "is not available yet" in result["refused"]["pp 2 x sp 2"]
 
 
 def test_layouts_that_an_optimizer_cannot_step_are_refused(run):
@@ -78,8 +78,7 @@ def test_configs_are_those_of_the_layouts(run):
         assert {axis: getattr(config.dist, axis).size for axis in each["sizes"]} == each["sizes"]
         assert config.compute.bf16
         assert config.memory.gc == ("recompute" in each["layout"])
-    staged = [each for each in result["fitting"] if each["sizes"]["pp"] > 1]
-    assert not staged  # mixtral has no stages
+    assert any(each["sizes"]["pp"] == 2 for each in result["fitting"])
 
 
 def test_experts_of_replicas_are_in_configs_that_the_engine_accepts(run):

@@ -196,8 +196,8 @@ def check_microbatches(count: int, agree: Callable[[Sequence[int]], list[int]]) 
     most, negated = agree([count, -count])
     if most != -negated:
         raise DataError(
-            f"the devices have batches of {-negated} to {most} microbatches (config.dist.pp.num_microbatches), and each "
-            "needs the experts of all (config.dist.ep.size): give all ranks as many samples, as a loader of "
+            f"the devices have batches of {-negated} to {most} microbatches (config.dist.pp.num_microbatches), and "
+            "each needs the experts of all (config.dist.ep.size): give all ranks as many samples, as a loader of "
             "accelerate() does"
         )
 
@@ -242,7 +242,7 @@ def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, num
 
 
 def _placement(dim: str, mesh: Any) -> Any:
-    """Return how the parameters of experts lie along a dimension of the DeviceMesh: rows, those of split layers first."""
+    """Return how parameters of experts lie along a dimension of the DeviceMesh: rows, those of split layers first."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
