@@ -70,6 +70,7 @@ setup(
             "tensorboard",
             "wandb",
             "accelerate>=1.15",
+            "lightning-fabric>=2.6",
             "peft",
             *FLOAT8,
         ],
