@@ -170,6 +170,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_spec": "how a shard lies, asked in each call; `device_mesh` and `placements` go through __torch_function__",
         "_local_tensor": "the shard itself, to be set after a sum is finished",
     }, of_instances=True),
+    *_of("torch.distributed.tensor.placement_types:_StridedShard", _EXPERTS, {"": "shards of what split layers hold"}),
     *_of("torch._C", _ARITHMETIC, {"DisableTorchFunctionSubclass": "calls PyTorch's own part of what is overridden"}),
     *_of("torch.autograd", "patches/torch_patches.py", {
         "_engine_run_backward": "patched: runs graphs, given other inputs, and gives other gradients",
