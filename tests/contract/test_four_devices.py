@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 import contract_worker  # noqa: F401 - registers the cases
+from launching import SECONDS_TO_RUN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS_TO_RUN + 60)]
 TABLE_ON = ("native-4", "xla-spmd-4")
 DUMPS = True
 
