@@ -215,7 +215,7 @@ def cases_with_pairs(module: ModuleType) -> dict[TrainingCase, set[Pair]]:
     """Return what a module's tests are about, each with the pairs of values that it has."""
     tests: dict[TrainingCase, list[str]] = {}
     for name, test in vars(module).items():
-        if name.startswith("test_"):
+        if name.startswith("test_") and callable(test):  # not a module of tests
             for case in cases_of(test, module):
                 tests.setdefault(case, []).append(name)
     return {case: _pairs(case, names) for case, names in tests.items()}
