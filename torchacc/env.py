@@ -233,6 +233,11 @@ def add_flag(name: str, flag: str) -> bool:
     return True
 
 
+def has_flag(name: str, flag: str) -> bool:
+    """Return whether a variable that holds several flags has this one."""
+    return flag in os.environ.get(name, "").split()
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:

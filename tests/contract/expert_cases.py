@@ -104,9 +104,12 @@ def beside(**sizes: int) -> dict[str, Any]:
     return {"ep": 2, "dist": {axis: {"size": size} for axis, size in sizes.items()}}
 
 
+OUTER_TP = {"ep": 2, "dist": {"tp": {"size": 2}, "topology": ["tp", "dp", "ep", "fsdp", "pp", "sp"]}}
+
+
 BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers": ("mixtral", beside(tp=2)),
-    "split-layers-of-the-outer-axis": ("qwen3-moe", {**beside(tp=2), "memory": {"gc": True}}),
+    "split-layers-of-the-outer-axis": ("qwen3-moe", {**OUTER_TP, "memory": {"gc": True}}),
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
@@ -114,14 +117,11 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "stages-recomputed": ("qwen3-moe", {**beside(pp=2), "memory": {"gc": True}}),
     "stages-with-backwards-between": ("mixtral", {"ep": 2, "dist": {"pp": {"size": 2, "schedule": "1f1b"}}}),
 }
-OUTER_TP = ["tp", "dp", "ep", "fsdp", "pp", "sp"]
 
 
 @case(each=BESIDE)
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
-    if "memory" in options and "tp" in options["dist"]:
-        options["dist"]["topology"] = OUTER_TP
     compare(with_random_numbers(make(**FAMILIES[family])), WINDOW, **options)
 
 
@@ -278,7 +278,7 @@ def what_spread_experts_cannot_do_is_refused() -> None:
         ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
         ({"ep": 2, "fsdp": {"cpu_offload": True}}, "cpu_offload"),
         ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
-        ({"ep": 2, "dist": {"tp": {"size": 2}, "sp": {"size": 1}}, "compute": {"fp8": True}}, "compute.fp8"),
+        ({**beside(tp=2), "compute": {"fp8": True}}, "compute.fp8"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)

@@ -182,7 +182,7 @@ def plan_tensor_parallel(
     config: "TPConfig",
     mesh: Mesh,
     shapes: Shapes,
-    experts: Mapping[str, ParameterSpec] | None = None,
+    experts: Mapping[str, ParameterSpec],
 ) -> TensorParallelPlan:
     """Decide how a model's layers are split.
 
@@ -209,7 +209,7 @@ def plan_tensor_parallel(
     if not any(_TP in spec for spec in specs.values()):
         raise ConfigError(_no_plan(model, size, shapes))
     declared_by = family or type(model).__name__
-    specs |= experts or {}
+    specs |= experts
     num_key_value_heads = getattr(described, _KV_HEADS, None) or 0
     return TensorParallelPlan(size, declared_by, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
 

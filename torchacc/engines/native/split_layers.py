@@ -165,9 +165,9 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     _split_head_counts(model, styles, tp)
     # A part may read another's weight, so that all of a unit, or of the model outside of units, find ordinary tensors
     # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
-    gathered = sorted({*(unit.name for unit in plan.units), *plan.recomputed}, key=len)  # the outer ones first
-    wholes = [model.get_submodule(name) for name in (regions(plan) if is_compiled else gathered) if name or is_compiled]
-    inside_of = {part: whole for whole in wholes for part in whole.modules()}
+    gathered = {*(unit.name for unit in plan.units), *plan.recomputed} - {""}
+    outer_first = regions(plan) if is_compiled else sorted(gathered, key=len)
+    inside_of = {part: whole for whole in map(model.get_submodule, outer_first) for part in whole.modules()}
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
         style = styles.get(module, "")

@@ -84,7 +84,7 @@ def use_plain_scheduler(*, recomputes: bool) -> None:
         return
     if not is_running() and env.add_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
         _log.debug("XLA_FLAGS=%s", _PLAIN_SCHEDULER)
-    elif recomputes and _PLAIN_SCHEDULER not in (env.get("XLA_FLAGS") or "").split():
+    elif recomputes and not env.has_flag("XLA_FLAGS", _PLAIN_SCHEDULER):
         reason = "it was chosen in XLA_FLAGS"
         if is_running():
             reason = "the runtime started with it, before this model"
@@ -452,7 +452,7 @@ def _read_weights() -> None:
     """Refuse a runtime that multiplies by weights of another step."""
     if not is_running():
         env.add_flag("XLA_FLAGS", _READ_WEIGHTS)
-    if _READ_WEIGHTS not in (env.get("XLA_FLAGS") or "").split():
+    if not env.has_flag("XLA_FLAGS", _READ_WEIGHTS):
         reason = "XLA's runtime started before accelerate()" if is_running() else "XLA_FLAGS asks for it"
         raise EngineError(
             f"XLA's CPU client would multiply by XNNPACK, as {reason}: it finds packed matrices by their address, and "
@@ -463,7 +463,7 @@ def _read_weights() -> None:
 def _keep_nan() -> None:
     if not is_running():
         env.add_flag("XLA_FLAGS", _KEEP_NAN)
-    elif _KEEP_NAN not in (env.get("XLA_FLAGS") or "").split():
+    elif not env.has_flag("XLA_FLAGS", _KEEP_NAN):
         _log.warning(
             "max(), clamp(), relu() and the like will lose a NaN, as that of a loss that has diverged: XLA's runtime "
             "started before accelerate(). Start with XLA_FLAGS=%s",
