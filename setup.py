@@ -70,7 +70,7 @@ setup(
             "tensorboard",
             "wandb",
             "accelerate>=1.15",
-            "lightning-fabric>=2.6",
+            "lightning>=2.6",
             "peft",
             *FLOAT8,
         ],

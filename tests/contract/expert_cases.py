@@ -131,6 +131,17 @@ def experts_of_interleaved_stages_train_as_unsharded() -> None:
     compare(model, WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": "interleaved"}})
 
 
+WITHOUT_EXPERTS = {"one-after-another": ([0, 1], "gpipe"), "interleaved": ([0, 2], "interleaved")}
+
+
+@case(each=WITHOUT_EXPERTS)
+def devices_whose_stages_have_no_experts_take_part(how: tuple[list[int], str]) -> None:
+    dense, schedule = how
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = pipeline_cases.make("qwen3_moe", layers=4, head_dim=8, **experts, mlp_only_layers=dense)
+    compare(with_random_numbers(model), WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": schedule}})
+
+
 @case(each={"eager": "eager", "batched": "batched_mm", "grouped": "grouped_mm"})
 def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     model = make(**FAMILIES["qwen3-moe"])
@@ -303,6 +314,9 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     staged = accelerate(mixtral(), **beside(pp=2))
     with pytest.raises(torchacc.DataError, match="batches of 1 to 2 microbatches"):
         staged(**{name: tensor[: 1 + RANK % 2] for name, tensor in plain().items()})
+    staged.config.output_router_logits = True
+    with pytest.raises(torchacc.EngineError, match="output_router_logits = True, set after"):
+        staged(**plain())
     model = accelerate(mixtral(), ep=2)
     loss = model(**part_of(model, plain())).loss
     with pytest.raises(torchacc.EngineError, match="dist.ep"):

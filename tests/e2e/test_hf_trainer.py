@@ -249,5 +249,5 @@ def test_the_example_leaves_a_model_that_opens(tmp_path):
     done = forkrun.run(EXAMPLE, *options, imports=["transformers.trainer", "peft"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("'eval_loss':") == 2
-    assert "engine      native, 1 devices" in done.stdout
+    assert "engine      native, 1 device," in done.stdout
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.n_positions == 16

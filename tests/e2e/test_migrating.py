@@ -11,7 +11,7 @@ from transformers import BertForSequenceClassification
 from tests import forkrun
 
 SCRIPTS = Path(__file__).with_name("migrating")
-LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+LIBRARIES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning"}
 
 pytestmark = pytest.mark.slow
 

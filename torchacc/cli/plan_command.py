@@ -160,6 +160,8 @@ def _as_text(
             "",
             "XLA's CPU client holds bfloat16 in float32; --platform tpu plans for devices that have it, and need less",
         ]
+    if not PLANNED_BACKENDS[args.engine].runs_eagerly:
+        lines += ["", "not planned: clipping, whose norm waits for all gradients; add the column parameters once more"]
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_gibibytes(args.memory)} each"]
     return "\n".join(lines)

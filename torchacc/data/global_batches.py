@@ -102,7 +102,10 @@ def describe_epoch(
     if used < given:
         return f"{said}, the last {_counted(given - used, unit)} left out (drop_last)"
     if used > given:
-        return f"{said}, the last completed with {_counted(used - given, unit)} of the epoch's start"
+        added = _counted(used - given, unit)
+        return (
+            f"{said}, the last completed with {added} of the epoch's start (they count; drop_last=True leaves it out)"
+        )
     return said
 
 

@@ -275,7 +275,13 @@ class StageTrainer:
                 f"batch_size and gradient_accumulation_steps whose product is {before}"
             )
         if before != now and self._is_master:
-            _log.info("the run goes on with %d examples in a step, where it had %d; steps are counted on", now, before)
+            _log.warning(
+                "the run goes on with %d examples in a step, where it had %d; steps are counted on. To train on as "
+                "before, choose devices, batch_size and gradient_accumulation_steps whose product is %d",
+                now,
+                before,
+                before,
+            )
         self.step = extra["step"]
         self.evaluations = dict(extra["evaluations"])
         self._stopping.load_state_dict(extra["stopping"])

@@ -2,15 +2,15 @@
 
 import json
 
+import lightning as L
 import torch
-from lightning_fabric import Fabric
 from sentences import ACCUMULATED, BATCH, EPOCHS, FOLDER, collate, make_model, training_sentences
 from torch.utils.data import DataLoader
 
 
 def main() -> None:
     """Train, go on from a checkpoint after each epoch, and save the model."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     loader = fabric.setup_dataloaders(DataLoader(training_sentences(), BATCH, collate_fn=collate))
     model = make_model()

@@ -376,7 +376,8 @@ def test_the_description_says_what_becomes_of_the_last_rows(num_data_shards, dro
         ),
         (
             lambda: DataLoader(Numbers(3), batch_sampler=[[0, 1], [2], [0]]),
-            "2 batches in a step, 2 steps an epoch, the last completed with 1 batch of the epoch's start",
+            "2 batches in a step, 2 steps an epoch, the last completed with 1 batch of the epoch's start "
+            "(they count; drop_last=True leaves it out)",
         ),
         (
             lambda: DataLoader(Stream(9), 2),

@@ -173,7 +173,7 @@ class NativeEngine(Engine):
 
     @cached_property
     def expert_mesh(self) -> Any:
-        """The DeviceMesh (replicate, expert, shard), whose shards are of the same experts. Made by a collective."""
+        """What `expert_parallel.make_mesh()` makes. Made by a collective of all ranks."""
         return expert_parallel.make_mesh(self.mesh, self.device.type)
 
     @cached_property

@@ -92,9 +92,11 @@ class NativeModel(ShardedModel):
             split_layers.split_forwards(self.model, self._own_plan, self.engine.tp_mesh, is_compiled=is_compiled)
         attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group)
         sharing = self.engine.tp_mesh.get_group() if self.plan.tensor_parallel.size > 1 else None
+        # Made on all ranks, also on those whose stages have no experts.
+        expert_mesh = self.engine.expert_mesh if self.plan.experts else None
         for experts in self._own_plan.experts:
             module = self.model.get_submodule(experts.module)
-            expert_parallel.install(module, experts, self.engine.expert_mesh, sharing)
+            expert_parallel.install(module, experts, expert_mesh, sharing)
         self._install_forward(self._run)
         if attention is not None:  # last: _install_forward() sets the kernel that the config names
             split_sequence.choose_attention(self.model, attention)

@@ -137,6 +137,8 @@ class PipelinedModel(NativeModel):
         given = self._by_name(inner, args, kwargs)
         config: Any = self.model.config
         is_tuple = given.pop("return_dict", config.return_dict) is False
+        if getattr(config, "output_router_logits", False):
+            raise self._refuse("config.output_router_logits = True, set after accelerate()")
         self._check_inputs(given)
         self._compare(given)
         self._num_counted = _num_counted(given)
