@@ -130,7 +130,10 @@ def test_a_stage_leaves_a_model_with_its_tokenizer(stage1):
 def test_the_next_stage_goes_on_from_it(stage1, stage2):
     assert len(losses(stage2)) == 3
     assert losses(stage2)[0] < losses(stage1)[0]
-    identity = json.loads((stage2 / "run.json").read_text(encoding="utf-8"))["identity"]
+    found = json.loads((stage2 / "run.json").read_text(encoding="utf-8"))
+    identity = found["identity"]
+    assert found["options"]["training.batch_size"] > 0
+    assert found["options"]["examples in a step"] > 0
     assert identity["init_from"] == "out/stage1/final"
 
 

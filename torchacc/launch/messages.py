@@ -1,5 +1,6 @@
 """What the launcher says of a job, on standard error."""
 
+import re
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+_RANK = re.compile(r"^\[rank\d+\]: ")  # what PyTorch puts before each line of an exception
 _NUM_LINES = 60
 _MAX_LINES = 200
 _VMSTAT = Path("/proc/vmstat")
@@ -98,10 +100,11 @@ def hostname() -> str:
 def last_words(output: str) -> str:
     """Return the end of what a process printed, from its last traceback on, with what that was chained to."""
     lines = output.rstrip().splitlines()[-_MAX_LINES:]
+    plain = [_RANK.sub("", line) for line in lines]
     start = max(0, len(lines) - _NUM_LINES)
-    tracebacks = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACKS)]
+    tracebacks = [index for index, line in enumerate(plain) if line.startswith(_TRACEBACKS)]
     if tracebacks:
         start = tracebacks.pop()
-        while tracebacks and start >= 2 and lines[start - 2] in _CHAINED:
+        while tracebacks and start >= 2 and plain[start - 2] in _CHAINED:
             start = tracebacks.pop()
     return "\n".join(lines[start:])

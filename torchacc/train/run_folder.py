@@ -138,7 +138,8 @@ def take_folder(run: "StageRun", *, overwrite: bool = False) -> None:
             _put_aside(run.folder, _replaced(run))
         run.folder.mkdir(parents=True, exist_ok=True)
         if not _has_begun(run):  # a run that never came to train does not bind the one that does
-            _write(run.folder / RUN, {"at": _now(), "stage": run.stage, "identity": run.identity(), "plan": str(run)})
+            facts = {"identity": run.identity(), "options": run.options(), "plan": str(run)}
+            _write(run.folder / RUN, {"at": _now(), "stage": run.stage, **facts})
     except (OSError, ValueError) as error:
         raise ConfigError(f"output folder {run.folder} cannot be written: {error}; change output_dir") from None
 

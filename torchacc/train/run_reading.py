@@ -18,7 +18,7 @@ class RunRead:
     rows: list[Row]
     """What was measured, as metrics.jsonl holds it."""
     options: Mapping[str, Any]
-    """Dotted name -> value; of a script's own run there are none."""
+    """Dotted name -> value, as the run was first started with; of a script's own run there are none."""
     outcome: str
     """How it ended, such as `finished`; `no end yet` while it trains, or where it was killed."""
 
@@ -67,7 +67,8 @@ def read_run(folder: Path) -> RunRead:
     options: Mapping[str, Any] = {}
     if (folder / RUN).is_file():
         found = read_json(folder / RUN)
-        options = found.get("identity", {}) if isinstance(found, dict) else {}
+        facts = found if isinstance(found, dict) else {}
+        options = facts.get("options") or facts.get("identity") or {}  # an older run has no options
     last = rows[-1] if rows else {}
     said = str(last["event"]) if "event" in last and "secs" in last else _NO_END  # the row that ends a run has both
     return RunRead(rows, options, _FINISHED if is_finished(folder) and said == _NO_END else said)

@@ -136,6 +136,15 @@ class StageRun:
             **_dotted("training", training),
         }
 
+    def options(self) -> dict[str, Any]:
+        """Return `identity()` and what a run may be started again with others of: dotted name -> value."""
+        return {
+            **self.identity(),
+            **_dotted("training", self.training.model_dump()),
+            "examples in a step": self.examples_per_step,
+            **self.layout.rows(),
+        }
+
     def __str__(self) -> str:
         training, data = self.training, self.data
         options = ", ".join(f"{name} {value}" for name, value in self.model.items() if name != "model_type")

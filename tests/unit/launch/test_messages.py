@@ -21,6 +21,12 @@ def test_last_words_are_the_last_traceback_and_what_it_is_chained_to():
     assert messages.last_words(CHAINED) == CHAINED[CHAINED.index("Traceback", 20) :].rstrip()
 
 
+def test_last_words_are_found_behind_the_ranks_that_pytorch_writes():
+    of_rank = "step 1\n" + "".join(f"[rank3]: {line}\n" for line in CHAINED.splitlines()[1:])
+    expected = [f"[rank3]: {line}" for line in CHAINED[CHAINED.index("Traceback", 20) :].splitlines()]
+    assert messages.last_words(of_rank).splitlines() == expected
+
+
 def test_last_words_without_a_traceback_are_the_last_lines():
     assert messages.last_words("\n".join(map(str, range(1000)))).splitlines() == [str(n) for n in range(940, 1000)]
 
