@@ -131,6 +131,14 @@ def test_one_rank_ends_all_and_is_named(tmp_path, told, status, words, options):
     wait_until_gone([*pids_in(tmp_path, 2), *children])
 
 
+def test_a_rank_that_left_the_others_is_named(tmp_path):
+    done = launch("-n", 2, SCRIPT, "leave", tmp_path, forks=True)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-3:]
+    assert said[0].startswith("torchacc launch: rank 0 on ")
+    assert said[1].startswith("torchacc launch: rank 1 had ended before, with exit status 0: ")
+
+
 def test_a_signal_lets_every_rank_save(tmp_path):
     process = start("-n", 2, SCRIPT, "save", tmp_path)
     pids = pids_in(tmp_path, 2)

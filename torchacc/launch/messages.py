@@ -27,12 +27,23 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def failure(rank: int, status: int, output: str, *, is_out_of_memory: bool) -> None:
-    """Tell of the rank that failed first: what it printed at last, and then how it ended."""
+def failure(rank: int, status: int, output: str, *, gone: Sequence[int], is_out_of_memory: bool) -> None:
+    """Tell of the rank that failed first: what it printed at last, and then how it ended.
+
+    Args:
+        rank: The rank.
+        status: Its exit status, or a signal's negative number.
+        output: What it has printed; nothing where that is on the terminal.
+        gone: The ranks that had ended well before.
+        is_out_of_memory: Whether the system has killed some process meanwhile, as memory ran out.
+    """
     if output:
         sys.stderr.write(f"{last_words(output)}\n")
     ended = how_it_ended(status, is_out_of_memory=is_out_of_memory)
     say(f"rank {rank} on {hostname()} {ended}")
+    if gone:
+        ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        say(f"{ranks} had ended before, with exit status 0: all ranks have to make the same forwards, steps and saves")
 
 
 def hang(statuses: Sequence[RankStatus], *, is_alone: bool) -> None:

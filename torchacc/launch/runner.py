@@ -119,6 +119,7 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         if reason is _Reason.HUNG:
             messages.hang(attempt.rank_statuses(), is_alone=options.num_nodes == 1)
         failed = attempt.failed  # before others fail because they are killed
+        gone = [process.rank for process in attempt.processes if process.status == 0]
     finally:
         attempt.end()
     step = attempt.furthest_step
@@ -130,7 +131,8 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         first, status = failed[0], failed[0].status or 0
         is_shown = options.node_rank == first.local_rank == 0 and not options.all_ranks
         output = "" if is_shown else attempt.output_of(first)
-        messages.failure(first.rank, status, output, is_out_of_memory=messages.count_oom_kills() > oom_kills)
+        is_out_of_memory = messages.count_oom_kills() > oom_kills
+        messages.failure(first.rank, status, output, gone=gone, is_out_of_memory=is_out_of_memory)
         return Ended(_as_exit_status(status), step, is_fault=status != USER_ERROR and not first.ended_by_request)
     if reason is _Reason.LEFT:
         messages.left()

@@ -87,7 +87,7 @@ def _curve(runs: Runs, name: str, title: str, formatter: Any) -> str:
     if name == "grad_norm" and min(values) > 0 and max(values) / min(values) > 30:
         axes.set_yscale("log")
     elif name != "grad_norm":
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
     return _embedded(figure)
 
 
@@ -105,10 +105,14 @@ def _memory(runs: Runs, planned: Mapping[str, int]) -> list[str]:
         if planned:
             axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g} GiB"))
-        axes.margins(y=0.1)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         drawn.append(_embedded(figure))
     return drawn
+
+
+def _from_zero(axes: Axes) -> None:
+    """Let an axis begin at 0, with room above also where the values are all alike."""
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
 
 
 def _draw(axes: Axes, found: Mapping[str, tuple[list[int], list[Any]]]) -> None:
