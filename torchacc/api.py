@@ -61,6 +61,8 @@ def accelerate(
     arguments.check(model, dataloader, config, optimizer)
     job = read_job()
     start_logging(job.rank)
+    if job.launched:
+        install_excepthook()
     engine = registry.make_engine(config if config is not None else Config(), job)
     _refuse_second_time(model)
     if isinstance(model, nn.Module):
@@ -74,8 +76,6 @@ def accelerate(
     _list_options_without_effect(engine)
 
     progress.start()
-    if job.launched:
-        install_excepthook()
     registry.activate(engine, plan)
     if job.launched:
         align_replicas(model, engine.group, broadcast=engine.config.dist.fsdp.sync_module_states)

@@ -139,6 +139,21 @@ def test_a_rank_that_left_the_others_is_named(tmp_path):
     assert said[1].startswith("torchacc launch: rank 1 had ended before, with exit status 0: ")
 
 
+def test_an_error_of_all_ranks_is_printed_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torchacc\n"
+        "config = torchacc.Config(backend='native')\n"
+        "config.dist.fsdp.size = 2\n"
+        "torchacc.accelerate(torch.nn.Linear(2, 2), None, config)\n"
+    )
+    done = launch("-n", 3, script, forks=True)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("torchacc.errors.ConfigError: ") == 1
+    assert "torchacc launch: rank 0 on " in done.stderr
+
+
 def test_a_signal_lets_every_rank_save(tmp_path):
     process = start("-n", 2, SCRIPT, "save", tmp_path)
     pids = pids_in(tmp_path, 2)

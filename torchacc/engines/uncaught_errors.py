@@ -6,11 +6,14 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from torchacc import env
 from torchacc.launch import progress
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
 _PATIENCE_SECS = 15.0
 """How long a process that lost a peer waits to be ended by the launcher before it reports on its own."""
+_SHOWN_FIRST_SECS = 3.0
+"""How long a process waits for the one whose output the launcher shows, which may fail in the same way."""
 
 
 def install_excepthook() -> None:
@@ -26,6 +29,8 @@ def install_excepthook() -> None:
         elif isinstance(error, Exception):
             _record(error)
             error.__traceback__ = traceback  # without the frames of this module
+            if env.get(progress.FOLDER) and env.read_job().local_rank:
+                time.sleep(_SHOWN_FIRST_SECS)
         previous(kind, error, traceback)
 
     hook._of_torchacc = True  # type: ignore[attr-defined]
