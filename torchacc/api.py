@@ -62,7 +62,7 @@ def accelerate(
     job = read_job()
     start_logging(job.rank)
     if job.launched:
-        install_excepthook()
+        install_excepthook(job.local_rank)
     engine = registry.make_engine(config if config is not None else Config(), job)
     _refuse_second_time(model)
     if isinstance(model, nn.Module):
@@ -220,10 +220,10 @@ class Description:
 
     def __str__(self) -> str:
         share = self.num_parameters_per_device / self.num_parameters
-        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
         return "\n".join(
             [
-                f"engine      {self.engine}, {devices}, compute in {self.compute_dtype}",
+                f"engine      {self.engine}, {self.num_devices} device{'s' * (self.num_devices > 1)}, "
+                f"compute in {self.compute_dtype}",
                 f"mesh        {self.mesh}",
                 f"parameters  {self.num_parameters:,} in {self.num_units} units, "
                 f"{self.num_parameters_per_device:,} ({share:.1%}) on each device",

@@ -16,8 +16,12 @@ _SHOWN_FIRST_SECS = 3.0
 """How long a process waits for the one whose output the launcher shows, which may fail in the same way."""
 
 
-def install_excepthook() -> None:
-    """Report an uncaught error to the launcher, which prints it last; stay quiet where it only follows another's."""
+def install_excepthook(local_rank: int) -> None:
+    """Report an uncaught error to the launcher, which prints it last; stay quiet where it only follows another's.
+
+    Args:
+        local_rank: This process's. The launcher shows what the first one prints.
+    """
     if getattr(sys.excepthook, "_of_torchacc", False):
         return
     previous = sys.excepthook
@@ -29,7 +33,7 @@ def install_excepthook() -> None:
         elif isinstance(error, Exception):
             _record(error)
             error.__traceback__ = traceback  # without the frames of this module
-            if env.get(progress.FOLDER) and env.read_job().local_rank:
+            if local_rank and env.get(progress.FOLDER):
                 time.sleep(_SHOWN_FIRST_SECS)
         previous(kind, error, traceback)
 

@@ -68,7 +68,7 @@ def read_run(folder: Path) -> RunRead:
     if (folder / RUN).is_file():
         found = read_json(folder / RUN)
         facts = found if isinstance(found, dict) else {}
-        options = facts.get("options") or facts.get("identity") or {}  # an older run has no options
+        options = {**facts.get("identity", {}), **facts.get("options", {})}
     last = rows[-1] if rows else {}
     said = str(last["event"]) if "event" in last and "secs" in last else _NO_END  # the row that ends a run has both
     return RunRead(rows, options, _FINISHED if is_finished(folder) and said == _NO_END else said)

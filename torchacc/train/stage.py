@@ -31,6 +31,8 @@ from torchacc.train.metric_sinks import check_packages
 from torchacc.train.run_folder import CHECKPOINTS, FINAL, is_finished
 
 _PACKING: Mapping[bool | str, str] = {True: ", packed apart", "concat": ", packed", False: ""}
+_IDENTIFYING = {"max_steps", "num_epochs", "max_grad_norm", "seed"}
+"""Options of the section `training` that have to stay as they are when a run goes on."""
 _SECTIONS = {field.alias or name for name, field in StageConfig.model_fields.items()}
 """Of a stage."""
 _RESUME: Mapping[str, tuple[bool, None]] = {"auto": (True, None), "never": (False, None)}
@@ -126,21 +128,19 @@ class StageRun:
 
         Devices, batch sizes and precision are not in it: a run may go on in another layout.
         """
-        training = self.training.model_dump(include={"max_steps", "num_epochs", "max_grad_norm", "seed"})
         return {
             "init_from": None if self.init_from is None else str(self.init_from),
             **_dotted(self.model_name, dict(self.model)),
             **_dotted("data", self.data.model_dump(exclude={"num_proc", "cache_dir"})),
             **_dotted("optimizer", self.optimizer.model_dump()),
             **_dotted("scheduler", self.scheduler.model_dump()),
-            **_dotted("training", training),
+            **_dotted("training", self.training.model_dump(include=_IDENTIFYING)),
         }
 
     def options(self) -> dict[str, Any]:
-        """Return `identity()` and what a run may be started again with others of: dotted name -> value."""
+        """Return what a run may go on with others of, and is not in `identity()`: dotted name -> value."""
         return {
-            **self.identity(),
-            **_dotted("training", self.training.model_dump()),
+            **_dotted("training", self.training.model_dump(exclude=_IDENTIFYING)),
             "examples in a step": self.examples_per_step,
             **self.layout.rows(),
         }
