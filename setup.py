@@ -17,7 +17,7 @@ NO_XLA_WHEELS = (
 )
 # XLA on an NVIDIA GPU: the plugin that fits torch_xla (see engines/xla/cuda.py), and the compiler and device library
 # that it calls, of the same CUDA as the other libraries, which torch's wheel brings.
-XLA_CUDA = [f"jax-cuda12-pjrt==0.8.0; {XLA_WHEELS}", f"nvidia-cuda-nvcc-cu12==12.8.*; {XLA_WHEELS}"]
+XLA_CUDA = [f"jax-cuda12-pjrt==0.7.1; {XLA_WHEELS}", f"nvidia-cuda-nvcc-cu12==12.8.*; {XLA_WHEELS}"]
 # The compiler of TPUs, for `torchacc plan --compile-for`, which runs it in a process of its own.
 PLAN_TPU = [f"{name}; {XLA_WHEELS}" for name in ("jax==0.8.0", "jaxlib==0.8.0", "libtpu==0.0.24")]
 # Float8 training: the one that is tested, whose Python code runs with torch 2.9; a later torch may take a later one.

@@ -3,7 +3,7 @@
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 
 MATRIX_SECS = 1.0
 FP8_CAPABILITY = (8, 9)
+RECOMPUTED_CASE = Case("planned", "native", recomputed=True)
 
 
 def run(case: Case, size: Workload, device: str, devices: int, total_steps: int, *, quick: bool) -> None:
@@ -44,7 +45,12 @@ def build(case: Case, size: Workload, device: str, devices: int, total_steps: in
         quick: Without the code that torch.compile writes, and with small layers in float8, too.
     """
     tokens = make_tokens(size, total_steps * devices)
-    model = make(size)
+    rank, _ = _rank_and_processes()
+    if device == "cpu" or case.kind == "xla":
+        model = make(size)
+    else:
+        with torch.device(device, rank):  # where drawing its weights takes no time
+            model = make(size)
     if case.kind in BY_HAND:
         mesh = join_processes(device)
         model = BY_HAND[case.kind](case, model.to(device), mesh, quick)
@@ -237,17 +243,23 @@ def largest(deepest: Workload, memory_bytes: float) -> Workload:
     return replace(deepest, layers=layers)
 
 
-def planned_bytes(size: Workload) -> int:
-    """Return what torchacc plans for a step of a model on one device."""
+def planned_bytes(size: Workload, case: Case = RECOMPUTED_CASE, devices: int = 1) -> int:
+    """Return what torchacc plans for a step of a model on each of some devices."""
     from torchacc.memory_plan import count_states, study
 
     with torch.device("meta"):
         model = make(size)
     tokens = torch.zeros(size.batch, size.length, dtype=torch.long, device="meta")
     states = count_states(torch.optim.AdamW, {"lr": 1e-3})
-    config = make_config(Case("planned", "native", recomputed=True), 1)
+    config = make_config(replace(case, compiled=False), devices)
     batch = {"input_ids": tokens, "labels": tokens}
-    return study(model, batch, config, num_states=states, backend="native").on(1, "FULL_SHARD").total
+    step = study(model, batch, config, num_states=states, backend="native")
+    return step.on(devices, config.dist.fsdp.sharding_strategy).total
+
+
+def plans(label: str, size: Workload, cases: Sequence[Case], devices: int) -> dict[str, int]:
+    """Return what torchacc plans for a model, by the name of each case that can be planned."""
+    return {case.name: planned_bytes(size, case, devices) for case in cases if case.is_planned and case.suits(label)}
 
 
 def memory_of(device: str, quick: bool) -> float:
@@ -265,7 +277,9 @@ def why_no_fp8(device: str) -> str | None:
     return None if found >= FP8_CAPABILITY else f"float8 needs compute capability 8.9, and this GPU has {found}"
 
 
-def describe(device: str, sizes: dict[str, Workload], matrix_sizes: tuple[int, ...]) -> dict[str, Any]:
+def describe(
+    device: str, sizes: dict[str, Workload], cases: Sequence[Case], devices: int, matrix_sizes: tuple[int, ...]
+) -> dict[str, Any]:
     """Return what the parent has to know: the device's name and peak, and what the models take."""
     name = "CPU" if device == "cpu" else torch.get_device_module(device).get_device_name(0)
     flops = {label: flops_per_token(size) for label, size in sizes.items()}
@@ -274,6 +288,7 @@ def describe(device: str, sizes: dict[str, Workload], matrix_sizes: tuple[int, .
         "matrix_flops": matrix_peak(device, matrix_sizes),
         "flops_per_token": flops,
         "layers": {label: size.layers for label, size in sizes.items()},
+        "planned": {label: plans(label, size, cases, devices) for label, size in sizes.items()},
         "why_no_fp8": why_no_fp8(device),
     }
 

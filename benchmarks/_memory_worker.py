@@ -99,7 +99,7 @@ def plan(case: Case) -> dict[str, int]:
         tokens = torch.zeros(size.batch // case.devices, size.length, dtype=torch.long)
     config = torchacc.Config()
     config.memory.gc, config.compute.bf16 = case.recompute, case.bf16
-    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, widens=True)
+    step = study(model, {"input_ids": tokens, "labels": tokens}, config, num_states=2, platform="cpu")
     needed = step.on(case.devices, case.strategy, replicas=case.dp)
     return {**asdict(needed), "total": needed.total}
 

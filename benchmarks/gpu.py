@@ -20,6 +20,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,12 +29,12 @@ from _machine import median_cores, run_alone
 from _markdown import count
 from _memory_cases import Workload
 from _report import Result
-from _results import Check, Comparison, Report, Series, Table, compare, emit
-from _teams import exit_status, measure, read_command_line
+from _results import Check, Comparison, Report, Series, Table, compare, emit, write
+from _teams import measure, read_command_line
 
 NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": ""}
 MATRIX_SIZES, TINY_MATRIX_SIZES = (4096, 8192, 16384), (256,)
-HEADER = ["case", "first step s", "step ms", "tokens/s", "MFU", "most GB", "time", "memory"]
+HEADER = ["case", "first step s", "step ms", "tokens/s", "MFU", "most GB", "planned GB", "time", "memory"]
 NO_GPU = (
     "gpu.py needs a GPU, and PyTorch finds none on this machine; `python benchmarks/gpu.py --quick --device cpu` shows "
     "that it works, with tiny models"
@@ -62,26 +63,31 @@ def main() -> int:
         sys.stderr.write(NO_GPU + "\n")
         return 2
     args.devices = args.devices or (1 if args.device == "cpu" else _gpu_worker.count_devices())
+    chosen = ["--cases", *(case.name for case in args.cases)]
     found = run_alone(
-        [__file__, "--worker", "prepare", *own_options(args, args.models)],
+        [__file__, "--worker", "prepare", *own_options(args, args.models), *chosen],
         NO_ACCELERATOR if args.device == "cpu" else None,
     )
-    runs = {}
+    runs: dict[str, Run] = {}
     for label in args.models:
         runs[label] = Run(size_of(label, args, found["layers"][label]))
         for case in args.cases:
             if case.suits(label):
-                sys.stderr.write(f"{label}: {case.name}\n")
                 measure_case(case, label, runs[label], args, found["why_no_fp8"])
-    wrong = [line for label, each in runs.items() for line in differing_losses(label, each)]
-    emit(make_report(runs, found, wrong, args), args.json)
-    return max(exit_status(each.results, wrong) for each in runs.values())
+                row = table_row(case.name, label, runs[label], found, args.devices)
+                sys.stderr.write(f"{label}: {'  '.join(filter(None, row))}\n")
+                if args.json is not None:  # a GPU is often lent for some minutes: what is measured is kept
+                    write(make_report(runs, found, args), args.json)
+    report = make_report(runs, found, args)
+    emit(report, args.json)
+    return 1 if any(check.verdict == "missed" for check in report.checks) else 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add which models and which devices."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--devices", type=int, metavar="N", help="how many GPUs (default: all of this machine)")
+    parser.add_argument("--xla-path", type=Path, metavar="DIR", help="where torch_xla and its torch are, if not here")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help="a kind of device, such as cpu with --quick (default: the accelerator)")
 
@@ -89,6 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def own_options(args: argparse.Namespace, models: Sequence[str]) -> list[str]:
     """Return the options that this program's own processes get."""
     options = ["--device", args.device, "--devices", str(args.devices), "--models", *models]
+    options += ["--xla-path", str(args.xla_path)] if args.xla_path else []
     return [*options, *(["--quick"] if args.quick else [])]
 
 
@@ -100,6 +107,8 @@ def size_of(label: str, args: argparse.Namespace, layers: int | None) -> Workloa
 
 def work(args: argparse.Namespace) -> int:
     """Be one of the processes that this program starts."""
+    if args.xla_path and getattr(args.worker, "kind", None) == "xla":
+        sys.path.insert(0, str(args.xla_path))
     import _gpu_worker
 
     if args.worker == "prepare":
@@ -108,7 +117,9 @@ def work(args: argparse.Namespace) -> int:
             memory = _gpu_worker.memory_of(args.device, args.quick)
             sizes[LARGEST] = _gpu_worker.largest(replace(sizes[LARGEST], layers=MODELS[LARGEST].layers), memory)
         matrix_sizes = TINY_MATRIX_SIZES if args.quick else MATRIX_SIZES
-        sys.stdout.write(json.dumps(_gpu_worker.describe(args.device, sizes, matrix_sizes)) + "\n")
+        sys.stdout.write(
+            json.dumps(_gpu_worker.describe(args.device, sizes, args.cases, args.devices, matrix_sizes)) + "\n"
+        )
         return 0
     size = size_of(args.models[0], args, args.layers)
     _gpu_worker.run(args.worker, size, args.device, args.devices, args.total_steps, quick=args.quick)
@@ -125,7 +136,7 @@ def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace, why
         arguments=[*own_options(args, [label]), "--layers", str(run.size.layers)],
         processes=lambda case: 1 if case.kind == "xla" else int(args.devices),
         environment=lambda case: environment_of(case, args),
-        cannot_run=lambda case: missing_package(case, args.device) or (why_no_fp8 if case.fp8 else None),
+        cannot_run=lambda case: missing_package(case, args) or (why_no_fp8 if case.fp8 else None),
         questions=lambda case: questions,
         asks_before=True,
     )
@@ -133,17 +144,17 @@ def measure_case(case: Case, label: str, run: Run, args: argparse.Namespace, why
     run.peaks[case.name] = _largest(answer.get("peak", answer.get("peak_bytes")) for answer in answers)
 
 
-def missing_package(case: Case, device: str) -> str | None:
+def missing_package(case: Case, args: argparse.Namespace) -> str | None:
     """Return why a case cannot run where a package that it needs is not installed."""
     if case.fp8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install 'torchacc[fp8]'"
     if case.kind != "xla":
         return None
-    if importlib.util.find_spec("torch_xla") is None:
+    if args.xla_path is None and importlib.util.find_spec("torch_xla") is None:
         return "torch_xla is not installed"
     from torchacc.engines.xla.cuda import installed_plugin
 
-    if device != "cpu" and installed_plugin() is None:
+    if args.device != "cpu" and installed_plugin() is None:
         return "XLA's plugin for CUDA is not installed: pip install 'torchacc[xla-cuda]'"
     return None
 
@@ -170,10 +181,9 @@ def differing_losses(label: str, run: Run) -> list[str]:
     ]
 
 
-def make_report(
-    runs: Mapping[str, Run], found: Mapping[str, Any], wrong: Sequence[str], args: argparse.Namespace
-) -> Report:
+def make_report(runs: Mapping[str, Run], found: Mapping[str, Any], args: argparse.Namespace) -> Report:
     """Return all that was measured, and what it says."""
+    wrong = [line for label, each in runs.items() for line in differing_losses(label, each)]
     blocks = [block for run in runs.values() for result in run.results.values() for block in result.blocks.values()]
     failed = [
         Check(f"{label}, {name} failed: {result.error}", "missed")
@@ -220,7 +230,8 @@ def table_row(name: str, label: str, run: Run, found: Mapping[str, Any], devices
     tokens = devices * run.size.batch * run.size.length / secs
     mfu = tokens * found["flops_per_token"][label] / (devices * found["matrix_flops"])
     cells = [name, f"{result.first_step_secs:.1f}", f"{1000 * secs:.1f}", f"{tokens:,.0f}", f"{mfu:.1%}"]
-    cells.append("" if peak is None else f"{peak / 1e9:.3g}")
+    planned = found["planned"][label].get(name)
+    cells += ["" if size is None else f"{size / 1e9:.3g}" for size in (peak, planned)]
     ratios = ratios_to_base(name, run)
     return [*cells, *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)]
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import gpus
+
 # pytest sets the first between a test's phases; a later torch the second, when an optimizer is first made.
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # It watches all of a process's progress bars, and lives as long as that.
@@ -18,6 +20,7 @@ _SECONDS_TO_END = 5.0
 _SECONDS = pytest.StashKey[float]()
 _IS_LAST = pytest.StashKey[bool]()
 
+gpus.hide()
 # transformers would import torch_xla here by way of accelerate, which sets variables in the tests' own process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
 # Tests run beside each other, and threads that share a core wait for each other while they spin.

@@ -7,9 +7,31 @@ machines of their own, and all comparisons. It says nothing about a GPU.
 """
 
 import os
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SWITCH = "TORCHACC_TEST_GPU"
+SHOWN = "TORCHACC_TEST_SHOWN_GPUS"
+"""The variable with what `CUDA_VISIBLE_DEVICES` was before the tests hid all GPUs."""
+_HIDES = "CUDA_VISIBLE_DEVICES"
+
+
+def hide() -> None:
+    """Let this process and those that it starts find no GPU: tests are about the CPU where they do not say otherwise.
+
+    A process that has looked for one could fork none that computes.
+    """
+    os.environ.setdefault(SHOWN, os.environ.get(_HIDES, "all"))
+    os.environ[_HIDES] = ""
+
+
+def shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process finds the GPUs, or none where the CPU stands for one."""
+    hidden = {_HIDES: "" if kind() == "cpu" else environment.get(SHOWN, "all")}
+    found = {**environment, **hidden}
+    return {name: value for name, value in found.items() if (name, value) != (_HIDES, "all")}
 
 
 def count() -> int:
@@ -31,7 +53,7 @@ def join() -> None:
     """Give this rank a GPU of its own, or its share of the only one, before torchacc looks.
 
     NCCL refuses two ranks on one card, and torchacc more ranks than a machine has cards. So each believes to be on a
-    machine of its own with a single card, and they meet over gloo, which copies by the host.
+    machine of its own with a single card, and they meet over gloo, which copies by the host where it knows how to.
     """
     import torch
 
@@ -41,3 +63,45 @@ def join() -> None:
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         backends = dict.fromkeys(("cpu", kind()), "gloo")
         torch.distributed.init_process_group(",".join(f"{device}:{name}" for device, name in backends.items()))
+        _go_by_the_host()
+
+
+def _go_by_the_host() -> None:
+    """Let go by the host what gloo would read at a GPU's address as if it were the host's, which ends the process."""
+    import torch
+    import torch.distributed as dist
+
+    send, receive = dist.isend, dist.recv
+
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        host = tensor.cpu()
+        work = send(host, *args, **kwargs)
+        _sent.append((work, host))
+        return work
+
+    def recv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        host = torch.empty_like(tensor, device="cpu")
+        source = receive(host, *args, **kwargs)
+        tensor.copy_(host)
+        return source
+
+    def all_gather(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        group = dist.distributed_c10d._resolve_process_group(name)
+        dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+        return whole
+
+    def all_gather_several(tensors: list[torch.Tensor], size: int, name: str) -> list[torch.Tensor]:
+        return [all_gather(tensor, size, name) for tensor in tensors]
+
+    dist.isend, dist.recv = isend, recv
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", all_gather, "CUDA")
+    library.impl("all_gather_into_tensor_coalesced", all_gather_several, "CUDA")
+    _libraries.append(library)
+
+
+_sent: deque[Any] = deque(maxlen=1000)
+"""What gloo reads until it has been sent."""
+_libraries: list[Any] = []
+"""What the functional collectives do, for as long as the process lives."""

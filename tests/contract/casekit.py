@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchacc
 from tests import gpus
 from torchacc.engines import registry
+from torchacc.engines.native.plain_model import GROUP
 
 RANK = int(os.environ.get("RANK", "0"))
 _KIND, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
@@ -119,6 +121,15 @@ def main() -> None:
         (out / f"{name}.{RANK}.part").rename(out / f"{name}.{RANK}.pt")
         if ENGINE != REFERENCE:
             torchacc.dist.rendezvous(name)
+            leave_groups()
+
+
+def leave_groups() -> None:
+    """Leave the process groups of a case's models: the threads of each wake up all the time, and cases are many."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    for group in groups:
+        if group.group_desc == GROUP:
+            dist.destroy_process_group(group)
 
 
 # What cases are made of
@@ -207,6 +218,8 @@ def check_equal(found: Any, expected: Any, what: str, absolute: float = ABSOLUTE
     if found is None or expected is None:
         assert found is expected, f"{what}: {found} in place of {expected}"
         return
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        found, expected = found.cpu(), expected.cpu()
     torch.testing.assert_close(
         found, expected, rtol=RELATIVE, atol=absolute, msg=lambda text: f"rank {RANK}, {what}: {text}"
     )

@@ -6,6 +6,7 @@
 It imports each `*_cases.py`, which registers its cases.
 """
 
+import faulthandler
 import importlib
 from pathlib import Path
 
@@ -16,4 +17,5 @@ for path in sorted(Path(__file__).parent.glob("*_cases.py")):
     importlib.import_module(path.stem)
 
 if __name__ == "__main__":
+    faulthandler.enable()
     main()

@@ -118,7 +118,7 @@ VALUES: dict[str, Computed] = {
     "singular-values": lambda w: torch.linalg.svdvals(w),
     "rank-of-one": lambda w: torch.outer(w.norm(dim=1), w.norm(dim=0)),
     "cosine": lambda w: nn.functional.cosine_similarity(w, w.flip(0), dim=-1),
-    "linear": lambda w: nn.functional.linear(torch.ones(2, 3), w),
+    "linear": lambda w: nn.functional.linear(torch.ones(2, 3, device=w.device), w),
     "iterated": lambda w: sum(row.sum() for row in w),
     "split": lambda w: w.split([2, 3])[1] * 1,
     "length": lambda w: len(w) + w.numel() + w.shape[0],
@@ -177,25 +177,25 @@ Edit = Callable[[torch.Tensor], Any]
 EDITS: dict[str, Edit] = {
     "index": _index,
     "mask": _mask,
-    "plain": lambda w: w.add_(torch.arange(15.0).view(5, 3)),
-    "plain-row": lambda w: w.mul_(torch.arange(3.0)),
+    "plain": lambda w: w.add_(torch.arange(15.0, device=w.device).view(5, 3)),
+    "plain-row": lambda w: w.mul_(torch.arange(3.0, device=w.device)),
     "own-mean": lambda w: w.sub_(w.mean()),
     "mean-of-rows": lambda w: w.sub_(w.mean(dim=1, keepdim=True)),
     "own-norm": lambda w: w.div_(w.norm()),
     "norms-of-rows": lambda w: w.copy_(w / w.norm(dim=1, keepdim=True)),
-    "whole": lambda w: w.copy_(torch.linspace(0, 1, 15).view(5, 3)),
+    "whole": lambda w: w.copy_(torch.linspace(0, 1, 15, device=w.device).view(5, 3)),
     "renormalized": lambda w: w.renorm_(2, 0, 0.5),
     "running-sum": lambda w: w.cumsum_(0),
-    "filled-by-index": lambda w: w.index_fill_(0, torch.tensor([0, 4]), 2.0),
+    "filled-by-index": lambda w: w.index_fill_(0, torch.tensor([0, 4], device=w.device), 2.0),
     "triangle": lambda w: w.tril_(),
     "masked": lambda w: w.masked_fill_(w > 0.5, 0.0),
-    "masked-by-plain": lambda w: w.masked_fill_(torch.eye(5, 3).bool(), 0.0),
+    "masked-by-plain": lambda w: w.masked_fill_(torch.eye(5, 3, device=w.device).bool(), 0.0),
     "out": lambda w: torch.add(w, 1.0, out=w),
     "foreach": lambda w: torch._foreach_sub_([w], [w.mean()]),
     "addcmul": lambda w: w.addcmul_(w, w, value=0.5),
-    "lerp": lambda w: w.lerp_(torch.ones(5, 3), 0.5),
+    "lerp": lambda w: w.lerp_(torch.ones(5, 3, device=w.device), 0.5),
     "assigned": lambda w: setattr(w, "data", w.data * 3),
-    "assigned-whole": lambda w: setattr(w, "data", torch.linspace(0, 1, 15).view(5, 3)),
+    "assigned-whole": lambda w: setattr(w, "data", torch.linspace(0, 1, 15, device=w.device).view(5, 3)),
     "sum-of-partials": lambda w: w.mul_(w.norm().add_(1.0)),
 }
 
@@ -257,7 +257,9 @@ PENALTIES: dict[str, Callable[[nn.Module], Any]] = {
     "sizes": lambda model: sum(p.abs().mean() for p in model.parameters()),
     "joined": lambda model: torch.cat([p.view(-1) for p in model.parameters()]).norm(),
     "scale": lambda model: 1.0 * model.scale.exp().sum(),
-    "orthogonal": lambda model: (model.weight.t() @ model.weight - torch.eye(3)).square().sum(),
+    "orthogonal": lambda model: (
+        (model.weight.t() @ model.weight - torch.eye(3, device=model.weight.device)).square().sum()
+    ),
 }
 
 
@@ -286,8 +288,8 @@ class Lamb(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["mean"] = torch.zeros_like(p)
-                    state["rows"] = torch.zeros(p.shape[:1])
-                    state["plain"] = torch.zeros(p.shape)
+                    state["rows"] = torch.zeros(p.shape[:1], device=p.device)
+                    state["plain"] = torch.zeros(p.shape, device=p.device)
                 state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
                 state["rows"].mul_(0.9).add_(p.grad.square().view(len(p), -1).mean(1), alpha=0.1)
                 state["plain"].mul_(0.9).add_(p.grad)

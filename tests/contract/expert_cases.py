@@ -202,9 +202,9 @@ def a_device_holds_and_gathers_its_experts_only() -> None:
     for name, parameter in experts.named_parameters():
         assert parameter.shape == full[name].shape, "a script sees the full shape"
         assert parameter.to_local().numel() == full[name].numel() // 4
-        assert torch.equal(seen[0][name], full[name][list(held)])
-        assert torch.equal(parameter.full_tensor(), full[name])
-        assert torch.equal(parameter.detach() * 2 + 1, full[name] * 2 + 1)
+        assert torch.equal(seen[0][name].cpu(), full[name][list(held)])
+        assert torch.equal(parameter.full_tensor().cpu(), full[name])
+        assert torch.equal((parameter.detach() * 2 + 1).cpu(), full[name] * 2 + 1)
 
 
 @case()
@@ -275,9 +275,9 @@ def spread_experts_evaluate_and_generate_ragged_samples(how: dict[str, Any]) -> 
     accelerate(model, **how).eval()
     ids = plain()["input_ids"][:1, : 5 + 2 * sharded_model(model).engine.data_shards.start]
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, whole(ids).logits)
-        generated = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    assert torch.equal(generated, whole.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
+        torch.testing.assert_close(model(ids).logits.cpu(), whole(ids).logits)
+        generated = model.generate(ids.to(model.device), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert torch.equal(generated.cpu(), whole.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False))
 
 
 @case()

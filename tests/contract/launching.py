@@ -18,12 +18,12 @@ SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores tha
 
 
 def environment(*xla_flags: str, **variables: str) -> dict[str, str]:
-    """Return the variables, with this checkout, no network and no GPUs, and with more flags of XLA's.
+    """Return the variables, with this checkout and no network, and with more flags of XLA's.
 
     A process forgets old programs: each takes mappings of memory, of which a process may have 65,530.
     """
     flags = " ".join([os.environ["XLA_FLAGS"], *xla_flags])
-    chosen = {"XLA_FLAGS": flags, "XLA_COMPILATION_CACHE_SIZE": "128", "CUDA_VISIBLE_DEVICES": ""}
+    chosen = {"XLA_FLAGS": flags, "XLA_COMPILATION_CACHE_SIZE": "128"}
     return forkrun.environment(**chosen, **variables)
 
 
@@ -111,9 +111,7 @@ def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object) -> str:
 
     Not as forks: where a process has looked for GPUs, its forks cannot use them.
     """
-    env = forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""})
-    if gpus.kind() == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
+    env = gpus.shown(forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""}))
     return _torchrun(num_ranks, env, worker, *arguments)
 
 

@@ -300,18 +300,18 @@ def outputs_are_of_all_tokens_or_say_why_not(heads: int) -> None:
     batch = plain(14)
     ids = batch["input_ids"]
     expected = whole(ids, labels=ids)
-    torch.testing.assert_close(model(ids).logits, expected.logits)
+    torch.testing.assert_close(model(ids).logits.cpu(), expected.logits)
     model.eval()
     with torch.no_grad():
         loss, logits = model(ids, labels=ids, return_dict=False)
-        generated = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+        generated = model.generate(ids[:, :5].to(model.device), max_new_tokens=4, do_sample=False)
         kept = model(ids[:, :-1], use_cache=True).past_key_values
         last = model(ids[:, -1:], past_key_values=kept).logits
         with pytest.raises(torchacc.EngineError, match="use_cache=True"):
             model(ids[:, -1:], past_key_values=model(ids[:, :-1]).past_key_values)
-    torch.testing.assert_close((loss, logits), (expected.loss, expected.logits))
-    torch.testing.assert_close(last, expected.logits[:, -1:])
-    assert torch.equal(generated, whole.generate(ids[:, :5], max_new_tokens=4, do_sample=False))
+    torch.testing.assert_close((loss.cpu(), logits.cpu()), (expected.loss, expected.logits))
+    torch.testing.assert_close(last.cpu(), expected.logits[:, -1:])
+    assert torch.equal(generated.cpu(), whole.generate(ids[:, :5], max_new_tokens=4, do_sample=False))
     logits = model.train()(**batch).logits
     for use in (lambda: logits[:, -1], lambda: logits.shape, lambda: torch.argmax(logits), lambda: list(logits)):
         with pytest.raises((torchacc.EngineError, torchacc.ConfigError), match="without labels"):
@@ -351,6 +351,7 @@ def what_would_see_a_part_only_is_refused() -> None:
             accelerate(model, sp=4)
     model, ids = accelerate(make(), sp=4), tokens(16)
     layer = model.model.layers[0].self_attn
+    hidden, cosine = torch.ones(4, 16, 32, device=model.device), torch.ones(1, 16, 8, device=model.device)
     with pytest.raises(torchacc.DataError, match="different inputs"):
         model(ids.roll(RANK, 0))
     cache = transformers.DynamicCache()
@@ -360,11 +361,8 @@ def what_would_see_a_part_only_is_refused() -> None:
         (lambda: model(ids, attention_mask=torch.ones(4, 20)), "attention_mask of shape"),
         (lambda: model(ids, labels=ids, ignore_index=0), "ignore_index = 0"),
         (lambda: model(ids, more=torch.ones(4, 16)), "the input 'more'"),
-        (lambda: model.model(ids), "called by itself"),
-        (
-            lambda: layer(torch.ones(4, 16, 32), (torch.ones(1, 16, 8),) * 2, None),
-            "by itself",
-        ),
+        (lambda: model.model(ids.to(model.device)), "called by itself"),
+        (lambda: layer(hidden, (cosine, cosine), None), "by itself"),
     ):
         with pytest.raises(torchacc.EngineError, match=expected):
             call()

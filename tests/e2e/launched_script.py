@@ -18,6 +18,17 @@ def save_and_end(number, frame) -> None:
     sys.exit(143)
 
 
+def is_gone(file) -> bool:
+    """Return whether the launcher has seen the end of a rank: it has a number until then."""
+    if not file.exists() or not file.read_text():
+        return False
+    try:
+        os.kill(int(file.read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 if told == "save":
     signal.signal(signal.SIGTERM, save_and_end)
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
@@ -32,7 +43,8 @@ while told == "raise" and not (folder / "child").exists():
 if rank == 1 and told == "raise":
     raise ValueError("rank one has had enough")
 if told == "leave":
-    time.sleep(2 * (rank == 0))
+    while rank == 0 and not is_gone(folder / "pid-1"):
+        time.sleep(0.05)
     sys.exit(int(rank == 0))
 if rank == 1 and told == "fault":
     ctypes.string_at(0)

@@ -1,5 +1,6 @@
 """Training on NVIDIA GPUs gives the numbers of the unsharded run on the CPU. Skipped where there is no GPU."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests import forkrun
+from tests import forkrun, gpus
 
 pytest.importorskip("transformers")
 
 from torchacc.engines.xla import cuda
 
 PROGRAM = Path(__file__).with_name("gpu_program.py")
-NUM_GPUS = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+NUM_GPUS = gpus.count()
+HAS_XLA = importlib.util.find_spec("torch_xla") is not None and cuda.installed_plugin() is not None
 RELATIVE = 1e-5
 
 pytestmark = pytest.mark.gpu
@@ -24,20 +26,20 @@ xla = pytest.param(
     "xla",
     marks=[
         pytest.mark.xla,
-        pytest.mark.skipif(cuda.installed_plugin() is None, reason="pip install 'torchacc[xla-cuda]'"),
+        pytest.mark.skipif(not HAS_XLA, reason="pip install 'torchacc[xla-cuda]'"),
     ],
 )
 
 
-def train(backend: str, out: Path, gpus: int = 1) -> dict[str, Any]:
+def train(backend: str, out: Path, num_gpus: int = 1) -> dict[str, Any]:
     """Train on some GPUs: natively by a process for each, under XLA by one for all."""
-    processes = gpus if backend == "native" else 1
+    processes = num_gpus if backend == "native" else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = forkrun.environment()
+    environment = gpus.shown(forkrun.environment())
     for name in ("PJRT_DEVICE", "XLA_FLAGS"):  # chosen for tests on a CPU
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(gpus), str(out)],
+        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(num_gpus), str(out)],
         env=environment,
         capture_output=True,
         text=True,
@@ -62,7 +64,7 @@ def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path):
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"this machine has {NUM_GPUS} NVIDIA GPUs, and this needs 2")
 @pytest.mark.parametrize("backend", [native, xla])
 def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path):
-    check(train(backend, tmp_path / "out.json", gpus=2), backend, reference)
+    check(train(backend, tmp_path / "out.json", num_gpus=2), backend, reference)
 
 
 def check(found: dict[str, Any], backend: str, reference: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         training.config,
         num_states=training.num_states,
         backend=args.engine,
-        widens=args.platform == "cpu",
+        platform=args.platform or "cuda",
         adds_gradients=training.adds_gradients,
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args, step)}

@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -106,6 +106,18 @@ class ProcessGroup:
             copy: Which of several groups of the same processes, whose operations do not wait for one another.
         """
         return _own_subgroup(dist.group.WORLD, self.job.rank, tuple(map(tuple, groups)), copy)
+
+    def device_mesh(self, device_type: str, sizes: Mapping[str, int], ranks: Sequence[int]) -> Any:
+        """Return the DeviceMesh of all processes, which models of one layout share, as they do groups.
+
+        Collective: every process.
+
+        Args:
+            device_type: `cuda`, `cpu` and so on.
+            sizes: The size of each dimension, by its name.
+            ranks: The processes, the last dimension's beside each other.
+        """
+        return _device_mesh(dist.group.WORLD, device_type, tuple(sizes.items()), tuple(ranks))
 
     def all_gather_objects(self, payload: Any) -> list[Any]:
         """Return every process's payload, by rank. Collective: every process."""
@@ -373,6 +385,17 @@ def _own_subgroup(
 
 
 @functools.cache
+def _device_mesh(
+    world: dist.ProcessGroup | None, device_type: str, sizes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]
+) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    grid = torch.tensor(ranks, dtype=torch.int).view([size for _, size in sizes])
+    with gloo_silenced():
+        return DeviceMesh(device_type, grid, mesh_dim_names=tuple(name for name, _ in sizes))
+
+
+@functools.cache
 def _meetings() -> dist.ProcessGroup:
     """Return a group of all processes for meetings, whose members do not wait long. Collective: every process."""
     made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=_MEET_SECS))
@@ -419,6 +442,7 @@ def _cout_state() -> Callable[[int], object]:
 
 def _stop() -> None:
     _own_subgroup.cache_clear()
+    _device_mesh.cache_clear()
     if dist.is_initialized():
         _tell_end()
         dist.destroy_process_group()

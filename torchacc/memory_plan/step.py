@@ -186,7 +186,7 @@ def study(
     *,
     num_states: int,
     backend: str = "xla",
-    widens: bool = False,
+    platform: str = "cuda",
     adds_gradients: bool = False,
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
@@ -201,7 +201,8 @@ def study(
             how many others it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.
         backend: One of `PLANNED_BACKENDS`.
-        widens: Whether the devices hold bfloat16 in float32, as XLA's CPU client does.
+        platform: Of the devices, `cpu`, `cuda` or `tpu`: XLA's CPU client holds bfloat16 in float32, and autocast on a
+            GPU computes norms, powers and the like in float32.
         adds_gradients: Whether a step is of several batches, all but the last inside of `torchacc.accumulate()`.
 
     Raises:
@@ -218,7 +219,7 @@ def study(
         check_axes(config, mesh, model)
     plan = make_plan(model, config, mesh)
     batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
-    look = partial(_study_stage, model, batch, config, plan, chosen, widens=widens, adds_gradients=adds_gradients)
+    look = partial(_study_stage, model, batch, config, plan, chosen, platform=platform, adds_gradients=adds_gradients)
     devices = [DeviceStep(tuple(map(look, plan.pipeline.stages_at(place))), batch_bytes) for place in _places(plan)]
     return Step(plan, tuple(devices), num_states, chosen)
 
@@ -286,7 +287,7 @@ def _study_stage(
     backend: PlannedBackend,
     stage: int,
     *,
-    widens: bool,
+    platform: str,
     adds_gradients: bool,
 ) -> StageStep:
     dtype, traffic = getattr(torch, plan.compute_dtype), Traffic()
@@ -305,7 +306,7 @@ def _study_stage(
         recomputed=recomputed,
         keeps_products=plan.keeps_products,
         eager=backend.runs_eagerly,
-        widens=widens,
+        platform=platform,
         chunked_loss=config.compute.chunked_loss,
     )
     actions = tuple(plan.pipeline.actions(stage % plan.pipeline.num_devices, count))

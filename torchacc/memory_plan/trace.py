@@ -29,6 +29,15 @@ _PRODUCTS = {
     torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
 }  # fmt: skip
 
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32, those of models.
+_IN_FLOAT32 = {
+    F.cosine_similarity, F.cross_entropy, F.group_norm, F.kl_div, F.l1_loss, F.layer_norm, F.log_softmax, F.mse_loss,
+    F.nll_loss, F.normalize, F.smooth_l1_loss, F.softmax, F.softplus, torch.cumsum, torch.exp, torch.log,
+    torch.log_softmax, torch.norm, torch.pow, torch.prod, torch.reciprocal, torch.rsqrt, torch.softmax, torch.sum,
+    torch.Tensor.__pow__, torch.Tensor.__rpow__, torch.Tensor.__rdiv__, torch.Tensor.cumsum, torch.Tensor.exp,
+    torch.Tensor.log, torch.Tensor.log_softmax, torch.Tensor.norm, torch.Tensor.pow, torch.Tensor.prod,
+    torch.Tensor.reciprocal, torch.Tensor.rsqrt, torch.Tensor.softmax, torch.Tensor.sum,
+}  # fmt: skip
 
 _GROUPED = {each for each in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if each is not None}
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -100,7 +109,7 @@ def record(
     recomputed: Sequence[str] = (),
     keeps_products: bool = False,
     eager: bool = False,
-    widens: bool = False,
+    platform: str = "cuda",
     chunked_loss: bool | int = False,
 ) -> Trace:
     """Run forward and backward on the meta device, and note each operation.
@@ -112,14 +121,18 @@ def record(
         recomputed: Names of the modules that are computed again in backward.
         keeps_products: Whether the results of their matrix products are kept.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
-        widens: Whether the device holds bfloat16 in float32, as XLA's CPU client does.
+        platform: Of the device: XLA's CPU client holds bfloat16 in float32, and PyTorch's autocast computes some
+            functions in float32 on a GPU.
         chunked_loss: The value of `compute.chunked_loss`.
 
     Raises:
         ConfigError: The model cannot run without values, or returns no loss.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    mode = _Kernels if eager else partial(_ProductsIn, dtype)
+    mode = partial(_Kernels if eager else _ProductsIn, dtype)
+    if eager and platform == "cpu":  # where autocast lowers all that the model does
+        mode = partial(_Kernels, torch.float32)
+    widens = platform == "cpu" and not eager
     recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()}, widens=widens)
     try:
         with ExitStack() as stack:
@@ -269,8 +282,13 @@ class _ProductsIn(TorchFunctionMode):
 class _Kernels(TorchFunctionMode):
     """While entered, attention is PyTorch's kernel that keeps a number for each row of scores, and no scores.
 
-    Experts compute equally many tokens each.
+    Experts compute equally many tokens each. Where the dtype is lower than float32, some functions are in float32 all
+    the same, as autocast has them on a GPU, and matrix products are not.
     """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -279,6 +297,9 @@ class _Kernels(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _GROUPED:
             return _GroupedProduct.apply(*args[:2])
+        if self._dtype != torch.float32 and func in _PRODUCTS | _IN_FLOAT32:
+            dtypes = (torch.float32, self._dtype) if func in _PRODUCTS else (self._dtype, torch.float32)
+            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, *dtypes), (args, kwargs))
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -290,6 +311,10 @@ class _Kernels(TorchFunctionMode):
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=mask)[0]
+
+
+def _cast(source: torch.dtype, to: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(to) if tensor.dtype == source else tensor
 
 
 class _GroupedProduct(torch.autograd.Function):

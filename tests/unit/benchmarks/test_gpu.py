@@ -16,12 +16,17 @@ def run_of(results_of):
     return make
 
 
-def report_of(run, wrong=()):
+def report_of(run):
     from gpu import make_report
 
-    found = {"device": "a GPU", "matrix_flops": 100e12, "flops_per_token": {"GPT-2 124M": 1e9}}
+    found = {
+        "device": "a GPU",
+        "matrix_flops": 100e12,
+        "flops_per_token": {"GPT-2 124M": 1e9},
+        "planned": {"GPT-2 124M": {"FULL_SHARD": 7 * 10**9}},
+    }
     args = argparse.Namespace(devices=2, rounds=2, steps_per_round=1)
-    return make_report({"GPT-2 124M": run}, found, wrong, args)
+    return make_report({"GPT-2 124M": run}, found, args)
 
 
 def test_utilisation_is_against_the_measured_product(run_of):
@@ -31,7 +36,7 @@ def test_utilisation_is_against_the_measured_product(run_of):
     )
     report = report_of(run)
     # 2 devices x 8 samples x 1024 tokens in 0.4 s, of 1 GFLOP each, where the devices do 200 TFLOP/s.
-    assert report.tables[0].rows[0][2:] == ["400.0", "40,960", "20.5%", "8", "1.000", "1.000"]
+    assert report.tables[0].rows[0][2:] == ["400.0", "40,960", "20.5%", "8", "7", "1.000", "1.000"]
     assert report.reading == [
         "GPT-2 124M, FULL_SHARD, recompute: 1.25 of the step time of FULL_SHARD, and 0.50 of its memory."
     ]
@@ -61,7 +66,8 @@ def test_xla_is_left_out_where_its_plugin_is_not_installed(monkeypatch):
     import torchacc.engines.xla.cuda
 
     monkeypatch.setattr(torchacc.engines.xla.cuda, "installed_plugin", lambda: None)
-    missing = {case.name: missing_package(case, "cuda") for case in CASES}
+    args = argparse.Namespace(device="cuda", xla_path=None)
+    missing = {case.name: missing_package(case, args) for case in CASES}
     assert [name for name, why in missing.items() if why] == ["XLA"]
 
 
@@ -131,7 +137,8 @@ def test_float8_is_left_out_where_torchao_is_not_installed(monkeypatch):
 
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find_spec(name))
-    missing = [case.name for case in CASES if "torchao" in (missing_package(case, "cpu") or "")]
+    args = argparse.Namespace(device="cpu", xla_path=None)
+    missing = [case.name for case in CASES if "torchao" in (missing_package(case, args) or "")]
     assert missing == [case.name for case in CASES if case.fp8]
     assert missing
 

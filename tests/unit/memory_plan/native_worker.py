@@ -63,7 +63,7 @@ def planned(make, config, *, accumulates):
     with torch.device("meta"):
         model, tokens = make(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
-    step = study(model, batch, config, num_states=2, backend="native", adds_gradients=accumulates)
+    step = study(model, batch, config, num_states=2, backend="native", platform="cpu", adds_gradients=accumulates)
     return step.on(RANKS, "FULL_SHARD").total
 
 

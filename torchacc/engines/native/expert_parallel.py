@@ -7,6 +7,7 @@ same tokens: each sends a part of them, and they put together what comes back.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchacc.config import Config
 from torchacc.engines.native.expert_collectives import cut_rows, exchange_counts, exchange_rows, join_rows
 from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
-from torchacc.engines.process_group import gloo_silenced
+from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import ConfigError, DataError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.experts import HELD_BY, Experts, count_experts
@@ -94,15 +95,13 @@ def _all_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
 
 
-def make_mesh(mesh: Mesh, device_type: str) -> Any:
+def make_mesh(mesh: Mesh, device_type: str, group: ProcessGroup) -> Any:
     """Return the DeviceMesh (pipeline, replicate, expert, shard), whose shards are of the same experts. Collective."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     dims = ((Role.PIPELINE,), (Role.REPLICATE,), HELD_BY, (Role.SHARD,))
     ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.place(rank, *roles) for roles in dims])
-    grid = torch.tensor(ranks, dtype=torch.int).view(*(mesh.size(*roles) for roles in dims[:-1]), -1)
-    with gloo_silenced():
-        return DeviceMesh(device_type, grid, mesh_dim_names=tuple(roles[0].value for roles in dims))
+    sizes = {roles[0].value: mesh.size(*roles) for roles in dims[:-1]}
+    sizes[Role.SHARD.value] = mesh.num_devices // math.prod(sizes.values())
+    return group.device_mesh(device_type, sizes, ranks)
 
 
 def install(module: nn.Module, experts: Experts, mesh: Any, sharing: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,7 @@ from torchacc.engines.native import (
     step_in_backward,
 )
 from torchacc.engines.patches.private_names import check_installed_torch
-from torchacc.engines.process_group import accelerator_kind, gloo_silenced, sees_own_device_alone
+from torchacc.engines.process_group import accelerator_kind, sees_own_device_alone
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -174,19 +174,15 @@ class NativeEngine(Engine):
     @cached_property
     def expert_mesh(self) -> Any:
         """What `expert_parallel.make_mesh()` makes. Made by a collective of all ranks."""
-        return expert_parallel.make_mesh(self.mesh, self.device.type)
+        return expert_parallel.make_mesh(self.mesh, self.device.type, self.group)
 
     @cached_property
     def _process_mesh(self) -> Any:
-        from torch.distributed.device_mesh import DeviceMesh
-
         mesh = self.mesh
         order = (Role.PIPELINE, Role.REPLICATE, Role.SHARD, Role.TENSOR)
         roles = [role for role in order if role is Role.SHARD or mesh.size(role) > 1]
         ranks = sorted(range(mesh.num_devices), key=lambda rank: mesh.index(rank, *roles))
-        grid = torch.tensor(ranks, dtype=torch.int).view([mesh.size(role) for role in roles])
-        with gloo_silenced():
-            return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(role.value for role in roles))
+        return self.group.device_mesh(self.device.type, {role.value: mesh.size(role) for role in roles}, ranks)
 
     def random_state(self) -> dict[str, Any]:
         """Return the state of the CPU's and of the accelerator's generator."""

@@ -23,6 +23,9 @@ from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.process_group import gloo_silenced
 
+GROUP = "gradients of a model"
+"""What describes the process group that each model has to itself."""
+
 
 class PlainModel(NativeModel):
     """A model whose parameters are ordinary tensors."""
@@ -47,7 +50,7 @@ class PlainModel(NativeModel):
             vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
         if self.engine.job.num_processes > 1:
             with gloo_silenced():
-                group = dist.new_group()
+                group = dist.new_group(group_desc=GROUP)
             assert group is not None
             self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, group)
         if torch_patches.knows_clipping():

@@ -1,7 +1,7 @@
 """NVIDIA GPUs under stock torch_xla, by the PJRT plugin that is published for JAX.
 
 torch_xla has no CUDA of its own since 2.9. It still loads plugins, and XLA's for CUDA comes in a wheel of its own. The
-two speak a C interface whose versions have to fit, so that only pairs that have been seen to fit are taken.
+two speak a C interface whose versions have to fit, so that only pairs that have been seen to compute are taken.
 """
 
 import importlib.metadata
@@ -30,11 +30,13 @@ class Plugin:
     """Where the plugin lies beside the wheel's metadata. Importing the package around it would need JAX."""
 
 
-_CUDA_12 = Plugin("jax-cuda12-pjrt", "0.8.0", "jax_plugins/xla_cuda12/xla_cuda_plugin.so")
-_CUDA_13 = Plugin("jax-cuda13-pjrt", "0.11.2", "jax_plugins/xla_cuda13/xla_cuda_plugin.so")
+KNOWN_PAIRS = {"2.9": Plugin("jax-cuda12-pjrt", "0.7.1", "jax_plugins/xla_cuda12/xla_cuda_plugin.so")}
+"""By torch_xla's major and minor version: the plugin that runs its programs.
 
-KNOWN_PAIRS: dict[str, tuple[Plugin, ...]] = {"2.9": (_CUDA_12, _CUDA_13)}
-"""By torch_xla's major and minor version: the plugins that it loads, the one to recommend first."""
+Later ones start, and end the first program with "Unexpected PJRT_ExecuteOptions size": torch_xla 2.9 hands over 80
+bytes. 0.7.1 is the last that asks for no more; 0.7.2, the first for CUDA 13, asks for 88, and those from 0.8 for 112.
+"""
+_WHEELS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
@@ -42,34 +44,33 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
     return any(re.fullmatch(r"nvidia\d+", path.name) for path in devices.glob("nvidia*"))
 
 
-def installed_plugin() -> Plugin | None:
-    """Return the plugin that is installed, in whatever version; None where there is none."""
-    for plugin in (_CUDA_12, _CUDA_13):
-        if version := installed_version(plugin.wheel):
-            return Plugin(plugin.wheel, version, plugin.library)
-    return None
+def installed_plugin() -> tuple[str, str] | None:
+    """Return the wheel with a plugin that is installed, and its version; None where there is none."""
+    return next(((wheel, version) for wheel in _WHEELS if (version := installed_version(wheel))), None)
 
 
 def check_plugin() -> Path:
     """Return where the plugin's library is, once it is known to fit the installed torch_xla. Nothing is loaded.
 
     Raises:
-        ConfigError: There is no plugin, or it has not been seen to work with this torch_xla.
+        ConfigError: There is no plugin, or not the one that runs this torch_xla's programs.
     """
     xla = Version(importlib.metadata.version("torch_xla"))
-    fitting = KNOWN_PAIRS.get(f"{xla.major}.{xla.minor}", ())
-    plugin = installed_plugin()
-    if plugin is not None and plugin in fitting:
-        library = Path(str(importlib.metadata.distribution(plugin.wheel).locate_file(plugin.library)))
+    fitting = KNOWN_PAIRS.get(f"{xla.major}.{xla.minor}")
+    found = installed_plugin()
+    if fitting is not None and found == (fitting.wheel, fitting.version):
+        library = Path(str(importlib.metadata.distribution(fitting.wheel).locate_file(fitting.library)))
         if library.exists():
             return library
-        raise ConfigError(f"{plugin.wheel} {plugin.version} is installed, but {library} is missing: install it again")
-    found = f"{plugin.wheel} {plugin.version} is installed" if plugin else "no plugin is installed"
-    pairs = " or ".join(f"`pip install --no-deps {each.wheel}=={each.version}`" for each in fitting)
+        raise ConfigError(f"{' '.join(found)} is installed, but {library} is missing: install it again")
+    instead = "torch_xla 2.9 is the one that works"
+    if fitting is not None:
+        pair = f"{fitting.wheel}=={fitting.version}"
+        instead = f"`pip install 'torchacc[xla-cuda]'`, or `pip install --no-deps {pair}`"
     raise ConfigError(
-        f"XLA on an NVIDIA GPU needs a plugin that fits torch_xla {xla.public}, and {found}: "
-        + (f"`pip install 'torchacc[xla-cuda]'`, or {pairs}. " if pairs else "torch_xla 2.9 is the one that works. ")
-        + 'Otherwise use config.backend = "native", which needs none'
+        f"XLA on an NVIDIA GPU needs a plugin that fits torch_xla {xla.public}, and "
+        f"{' '.join(found or ('no plugin',))} is installed: {instead}. "
+        'Otherwise use config.backend = "native", which needs none'
     )
 
 

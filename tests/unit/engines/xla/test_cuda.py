@@ -65,23 +65,19 @@ def without_plugin(monkeypatch):
 
 
 def test_a_plugin_of_a_known_pair_is_found_by_its_files(site, xla_29):
-    install(site, "0.8.0", Path(__file__))
+    install(site, "0.7.1", Path(__file__))
     assert cuda.check_plugin() == site / "jax_plugins/xla_cuda12/xla_cuda_plugin.so"
     assert "jax_plugins" not in sys.modules
 
 
-def test_the_other_wheel_is_found_too(site, xla_29, monkeypatch):
-    monkeypatch.setattr(cuda, "_CUDA_12", cuda.Plugin("jax-cuda12-pjrt-that-is-not-there", "0", ""))
-    install(site, "0.11.2", Path(__file__), wheel="jax_cuda13_pjrt")
-    assert cuda.check_plugin() == site / "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
-
-
-def test_a_plugin_of_another_version_is_refused_with_the_pair(site, xla_29):
-    install(site, "0.7.2", Path(__file__))
-    with pytest.raises(ConfigError, match=r"fits torch_xla 2\.9\.0, and jax-cuda12-pjrt 0\.7\.2 is installed") as error:
+@pytest.mark.parametrize(("wheel", "version"), [("jax-cuda12-pjrt", "0.8.0"), ("jax-cuda13-pjrt", "0.11.2")])
+def test_another_plugin_is_refused_with_the_pair(site, xla_29, monkeypatch, wheel, version):
+    monkeypatch.setattr(cuda, "_WHEELS", (wheel,))
+    install(site, version, Path(__file__), wheel=wheel.replace("-", "_"))
+    with pytest.raises(ConfigError, match=rf"fits torch_xla 2\.9\.0, and {wheel} {version} is installed") as error:
         cuda.check_plugin()
     assert "pip install 'torchacc[xla-cuda]'" in str(error.value)
-    assert "`pip install --no-deps jax-cuda12-pjrt==0.8.0`" in str(error.value)
+    assert "`pip install --no-deps jax-cuda12-pjrt==0.7.1`" in str(error.value)
 
 
 def test_no_plugin_is_refused_with_the_pair(xla_29, without_plugin):
@@ -90,7 +86,7 @@ def test_no_plugin_is_refused_with_the_pair(xla_29, without_plugin):
 
 
 def test_a_plugin_without_its_library_is_refused(site, xla_29):
-    install(site, "0.8.0", None)
+    install(site, "0.7.1", None)
     with pytest.raises(ConfigError, match=r"xla_cuda_plugin\.so is missing: install it again"):
         cuda.check_plugin()
 
@@ -99,13 +95,13 @@ def test_an_unknown_torch_xla_is_refused(site):
     metadata = site / "torch_xla-2.10.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch-xla\nVersion: 2.10.0\n")
-    install(site, "0.8.0", Path(__file__))
+    install(site, "0.7.1", Path(__file__))
     with pytest.raises(ConfigError, match=r"fits torch_xla 2\.10\.0.*torch_xla 2\.9 is the one that works"):
         cuda.check_plugin()
 
 
 def test_the_extra_pins_the_pair_that_is_recommended():
-    plugin = cuda.KNOWN_PAIRS["2.9"][0]
+    plugin = cuda.KNOWN_PAIRS["2.9"]
     assert f'"{plugin.wheel}=={plugin.version}' in (ROOT / "setup.py").read_text()
 
 
@@ -130,7 +126,7 @@ def test_what_the_user_asks_for_is_never_overridden(monkeypatch, given):
 def test_a_gpu_with_a_plugin_is_taken(monkeypatch, gpu, plugin, expected):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     monkeypatch.setattr(cuda, "has_gpu", lambda: bool(gpu))
-    monkeypatch.setattr(cuda, "installed_plugin", lambda: cuda.KNOWN_PAIRS["2.9"][0] if plugin else None)
+    monkeypatch.setattr(cuda, "installed_plugin", lambda: ("jax-cuda12-pjrt", "0.7.1") if plugin else None)
     assert runtime.platform() == expected
 
 
@@ -196,7 +192,7 @@ def run(*arguments: str, site: Path | None = None) -> dict:
 @pytest.mark.slow
 @pytest.mark.xla
 def test_a_library_that_is_no_plugin_is_reported(tmp_path):
-    install(tmp_path, "0.8.0", Path(importlib.util.find_spec("_XLAC").origin))
+    install(tmp_path, "0.7.1", Path(importlib.util.find_spec("_XLAC").origin))
     found = run("one", site=tmp_path)
     assert found["error"] == "EngineError"
     assert "XLA cannot start on CUDA" in found["message"]
