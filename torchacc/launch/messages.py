@@ -91,7 +91,9 @@ def how_it_ended(status: int, *, is_out_of_memory: bool = False) -> str:
     name = signal.Signals(-status).name
     if -status != signal.SIGKILL:
         return f"was ended by {name}"
-    return f"was killed ({name}): " + ("memory ran out" if is_out_of_memory else "by a kill -9, or its container")
+    if is_out_of_memory:
+        return f"was killed ({name}): memory ran out"
+    return f"was killed ({name}): by a kill -9, or its container; with --max-restarts N all start again"
 
 
 def count_oom_kills() -> int:

@@ -19,6 +19,7 @@ from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
     as_bytes,
+    beside,
     digest,
     is_incomplete,
     locate,
@@ -72,7 +73,7 @@ class CheckpointFolder:
         if self.is_verified:
             self._read_manifest()
         elif (self.path / "state.json").exists() or any(self.path.glob("rank-*.writing")) or is_incomplete(self.path):
-            raise CheckpointError(f"{self.path / MANIFEST} is missing: the checkpoint is not complete")
+            raise CheckpointError(f"{self.path / MANIFEST} is missing: {self._incomplete()}")
         self._regions: dict[str, FileRegion] = {}
         self.model = self._tensors("model")
         """Parameters and buffers, by original name."""
@@ -152,10 +153,12 @@ class CheckpointFolder:
             if path.exists() and not path.is_file():
                 raise CheckpointError(f"{path} is no file: torchacc has not written it")
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing: the checkpoint is not complete")
+                raise CheckpointError(f"{path} is missing: {self._incomplete()}")
             size = path.stat().st_size
             if size != entry["size"] or total != entry["size"]:
-                raise CheckpointError(f"{path} has {size:,} bytes, and was written with {entry['size']:,}")
+                raise CheckpointError(
+                    f"{path} has {size:,} bytes, and was written with {entry['size']:,}: {self._incomplete()}"
+                )
 
     def _tensors(self, stem: str) -> dict[str, StoredTensor]:
         index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
@@ -177,6 +180,9 @@ class CheckpointFolder:
             raise CheckpointError(f"{path} is empty: it is not a safetensors file")
         header = self._segment(path.name, segments[0], f"header of {path.name}")
         return header, segments[-1].start + segments[-1].size
+
+    def _incomplete(self) -> str:
+        return f"the checkpoint is not complete, as where a save or a copy was cut off{beside(self.path)}"
 
     def _nothing(self) -> str:
         below = sorted(path.parent.name for path in self.path.glob(f"*/{MANIFEST}"))

@@ -113,7 +113,13 @@ def locate(path: Path) -> Path:
     for other in leftovers(path, "incomplete", "replaced"):
         if (other / MANIFEST).exists():
             return other
-    raise CheckpointError(f"there is no checkpoint {path}")
+    raise CheckpointError(f"there is no checkpoint {path}{beside(path)}")
+
+
+def beside(path: Path) -> str:
+    """Return what the error of a checkpoint says of others in the same folder: nothing where there are none."""
+    names = sorted({file.parent.name for file in path.parent.glob(f"[!.]*/{MANIFEST}")} - {path.name})
+    return f"; in the same folder there is {', '.join(names[-3:])}" if names else ""
 
 
 def sync_folder(path: Path) -> None:
