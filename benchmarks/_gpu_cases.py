@@ -41,9 +41,10 @@ class Case:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the memory plan knows the case: torchacc natively, eager or compiled, and nothing on the host."""
+        """Whether the memory plan knows the case: torchacc natively, not compiled, and nothing on the host."""
         on_host = ("memory.offload_activations", "dist.fsdp.cpu_offload")
-        return self.kind == "native" and not self.fp8 and not any(option in self.config for option in on_host)
+        is_known = self.kind == "native" and not self.compiled and not self.fp8
+        return is_known and not any(option in self.config for option in on_host)
 
     def suits(self, label: str) -> bool:
         """Return whether a model is trained so: GPT-2 has no `nn.Linear`, and the largest model is one recomputed."""

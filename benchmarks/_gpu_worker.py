@@ -251,7 +251,7 @@ def planned_bytes(size: Workload, case: Case = RECOMPUTED_CASE, devices: int = 1
         model = make(size)
     tokens = torch.zeros(size.batch, size.length, dtype=torch.long, device="meta")
     states = count_states(torch.optim.AdamW, {"lr": 1e-3})
-    config = make_config(replace(case, compiled=False), devices)
+    config = make_config(case, devices)
     batch = {"input_ids": tokens, "labels": tokens}
     step = study(model, batch, config, num_states=states, backend="native")
     return step.on(devices, config.dist.fsdp.sharding_strategy).total

@@ -111,6 +111,17 @@ def test_the_largest_model_fills_what_the_plan_may_take():
         largest(deepest, 1000.0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("label", "measured"), [("GPT-2 124M", 12.98e9), ("Llama 1.2B", 33.12e9)])
+def test_the_plan_is_what_an_h200_took(label, measured):
+    """As docs/hardware.md has it."""
+    from _gpu_cases import BASE, CASES, MODELS
+    from _gpu_worker import planned_bytes
+
+    (case,) = (case for case in CASES if case.name == BASE)
+    assert planned_bytes(MODELS[label], case) == pytest.approx(measured, rel=0.01)
+
+
 def test_cases_that_a_model_cannot_be_trained_by_are_left_out():
     from _gpu_cases import CASES, LARGEST
 
