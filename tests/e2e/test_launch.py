@@ -218,6 +218,16 @@ def test_a_hung_rank_is_named_and_the_job_goes_on_with_fewer(tmp_path, undisturb
     assert losses_in(done.stdout) == pytest.approx(undisturbed, rel=1e-5)
 
 
+def test_a_node_that_waits_for_others_says_so(tmp_path):
+    port = forkrun.free_port()
+    nodes = ["--num-nodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1", "--master-port", port]
+    process = start("-n", 1, *nodes, SCRIPT, "end", tmp_path, forks=True)
+    said = process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert said == f"torchacc launch: waits until the launchers of all 2 nodes are at 127.0.0.1:{port}\n"
+
+
 @pytest.mark.slow
 def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
     port = forkrun.free_port()

@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import nn
 
+from torchacc.config.names import did_you_mean
 from torchacc.errors import CheckpointError
 
 P = ParamSpec("P")
@@ -30,7 +31,9 @@ def path_first(usage: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise CheckpointError(f"{error}: write {usage}") from None
+                unknown = next((name for name in kwargs if name not in signature.parameters), None)
+                hint = did_you_mean(unknown, signature.parameters) if unknown else ""
+                raise CheckpointError(f"{error}: {hint or f'write {usage}'}") from None
             if not isinstance(given[folder], str | PathLike):
                 raise CheckpointError(f"a {type(given[folder]).__name__} in place of a folder's name: write {usage}")
             if not isinstance(given["model"], nn.Module):

@@ -187,6 +187,7 @@ class CheckpointManager:
                 f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {'; '.join(reasons)}. Remove them "
                 "to start anew"
             )
+        _log.info("no checkpoint in %s: nothing is restored", self.folder)
         return None
 
     def save_if_due(self, step: int, extra: Any = None) -> bool:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in given.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--search with {option}: it tries what there is, of the native engine; leave it out")
+            raise ConfigError(f"--search tries what the native engine has, recompute among it: leave {option} out")
     if args.engine is not None and not PLANNED_BACKENDS[args.engine].runs_eagerly:
         raise ConfigError(f"--search with --engine {args.engine}: the layouts are those of the native engine")
     speeds = find_device(args.device or _DEFAULT_DEVICE)
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     # Devices that compute parts of one step see the same samples.
     shared = prod(getattr(training.config.dist, axis).size for axis in _SHARING_SAMPLES)
     samples = args.global_batch or training.batch * max(1, args.devices // shared)
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"searching the layouts of {args.devices} devices, which takes minutes\n")
     found = search(
         training.model,
         training.make_batch,

@@ -158,7 +158,7 @@ def _as_text(
     if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",
-            "XLA's CPU client holds bfloat16 in float32; --platform tpu plans for devices that have it, and need less",
+            "XLA's CPU client holds bfloat16 in float32. For TPUs: --platform tpu; for GPUs, natively: --engine native",
         ]
     if not PLANNED_BACKENDS[args.engine].runs_eagerly:
         lines += ["", "not planned: clipping, whose norm waits for all gradients; add the column parameters once more"]

@@ -182,7 +182,10 @@ def _dp_size(config: Config, job: Job, num_devices: int) -> int:
         return num_devices // asked
     if asked == num_devices:
         return sizes["dp"]
-    arithmetic = f"dist: {' * '.join(f'{axis}({size})' for axis, size in sizes.items())} = {asked}"
+    larger = [axis for axis, size in sizes.items() if size > 1] or ["fsdp"]
+    arithmetic = f"config.dist.{larger[0]}.size = {asked}"
+    if len(larger) > 1:
+        arithmetic = f"config.dist: {' * '.join(f'{axis}({sizes[axis]})' for axis in larger)} = {asked}"
     raise ConfigError(f"{arithmetic}, but the job has {_count(num_devices)}. {_way_out(config, job, num_devices)}")
 
 
@@ -197,7 +200,11 @@ def _way_out(config: Config, job: Job, num_devices: int) -> str:
             "`config.dist.fsdp.use_spmd = True`"
         )
     if asked > num_devices:
-        return f"Start one process per device: {launch}, or ask for fewer devices"
+        others = asked // config.dist.fsdp.size
+        fewer = "ask for fewer devices"
+        if num_devices % others == 0:
+            fewer = f"set `config.dist.fsdp.size = {num_devices // others}`"
+        return f"Start one process per device: {launch}, or {fewer}"
     if num_devices % asked:
         return f"{asked} does not divide {num_devices}: choose sizes whose product does"
     return "Leave `config.dist.dp.size = None` to have it sized, or start fewer"

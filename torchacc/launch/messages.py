@@ -74,8 +74,15 @@ def left() -> None:
     say(f"those on {hostname()} have lost a rank of another node: see what its launcher says")
 
 
+def waiting(num_nodes: int, master_addr: str | None, master_port: int | None) -> None:
+    """Tell that this node waits for others."""
+    say(f"waits until the launchers of all {num_nodes} nodes are at {master_addr}:{master_port}")
+
+
 def not_started(error: str) -> None:
     """Tell why the processes of this node were not started, or did not meet those of others."""
+    if "EADDRINUSE" in error:
+        error = "another launcher of this machine has the port: write another master_port, or another node_rank"
     say(f"the processes on {hostname()} could not be started: {error}")
 
 

@@ -31,6 +31,8 @@ USER_ERROR = 2
 """The exit status of a program that was called wrongly, which another attempt does not mend."""
 
 _LOOK_SECS = 0.05
+_TELL_SECS = 5.0
+"""How long a node waits for others before it says so."""
 _FOLLOW_SECS = 4.0
 """How long processes that are asked to end may go on when one has failed."""
 _PORT_SECS = 20.0
@@ -145,8 +147,13 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
 def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _Reason:
     """Return why the attempt is over, once all processes have ended or have to."""
     reason, deadline = _Reason.ENDED, math.inf
+    told_from = time.monotonic() + _TELL_SECS if options.num_nodes > 1 else math.inf
     while not attempt.is_over():
         now = time.monotonic()
+        if now > told_from:
+            told_from = math.inf
+            if not attempt.processes:
+                messages.waiting(options.num_nodes, options.master_addr, options.master_port)
         if len(signals) > 1 or now > deadline or (signals and not attempt.running):
             return reason
         if signals and reason is not _Reason.ASKED:

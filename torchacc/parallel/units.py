@@ -101,7 +101,9 @@ def _by_class(model: nn.Module, names: set[str], option: str) -> list[str]:
         if any(fits(module, name) for module in modules):
             hint = f"it names modules, and config.dist.fsdp.wrap_modules = {{{name!r}}} takes names of modules."
         else:
-            hint = did_you_mean(name, candidates) or "none has a name like it."
+            layers = sorted(infer_layer_classes(model))
+            hint = did_you_mean(name, layers) or (f"its repeated layers are {', '.join(layers)}." if layers else "")
+            hint = hint or did_you_mean(name, candidates) or "none has a name like it."
         raise ConfigError(
             f"config.{option} names {name!r}, and no module of {type(model).__name__} is of that "
             f"class: {hint} Its classes are {', '.join(sorted(candidates))}"

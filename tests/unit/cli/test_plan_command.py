@@ -284,7 +284,7 @@ def test_on_a_cpu_bfloat16_takes_what_float32_does(model, capsys):
     assert tpu < whole < cpu  # which has the cast weights beside what float32 has
     assert needed("--bf16", "--engine", "native")[0] is None
     assert main(["plan", "--model", model, "--bf16", "--platform", "cpu"]) == 0
-    assert "holds bfloat16 in float32; --platform tpu" in capsys.readouterr().out
+    assert "holds bfloat16 in float32. For TPUs: --platform tpu; for GPUs" in capsys.readouterr().out
     said = refused(capsys, "--model", model, "--engine", "native", "--platform", "tpu")
     assert "--platform tpu is of XLA's devices: leave it out with --engine native" in said
 

@@ -56,7 +56,7 @@ def test_requested_devices_count_an_open_dp_as_one(dist, expected):
 
 def test_a_single_process_learns_both_ways_to_more_devices():
     message = refusal({"dist": {"fsdp": {"size": 4}}})
-    assert "dp(1) * fsdp(4) * tp(1) * pp(1) * sp(1) * ep(1) = 4, but the job has 1 device." in message
+    assert "config.dist.fsdp.size = 4, but the job has 1 device." in message
     assert "`torchrun --nproc_per_node=4 your_script.py`" in message
     assert "`config.dist.fsdp.use_spmd = True`" in message
     assert refusal({"dist": {"dp": {"size": 4}}}).endswith(message[message.index("Either") :])
@@ -75,13 +75,20 @@ ARITHMETIC = [
     (
         {"fsdp": {"size": 4}},
         2,
-        "fsdp(4) * tp(1) * pp(1) * sp(1) * ep(1) = 4, but the job has 2 devices. Start one process per",
+        "config.dist.fsdp.size = 4, but the job has 2 devices. Start one process per device: "
+        "`torchrun --nproc_per_node=4 your_script.py`, or set `config.dist.fsdp.size = 2`",
+    ),
+    (
+        {"fsdp": {"size": 3}, "tp": {"size": 2}},
+        4,
+        "config.dist: fsdp(3) * tp(2) = 6, but the job has 4 devices. Start one process per device: "
+        "`torchrun --nproc_per_node=6 your_script.py`, or set `config.dist.fsdp.size = 2`",
     ),
     ({"fsdp": {"size": 3}}, 4, "= 3, but the job has 4 devices. 3 does not divide 4: choose sizes whose product does"),
     (
         {"dp": {"size": 1}, "fsdp": {"size": 2}},
         4,
-        "dist: dp(1) * fsdp(2) * tp(1) * pp(1) * sp(1) * ep(1) = 2, but the job has 4",
+        "config.dist.fsdp.size = 2, but the job has 4",
     ),
 ]
 

@@ -45,6 +45,11 @@ def test_a_killed_process_is_named_as_such():
     assert messages.how_it_ended(3) == "failed with exit status 3"
 
 
+def test_a_port_that_another_launcher_took_meanwhile_is_named_as_such(capsys):
+    messages.not_started("The server socket has failed to listen on any local network address. port: 29500, EADDRINUSE")
+    assert "another launcher of this machine has the port: write another master_port" in capsys.readouterr().err
+
+
 def test_the_system_is_asked_for_what_it_killed(tmp_path, monkeypatch):
     assert messages.count_oom_kills() >= 0
     monkeypatch.setattr(messages, "_VMSTAT", tmp_path / "vmstat")

@@ -100,7 +100,7 @@ def test_a_misspelt_class_is_refused_with_the_nearest_one():
 
 
 def test_a_class_unlike_any_is_refused_with_all_of_them():
-    with pytest.raises(ConfigError, match=r"none has a name like it. Its classes are Attention, .*Linear, ModuleList"):
+    with pytest.raises(ConfigError, match=r"its repeated layers are Block\. Its classes are Attention, .*ModuleList"):
         plan(Net(), wrap_layer_cls={"Zebra", "Block"})
 
 

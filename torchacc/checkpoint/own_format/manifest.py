@@ -117,9 +117,19 @@ def locate(path: Path) -> Path:
 
 
 def beside(path: Path) -> str:
-    """Return what the error of a checkpoint says of others in the same folder: nothing where there are none."""
-    names = sorted({file.parent.name for file in path.parent.glob(f"[!.]*/{MANIFEST}")} - {path.name})
+    """Return what the error of a checkpoint says of whole ones in the same folder: nothing where there are none."""
+    folders = {file.parent for file in path.parent.glob(f"[!.]*/{MANIFEST}")} - {path}
+    names = sorted(folder.name for folder in folders if _is_whole(folder))
     return f"; in the same folder there is {', '.join(names[-3:])}" if names else ""
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether all files are there, with the bytes that were written. Their contents are not read."""
+    try:
+        files = read_manifest(folder)["files"]
+        return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (CheckpointError, OSError):
+        return False
 
 
 def sync_folder(path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torchacc.checkpoint.own_format import commit
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.own_format.commit import FolderWriter
-from torchacc.checkpoint.own_format.manifest import MANIFEST, as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.own_format.manifest import as_bytes, locate, read_manifest, render_manifest
 from torchacc.checkpoint.own_format.removal import settle
 from torchacc.checkpoint.own_format.safetensors_files import plan_safetensors, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
@@ -289,10 +289,10 @@ def test_a_folder_in_a_checkpoint_is_not_removed(tmp_path):
 
 
 def test_a_checkpoint_that_is_not_there_names_those_beside_it(tmp_path):
-    for name in ("step-10", "step-20"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MANIFEST).touch()
-    with pytest.raises(CheckpointError, match="no checkpoint .*step-30; in the same folder there is step-10, step-20"):
+    for name in ("step-10", "step-20", "step-25"):
+        write(tmp_path / name)
+    (tmp_path / "step-25" / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match="checkpoint .*step-30; in the same folder there is step-10, step-20$"):
         locate(tmp_path / "step-30")
     with pytest.raises(CheckpointError, match="step-30$"):
         locate(tmp_path / "elsewhere" / "step-30")
