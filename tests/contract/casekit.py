@@ -24,7 +24,7 @@ from torch import nn
 import torchacc
 from tests import gpus
 from torchacc.engines import registry
-from torchacc.engines.native.plain_model import GROUP
+from torchacc.engines.native import plain_model
 
 RANK = int(os.environ.get("RANK", "0"))
 _KIND, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
@@ -108,6 +108,7 @@ def main() -> None:
     if ENGINE != _KIND:
         gpus.join()
     torch.manual_seed(0)
+    plain_model.make_group = _make_group
     if ENGINE != REFERENCE:
         accelerate(MLP(), size=NUM_DEVICES)
     for name in (name for name in CASES if name in chosen):
@@ -126,10 +127,16 @@ def main() -> None:
 
 def leave_groups() -> None:
     """Leave the process groups of a case's models: the threads of each wake up all the time, and cases are many."""
-    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-    for group in groups:
-        if group.group_desc == GROUP:
-            dist.destroy_process_group(group)
+    while _groups_of_models:
+        dist.destroy_process_group(_groups_of_models.pop())
+
+
+_groups_of_models: list[dist.ProcessGroup] = []
+
+
+def _make_group(make: Callable[[], dist.ProcessGroup] = plain_model.make_group) -> dist.ProcessGroup:
+    _groups_of_models.append(make())
+    return _groups_of_models[-1]
 
 
 # What cases are made of

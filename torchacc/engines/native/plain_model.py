@@ -23,9 +23,6 @@ from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.process_group import gloo_silenced
 
-GROUP = "gradients of a model"
-"""What describes the process group that each model has to itself."""
-
 
 class PlainModel(NativeModel):
     """A model whose parameters are ordinary tensors."""
@@ -49,10 +46,7 @@ class PlainModel(NativeModel):
             parameter.grad = None  # as of a parameter that a shard replaces
             vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
         if self.engine.job.num_processes > 1:
-            with gloo_silenced():
-                group = dist.new_group(group_desc=GROUP)
-            assert group is not None
-            self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, group)
+            self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, make_group())
         if torch_patches.knows_clipping():
             self._note_total_norm()
         if self.plan.recomputed:
@@ -98,3 +92,10 @@ class PlainModel(NativeModel):
         """Leave gradients to zero_grad(): the parameters hold those of a window themselves."""
         if self._average is not None:
             self._average.drop_window()
+
+
+def make_group() -> dist.ProcessGroup:
+    """Return a group of all processes that nothing else uses. Collective: every process."""
+    with gloo_silenced():
+        group: dist.ProcessGroup = dist.new_group()
+    return group
