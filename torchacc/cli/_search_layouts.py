@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in given.items():
         if value is not None:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"--search tries what the native engine has, recompute among it: leave {option} out")
+            raise ConfigError(f"--search tries the layouts of the native engine by itself: leave {option} out")
     if args.engine is not None and not PLANNED_BACKENDS[args.engine].runs_eagerly:
         raise ConfigError(f"--search with --engine {args.engine}: the layouts are those of the native engine")
     speeds = find_device(args.device or _DEFAULT_DEVICE)

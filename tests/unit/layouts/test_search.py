@@ -129,7 +129,7 @@ def test_one_device_is_a_layout(run):
 
 def test_options_that_a_layout_has_are_refused(run):
     for options in (("--batch", "2"), ("--strategy", "NO_SHARD"), ("--gc",), ("--dp", "2")):
-        assert f"--search with {options[0]}" in run(LLAMA, *options, "--memory", "1GiB", status=2).err
+        assert f"by itself: leave {options[0]} out" in run(LLAMA, *options, "--memory", "1GiB", status=2).err
     assert "those of the native engine" in run(LLAMA, "--engine", "xla", status=2).err
     assert "write --memory" in run(LLAMA, status=2).err
 
