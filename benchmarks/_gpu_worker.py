@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from _gpu_cases import FILLED, TINY_MEMORY, Case
+from _gpu_cases import CASES, FILLED, RECOMPUTED, TINY_MEMORY, Case
 from _memory_cases import Workload
 from _models import MAKERS
 from _training import Batch, Steps, make_optimizer, train, train_sharded
@@ -18,7 +18,7 @@ from torch import nn
 
 MATRIX_SECS = 1.0
 FP8_CAPABILITY = (8, 9)
-RECOMPUTED_CASE = Case("planned", "native", recomputed=True)
+RECOMPUTED_CASE = next(case for case in CASES if case.name == RECOMPUTED)
 
 
 def run(case: Case, size: Workload, device: str, devices: int, total_steps: int, *, quick: bool) -> None:
@@ -46,11 +46,9 @@ def build(case: Case, size: Workload, device: str, devices: int, total_steps: in
     """
     tokens = make_tokens(size, total_steps * devices)
     rank, _ = _rank_and_processes()
-    if device == "cpu" or case.kind == "xla":
+    is_on_host = device == "cpu" or case.kind == "xla"
+    with torch.device("cpu") if is_on_host else torch.device(device, rank):  # where drawing weights takes no time
         model = make(size)
-    else:
-        with torch.device(device, rank):  # where drawing its weights takes no time
-            model = make(size)
     if case.kind in BY_HAND:
         mesh = join_processes(device)
         model = BY_HAND[case.kind](case, model.to(device), mesh, quick)

@@ -73,10 +73,11 @@ def main() -> int:
         runs[label] = Run(size_of(label, args, found["layers"][label]))
         for case in args.cases:
             if case.suits(label):
+                sys.stderr.write(f"{label}: {case.name}\n")
                 measure_case(case, label, runs[label], args, found["why_no_fp8"])
                 row = table_row(case.name, label, runs[label], found, args.devices)
-                sys.stderr.write(f"{label}: {'  '.join(filter(None, row))}\n")
-                if args.json is not None:  # a GPU is often lent for some minutes: what is measured is kept
+                sys.stderr.write(f"{'  '.join(filter(None, row))}\n")
+                if args.json is not None:  # GPUs are rented by the minute: what is measured is kept
                     write(make_report(runs, found, args), args.json)
     report = make_report(runs, found, args)
     emit(report, args.json)

@@ -29,9 +29,9 @@ def hide() -> None:
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which a process finds the GPUs, or none where the CPU stands for one."""
-    hidden = {_HIDES: "" if kind() == "cpu" else environment.get(SHOWN, "all")}
-    found = {**environment, **hidden}
-    return {name: value for name, value in found.items() if (name, value) != (_HIDES, "all")}
+    devices = "" if kind() == "cpu" else environment.get(SHOWN, "all")
+    found = {name: value for name, value in environment.items() if name != _HIDES}
+    return found if devices == "all" else found | {_HIDES: devices}
 
 
 def count() -> int:

@@ -297,9 +297,10 @@ class _Kernels(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _GROUPED:
             return _GroupedProduct.apply(*args[:2])
-        if self._dtype != torch.float32 and func in _PRODUCTS | _IN_FLOAT32:
-            dtypes = (torch.float32, self._dtype) if func in _PRODUCTS else (self._dtype, torch.float32)
-            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, *dtypes), (args, kwargs))
+        if self._dtype != torch.float32 and func in _PRODUCTS:
+            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, torch.float32, self._dtype), (args, kwargs))
+        elif self._dtype != torch.float32 and func in _IN_FLOAT32:
+            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, self._dtype, torch.float32), (args, kwargs))
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
