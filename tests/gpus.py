@@ -6,6 +6,7 @@ runs the contract's tests on GPUs with the CPU in their place: their launches, t
 machines of their own, and all comparisons. It says nothing about a GPU.
 """
 
+import importlib.util
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 SWITCH = "TORCHACC_TEST_GPU"
 SHOWN = "TORCHACC_TEST_SHOWN_GPUS"
 """The variable with what `CUDA_VISIBLE_DEVICES` was before the tests hid all GPUs."""
+GIVEN_FLAGS = "TORCHACC_TEST_GIVEN_XLA_FLAGS"
+"""The variable with what `XLA_FLAGS` was before the tests chose those for a CPU."""
 _HIDES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -24,14 +27,33 @@ def hide() -> None:
     A process that has looked for one could fork none that computes.
     """
     os.environ.setdefault(SHOWN, os.environ.get(_HIDES, "all"))
+    os.environ.setdefault(GIVEN_FLAGS, os.environ.get("XLA_FLAGS", ""))
     os.environ[_HIDES] = ""
 
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which a process finds the GPUs, or none where the CPU stands for one."""
-    devices = "" if kind() == "cpu" else environment.get(SHOWN, "all")
+    if kind() == "cpu":
+        return dict(environment)
     found = {name: value for name, value in environment.items() if name != _HIDES}
+    found["XLA_FLAGS"] = environment.get(GIVEN_FLAGS, "")
+    devices = environment.get(SHOWN, "all")
     return found if devices == "all" else found | {_HIDES: devices}
+
+
+def under_xla(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process drives the GPUs with XLA, or the CPU that stands for one."""
+    return shown(environment) | {"PJRT_DEVICE": "CPU" if kind() == "cpu" else "CUDA"}
+
+
+def why_not_xla() -> str:
+    """Return why tests of GPUs under XLA are skipped; nothing where they run."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla is not installed"
+    from torchacc.engines.xla import cuda
+
+    has_plugin = kind() == "cpu" or cuda.installed_plugin() is not None
+    return why_not() or ("" if has_plugin else "pip install 'torchacc[xla-cuda]'")
 
 
 def count() -> int:

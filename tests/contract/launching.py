@@ -90,8 +90,9 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
         dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
         env = environment(dump, TORCHACC_TEST_PROGRAMS=str(programs))
     if kind.endswith("-gpu"):
-        is_launched = True
-        printed = launch_on_gpus(int(number), WORKER, engine, out, *names)
+        is_launched = kind == "native-gpu"
+        num_ranks = int(number) if is_launched else 1
+        printed = launch_on_gpus(num_ranks, WORKER, engine, out, *names, under_xla=not is_launched)
     elif with_torchrun:
         printed = _torchrun(int(number), env, WORKER, engine, out, *names)
     else:
@@ -106,12 +107,13 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
     return Launch(engine, int(number) if is_launched else 1, outcomes, printed)
 
 
-def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object) -> str:
+def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object, under_xla: bool = False) -> str:
     """Run a worker on GPUs, to which it says `gpus.join()`, and return what it printed.
 
     Not as forks: where a process has looked for GPUs, its forks cannot use them.
     """
-    env = gpus.shown(forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""}))
+    show = gpus.under_xla if under_xla else gpus.shown
+    env = show(forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""}))
     return _torchrun(num_ranks, env, worker, *arguments)
 
 

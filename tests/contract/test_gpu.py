@@ -1,8 +1,9 @@
-"""The whole contract of the native engine on one NVIDIA GPU, skipped where there is none: see `tests/gpus.py`.
+"""The contract on one NVIDIA GPU, skipped where there is none: see `tests/gpus.py`.
 
-The tests are those of `test_engines.py`, the behaviours those of the tables for 2 and 4 devices, and checkpoints go
-between the CPU and the GPU. What they are compared with is computed on the CPU, to the same tolerances. Where a machine
-has fewer GPUs than ranks, the ranks share one.
+For the native engine it is whole: the tests are those of `test_engines.py`, the behaviours those of the tables for 2
+and 4 devices, and checkpoints go between the CPU and the GPU. Under XLA, where its plugin is installed, it is what
+`test_engines.py` has for one device. What they are compared with is computed on the CPU, to the same tolerances. Where
+a machine has fewer GPUs than ranks, the ranks share one.
 """
 
 import json
@@ -24,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(gpus.kind() is None, reason=gpus.why_not()),
 ]
 INSTEAD_OF = {f"native-{number}": f"native-gpu-{number}" for number in (1, 2, 4)}
+if not gpus.why_not_xla():
+    INSTEAD_OF["xla-spmd-1"] = "xla-spmd-gpu-1"
 TABLE_ON = ("native-gpu-2", "native-gpu-4")
 
 for name, test in vars(test_engines).items():

@@ -1,6 +1,5 @@
 """Training on NVIDIA GPUs gives the numbers of the unsharded run on the CPU. Skipped where there is no GPU."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,11 +12,14 @@ from tests import forkrun, gpus
 
 pytest.importorskip("transformers")
 
-from torchacc.engines.xla import cuda
-
 PROGRAM = Path(__file__).with_name("gpu_program.py")
+ATTENTION = Path(__file__).parents[1] / "unit" / "engines" / "native" / "attention_program.py"
+OF_ATTENTION = [
+    "kernels_of_gpus_have_the_numbers",
+    "kernels_of_gpus_in_bfloat16_are_near",
+    "compiled_kernels_of_gpus_have_the_numbers",
+]
 NUM_GPUS = gpus.count()
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None and cuda.installed_plugin() is not None
 RELATIVE = 1e-5
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +28,7 @@ xla = pytest.param(
     "xla",
     marks=[
         pytest.mark.xla,
-        pytest.mark.skipif(not HAS_XLA, reason="pip install 'torchacc[xla-cuda]'"),
+        pytest.mark.skipif(bool(gpus.why_not_xla()), reason=gpus.why_not_xla()),
     ],
 )
 
@@ -35,9 +37,7 @@ def train(backend: str, out: Path, num_gpus: int = 1) -> dict[str, Any]:
     """Train on some GPUs: natively by a process for each, under XLA by one for all."""
     processes = num_gpus if backend == "native" else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = gpus.shown(forkrun.environment())
-    for name in ("PJRT_DEVICE", "XLA_FLAGS"):  # chosen for tests on a CPU
-        environment.pop(name, None)
+    environment = (gpus.under_xla if backend == "xla" else gpus.shown)(forkrun.environment())
     done = subprocess.run(
         [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(num_gpus), str(out)],
         env=environment,
@@ -65,6 +65,18 @@ def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path):
 @pytest.mark.parametrize("backend", [native, xla])
 def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path):
     check(train(backend, tmp_path / "out.json", num_gpus=2), backend, reference)
+
+
+@pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no NVIDIA GPU")
+def test_kernels_of_attention_have_the_numbers_of_the_cpu(tmp_path):
+    subprocess.run(
+        [sys.executable, str(ATTENTION), str(tmp_path), *OF_ATTENTION],
+        env=gpus.shown(forkrun.environment()),
+        timeout=400,
+        check=True,
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == dict.fromkeys(OF_ATTENTION)
 
 
 def check(found: dict[str, Any], backend: str, reference: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""What `compute.attention` computes on a CPU, beside the unsharded model; for `test_attention_kernels.py`.
+"""What `compute.attention` computes, beside the unsharded model on a CPU.
+
+For `test_attention_kernels.py`, and on a GPU for `tests/gpu/test_gpu.py`:
 
 python attention_program.py out/ case ...     on one rank, or under torchrun
 """
@@ -14,6 +16,7 @@ from program_cases import run_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchacc
+from torchacc.engines import registry
 from torchacc.engines.patches import transformers_attention
 from torchacc.errors import EngineError
 
@@ -36,15 +39,20 @@ def packed(ids):
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
+def whole(ids):
+    """Return a batch without padding, of one document in each row, for kernels that take no masks."""
+    return {"input_ids": ids, "labels": ids}
+
+
 BATCHES = (padded, packed)
-OF_DECODERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-OF_DECODERS |= {"vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "head_dim": 8}
+OF_DECODERS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_DECODERS |= {"vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "head_dim": 16}
 OF_DECODERS |= {"use_cache": False, "tie_word_embeddings": False}
 
 
 def gpt2():
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": LENGTH, "use_cache": False}
+    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": LENGTH, "use_cache": False}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **off))
 
 
@@ -93,12 +101,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def expected(make_model):
+def expected(make_model, batches):
     """Return the losses of two steps of plain PyTorch, by the model's own formula in float32, and the parameters."""
     model = seeded(make_model, "eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
-    for make_batch in BATCHES:
+    for make_batch in batches:
         optimizer.zero_grad()
         loss = torch.stack([model(**of_rank(make_batch, rank)).loss for rank in range(NUM_RANKS)]).mean()
         loss.backward()
@@ -107,15 +115,15 @@ def expected(make_model):
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def check_parity(make_model, attention, *, tolerance=1e-5, data_rank=RANK, **options):
+def check_parity(make_model, attention, *, tolerance=1e-5, data_rank=RANK, batches=BATCHES, **options):
     """Train by a kernel, padded rows first and packed ones next, and compare with plain PyTorch."""
-    losses, weights = expected(make_model)
+    losses, weights = expected(make_model, batches)
     model = accelerated(seeded(make_model), attention, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found = []
-    for make_batch in BATCHES:
+    for make_batch in batches:
         optimizer.zero_grad()
-        loss = model(**of_rank(make_batch, data_rank)).loss
+        loss = model(**registry.active_engine().put(of_rank(make_batch, data_rank))).loss
         loss.backward()
         optimizer.step()
         found.append(loss.item())
@@ -180,6 +188,27 @@ def compiled_units_have_the_numbers():
 
 def bfloat16_is_near():
     check_parity(mistral, "flex_attention", compute={"bf16": True}, tolerance=5e-2)
+
+
+def kernels_of_gpus_have_the_numbers():
+    for make_model in (gpt2, llama, mistral):
+        for attention in ("sdpa", "sdpa_math", "sdpa_efficient", "flex_attention"):
+            check_parity(make_model, attention)
+    check_parity(gemma2, "flex_attention")
+    check_parity(mistral, "flex_attention", memory={"gc": True})
+
+
+def kernels_of_gpus_in_bfloat16_are_near():
+    for make_model in (gpt2, llama):
+        check_parity(make_model, "sdpa_flash", compute={"bf16": True}, tolerance=5e-2, batches=(whole, whole))
+        check_parity(make_model, "sdpa_cudnn", compute={"bf16": True}, tolerance=5e-2, batches=(whole, whole))
+    for make_model in (mistral, gemma2):
+        check_parity(make_model, "flex_attention", compute={"bf16": True}, tolerance=5e-2)
+
+
+def compiled_kernels_of_gpus_have_the_numbers():
+    for attention in ("sdpa_efficient", "flex_attention"):
+        check_parity(mistral, attention, compute={"compile": True})
 
 
 def one_backend_runs_in_forward_and_in_backward():
