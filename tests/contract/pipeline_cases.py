@@ -578,7 +578,7 @@ def what_stages_cannot_do_is_refused() -> None:
         (lambda: model(inputs_embeds=torch.ones(4, 8, 32), labels=ids), "without input_ids"),
         (lambda: model(**batch, output_hidden_states=True), "'output_hidden_states'"),
         (lambda: model(**batch, more=1), "'more'"),
-        (lambda: model.transformer(ids), "called by itself"),
+        (lambda: model.transformer(put(ids)), "called by itself"),
         (lambda: model(**batch).logits.argmax(-1), "on the last stage only"),
         (lambda: torch.autograd.grad(model(**batch).loss, [model.transformer.wpe.weight]), "backward"),
         (lambda: model(**batch).loss.backward(inputs=[model.transformer.wpe.weight]), "backward"),

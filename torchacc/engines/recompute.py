@@ -45,6 +45,16 @@ def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> N
     _log.info("%d modules are computed again in backward: %s", len(names), _shortened(names))
 
 
+def has_state(module: nn.Module) -> bool:
+    """Return whether a forward of a module may write to it, as those of norms with statistics do."""
+    return next(module.buffers(), None) is not None
+
+
+def runs_through(module: nn.Module) -> bool:
+    """Return whether a forward of a module that was installed is one that is computed again in backward."""
+    return torch.is_grad_enabled() and (module.training or not is_checkpointing_layer(module))
+
+
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Hold a context in which a module's forward does not count a batch in the statistics of its norms again."""

@@ -9,14 +9,17 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
 from torchacc.config.names import nearest
+from torchacc.engines import recompute
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.patches import torch_compile
 from torchacc.errors import ConfigError
@@ -113,9 +116,13 @@ class CompiledUnits:
         self._has_float8 = compute.fp8
         self._runs_eagerly = False
         self._has_said = False
+        self._model = model
+        self._own: dict[str, Callable[..., Any]] = {}
+        """The forwards of what is compiled, by the module's name."""
         names = regions(plan)
         for name in names:
             module = model.get_submodule(name)
+            self._own[name] = module.forward
             module.forward = self._switched(module.forward)
         has_loss = isinstance(getattr(type(model), "loss_function", None), property) and names != ("",)
         if has_loss and not compute.chunked_loss:
@@ -133,6 +140,33 @@ class CompiledUnits:
             return (own if eagerly else compiled)(*args, **kwargs)
 
         return run
+
+    def recompute_inside(self, name: str) -> None:
+        """Let a module that is computed again in backward be so inside of its graph, which takes the host less time.
+
+        Where it cannot be one graph, it stays as it is: compiled, and computed again by PyTorch's checkpoint around it.
+        """
+        module, own = self._model.get_submodule(name), self._own.get(name)
+        if not isinstance(own, MethodType):  # it is no region, or a script's function
+            return
+        around = module.forward
+        computed_again = MethodType(_checkpointed(own.__func__), own.__self__)  # modules that are alike share a graph
+        inside: Callable[..., Any] | None = self._compile(computed_again, fullgraph=True)
+
+        @functools.wraps(own)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside is not None and not self._runs_eagerly and recompute.runs_through(module):
+                try:
+                    return inside(*args, **kwargs)
+                except Exception as error:
+                    if not torch_compile.is_refusal(error):
+                        raise
+                    inside = None  # nothing has run yet
+                    _log.debug("%s is computed again around its graphs: %s", name, error)
+            return around(*args, **kwargs)
+
+        module.forward = run
 
     @contextmanager
     def of_call(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -153,6 +187,16 @@ class CompiledUnits:
             yield
         finally:
             self._runs_eagerly = before
+
+
+@functools.cache
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a class that is computed again in backward."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(lambda *args, **kwargs: forward(self, *args, **kwargs), *args, use_reentrant=False, **kwargs)
+
+    return run
 
 
 def _noted_outputs(config: Any, kwargs: Mapping[str, Any]) -> list[str]:

@@ -120,7 +120,7 @@ class NativeModel(ShardedModel):
         for original, new in shards.items():
             vars(new).update({key: value for key, value in vars(original).items() if key not in vars(new)})
         if self._own_plan.recomputed:
-            install_recompute(self.model, self._own_plan)
+            install_recompute(self.model, self._own_plan, self._compiled)
         return shards
 
     def _prepare_parameters(self) -> None:

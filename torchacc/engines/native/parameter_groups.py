@@ -11,7 +11,7 @@ They then stay until they change, and gradients are reduced when all of a backwa
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -70,12 +70,12 @@ class Group(FSDPParamGroup):
         if self.is_sharded and self._all_gather_result is None:
             self._note_versions()
             self.owner.note_gather(self.number)
-        with no_inference_mode():
+        with no_inference_mode(), _without_own_functions():
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather, and let modules show the unsharded weights."""
-        with no_inference_mode():
+        with no_inference_mode(), _without_own_functions():
             super().wait_for_unshard()
 
     def reshard(self) -> None:
@@ -104,7 +104,13 @@ class Group(FSDPParamGroup):
             self._keep()
         if self.is_last or not self._keeps:
             self._fill_in_gradients()
-            super().post_backward(*unused)
+            with nullcontext() if self._have_hooks() else _without_own_functions():
+                super().post_backward(*unused)
+
+    def _have_hooks(self) -> bool:
+        """Return whether a script's hooks see gradients once they are reduced."""
+        with _without_own_functions():
+            return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in self.fsdp_params)
 
     def _fill_in_gradients(self) -> None:
         """Give zeros to weights without a gradient, such as those of experts that have got no token.
@@ -193,10 +199,11 @@ class Group(FSDPParamGroup):
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
 
     def _versions_now(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(
-            (p.sharded_param._version, p._sharded_local_tensor._version, vars(p.sharded_param).get(_TIMES_DATA, 0))
-            for p in self.fsdp_params
-        )
+        with _without_own_functions():
+            return tuple(
+                (p.sharded_param._version, p._sharded_local_tensor._version, vars(p.sharded_param).get(_TIMES_DATA, 0))
+                for p in self.fsdp_params
+            )
 
     def _note_versions(self) -> None:
         """Bump the versions, for autograd, of weights that were written to since their last gather.
@@ -218,6 +225,11 @@ def no_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _without_own_functions() -> Any:
+    """Hold a context of PyTorch's own work with shards, which `shard_arithmetic.call()` would only make slower."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _is_trained(parameter: FSDPParam) -> bool:
@@ -278,6 +290,8 @@ class Groups:
         """Parameters that this backward has given a gradient."""
         self._filled_in: dict[FSDPParam, RemovableHandle] = {}
         """Parameters that had none, and have zeros from this backward; the hooks that see a gradient come after all."""
+        self._by_parameter: dict[int, FSDPParam] = {}
+        """What FSDP2 has of a parameter, by the parameter's id."""
         self._is_split = is_split
         self._gathered = 0
         """A checksum of which groups were gathered since the last backward, in their order."""
@@ -407,7 +421,12 @@ class Groups:
             group.is_last = is_last
 
     def _of_parameter(self, parameter: torch.Tensor) -> FSDPParam:
-        return next(p for group in self._all_groups() for p in group.fsdp_params if p.sharded_param is parameter)
+        found = self._by_parameter.get(id(parameter))
+        if found is None or found.sharded_param is not parameter:
+            every = (each for group in self._all_groups() for each in group.fsdp_params)
+            self._by_parameter = {id(each.sharded_param): each for each in every}
+            found = self._by_parameter[id(parameter)]
+        return found
 
     def _all_groups(self) -> Iterator[Group]:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)

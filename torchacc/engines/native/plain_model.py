@@ -50,7 +50,7 @@ class PlainModel(NativeModel):
         if torch_patches.knows_clipping():
             self._note_total_norm()
         if self.plan.recomputed:
-            install_recompute(self.model, self.plan)
+            install_recompute(self.model, self.plan, self._compiled)
         return moved
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchacc.engines import recompute
+from torchacc.engines.native.compiled_units import CompiledUnits
 from torchacc.errors import EngineError
 from torchacc.parallel.kept_products import KeptProducts
 from torchacc.parallel.plan import ShardingPlan
@@ -15,10 +16,19 @@ from torchacc.parallel.plan import ShardingPlan
 Forward = Callable[..., Any]
 
 
-def install_recompute(model: nn.Module, plan: ShardingPlan) -> None:
-    """Let the modules that a plan names be computed again in backward, by its policy."""
+def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUnits | None) -> None:
+    """Let the modules that a plan names be computed again in backward, by its policy.
+
+    Args:
+        model: The model, which is changed in place.
+        plan: Its plan.
+        compiled: What is compiled of it; None where nothing is.
+    """
     checkpoint_of_policy = checkpointed_but_products if plan.keeps_products else checkpointed
     recompute.install(model, plan.recomputed, checkpoint_of_policy)
+    for name in plan.recomputed if compiled is not None else ():
+        if not recompute.has_state(model.get_submodule(name)):
+            compiled.recompute_inside(name)
 
 
 def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -475,9 +475,10 @@ def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...]
     if kind is FunctionKind.SET_GRADIENT:
         if owner is not None:
             owner.on_set_gradient(parameter)
-        if is_of_model(parameter) and isinstance(value, torch.Tensor):
-            args = (parameter, _like(parameter, value, "grad"))
-        return _call_as_is(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_of_model(parameter) and isinstance(value, torch.Tensor):
+                args = (parameter, _like(parameter, value, "grad"))
+            return func(*args, **kwargs)
     if not is_of_model(parameter):
         return func(parameter, full_tensor(value))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -90,6 +90,13 @@ def prepare() -> None:
     config.donated_buffer = False
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error is torch.compile's own, which it raises before what it has compiled runs."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 def keep_programs_in(folder: Path) -> Path:
     """Let torch.compile's own backend keep what it compiles in a folder, unless the environment names another.
 
