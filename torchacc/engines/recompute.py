@@ -50,6 +50,16 @@ def has_state(module: nn.Module) -> bool:
     return next(module.buffers(), None) is not None
 
 
+def versions_of_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor, int]]:
+    """Return a module's buffers but the statistics of norms: name, buffer, and how often it was written to."""
+    return [
+        (".".join(filter(None, (path, name))), buffer, version_of(buffer))
+        for path, part in module.named_modules()
+        for (_, name), buffer in _buffers_of(part)
+        if buffer is not None
+    ]
+
+
 def runs_through(module: nn.Module) -> bool:
     """Return whether a forward of a module that was installed is one that is computed again in backward."""
     return torch.is_grad_enabled() and (module.training or not is_checkpointing_layer(module))
@@ -132,10 +142,10 @@ def _with_buffers_of_first_run(module: nn.Module, forward: Forward) -> Forward:
         if written is not None:
             with _buffers_replaced(written):
                 return forward(*args, **kwargs)
-        before = {where: (buffer, _version(buffer)) for where, buffer in _buffers(module)}
+        before = {where: (buffer, version_of(buffer)) for where, buffer in _buffers(module)}
         copies = _copies({where: buffer for where, (buffer, _) in before.items()})
         output = forward(*args, **kwargs)
-        now = {where: (buffer, _version(buffer)) for where, buffer in _buffers(module)}
+        now = {where: (buffer, version_of(buffer)) for where, buffer in _buffers(module)}
         written = {where: copies[where] for where, old in before.items() if not _is_same(old, now.get(where))}
         return output
 
@@ -150,12 +160,17 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def _buffers(module: nn.Module) -> Iterator[tuple[_Buffer, torch.Tensor | None]]:
     """Yield a module's buffers but those that `statistics_kept()` keeps."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if not (isinstance(part, NormBase) and name in _STATISTICS):
-                yield (part, name), buffer
+        yield from _buffers_of(part)
 
 
-def _version(buffer: torch.Tensor | None) -> int:
+def _buffers_of(part: nn.Module) -> Iterator[tuple[_Buffer, torch.Tensor | None]]:
+    for name, buffer in part._buffers.items():
+        if not (isinstance(part, NormBase) and name in _STATISTICS):
+            yield (part, name), buffer
+
+
+def version_of(buffer: torch.Tensor | None) -> int:
+    """Return how often a buffer was written to."""
     return 0 if buffer is None or buffer.is_inference() else buffer._version
 
 

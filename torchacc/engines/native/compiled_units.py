@@ -22,7 +22,7 @@ from torchacc.config.names import nearest
 from torchacc.engines import recompute
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.patches import torch_compile
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import OF_THIS_RANK, get_logger
 from torchacc.parallel.plan import ShardingPlan
 
@@ -123,16 +123,15 @@ class CompiledUnits:
         for name in names:
             module = model.get_submodule(name)
             self._own[name] = module.forward
-            module.forward = self._switched(module.forward)
+            module.forward = self._switched(module.forward, _refusing_writes(module, self._compile(module.forward)))
         has_loss = isinstance(getattr(type(model), "loss_function", None), property) and names != ("",)
         if has_loss and not compute.chunked_loss:
             transformers_model: Any = model
-            transformers_model.loss_function = self._switched(transformers_model.loss_function)
+            own = transformers_model.loss_function
+            transformers_model.loss_function = self._switched(own, self._compile(own))
         _log.info("%d modules are compiled by torch.compile, each when it first runs", len(names))
 
-    def _switched(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = self._compile(own)
-
+    def _switched(self, own: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
             # Float8Layer leaves inference mode, which a graph cannot.
@@ -187,6 +186,31 @@ class CompiledUnits:
             yield
         finally:
             self._runs_eagerly = before
+
+
+def _refusing_writes(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's compiled forward that raises where it has written to a buffer while it records gradients.
+
+    torch.compile may compute in backward, once more, what the forward has read from the buffer, and reads it then as it
+    was left: gradients would be wrong without a word. What norms do with their statistics is not asked in backward.
+    """
+    if not recompute.versions_of_buffers(module):
+        return compiled
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = recompute.versions_of_buffers(module)
+        output = compiled(*args, **kwargs)
+        written = next((name for name, buffer, version in before if recompute.version_of(buffer) != version), None)
+        if written is not None and torch.is_grad_enabled():
+            raise EngineError(
+                f"compute.compile = True, and the forward of {type(module).__name__} writes to its buffer {written!r}: "
+                "torch.compile may compute gradients with what is written in the place of what was read. Assign a new "
+                "tensor to the attribute in place of writing to it, or set config.compute.compile = False"
+            )
+        return output
+
+    return run
 
 
 @functools.cache

@@ -26,9 +26,10 @@ def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUn
     """
     checkpoint_of_policy = checkpointed_but_products if plan.keeps_products else checkpointed
     recompute.install(model, plan.recomputed, checkpoint_of_policy)
-    for name in plan.recomputed if compiled is not None else ():
-        if not recompute.has_state(model.get_submodule(name)):
-            compiled.recompute_inside(name)
+    if compiled is not None:
+        for name in plan.recomputed:
+            if not recompute.has_state(model.get_submodule(name)):
+                compiled.recompute_inside(name)
 
 
 def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

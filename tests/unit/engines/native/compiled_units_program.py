@@ -6,13 +6,16 @@ python compiled_units_program.py out/
 import copy
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 from program_cases import cases_from, run_cases
 from torch import nn
 
 import torchacc
 from tests.logged import heard
+from torchacc.engines.native import recomputed_forward
 
 FOLDER = Path(sys.argv[1])
 """Where cases write, and their outcomes go."""
@@ -52,6 +55,27 @@ class Layer(nn.Module):
         return x + self.inner(x)
 
 
+class WithBuffer(Layer):
+    """Counts its runs, and computes with the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x):
+        self.runs = self.runs + 1
+        return super().forward(x) * (1 + self.runs / 10)
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.linear(x).tanh(), 0.5, self.training)
+
+
 class Breaking(Layer):
     def forward(self, x):
         if x.sum() > 1e6:  # ends the graph
@@ -86,6 +110,20 @@ def train(model, plain, steps=3, x=X):
         torchacc.full_state_dict(model).items(), plain.state_dict().items(), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def numbers_saved(model):
+    """Return how many elements the forward of a model keeps for its backward, beside weights."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    saved = []
+
+    def note(tensor):
+        saved.append(0 if tensor.data_ptr() in weights else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(X).backward()
+    return sum(saved)
 
 
 def layers_that_are_alike_share_a_graph():
@@ -160,6 +198,85 @@ def recompute_inside_of_a_unit():
     train(model, plain)
     report = torchacc.compile_report()
     assert (report.graphs, report.recompiles, report.breaks) == (1, (), ()), str(report)
+
+
+def recompute_inside_of_a_graph():
+    class Deeper(Layer):
+        def __init__(self):
+            super().__init__()
+            self.last = Inner()
+
+        def forward(self, x):
+            return x + self.last(self.inner(x))
+
+    kept, _ = start(Deeper)
+    size = numbers_saved(kept)
+    model, plain = start(Deeper, memory={"gc": True})
+    with mock.patch.object(recomputed_forward, "checkpoint") as around:
+        train(model, plain)
+        assert numbers_saved(model) < size
+    assert not around.called
+    report = torchacc.compile_report()
+    assert (report.graphs, report.recompiles, report.breaks) == (1, (), ()), str(report)
+
+
+def recompute_around_a_broken_graph():
+    for layer in (Breaking, WithBuffer):
+        model, plain = start(layer, memory={"gc": True})
+        with mock.patch.object(recomputed_forward, "checkpoint", wraps=recomputed_forward.checkpoint) as around:
+            train(model, plain)
+        assert around.called
+        assert bool(torchacc.compile_report().breaks) is (layer is Breaking)
+
+
+def buffers_that_a_graph_writes_to_are_refused():
+    class Writing(WithBuffer):
+        def forward(self, x):
+            self.runs.add_(1)
+            return super().forward(x)
+
+    for backend, memory in (("aot_eager", {}), ("aot_eager", {"gc": True}), ("inductor", {})):
+        model, _ = start(Writing, compute={"compile_backend": backend}, memory=memory)
+        with torch.no_grad():
+            model(X)
+        with pytest.raises(torchacc.EngineError, match=r"Writing writes to its buffer 'runs'.*Assign a new tensor"):
+            model(X)
+
+
+def weights_that_change_before_a_graph_runs_again_are_refused():
+    for layer, error in ((Layer, "modified by an inplace operation"), (Breaking, "has changed, or was frozen")):
+        model, _ = start(layer, memory={"gc": True})
+        loss = model(X)
+        with torch.no_grad():
+            model.layers[1].inner.linear.bias.mul_(2)
+        with pytest.raises(RuntimeError, match=error):
+            loss.backward()
+
+
+def a_graph_that_runs_again_drops_the_same():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([WithDropout() for _ in range(2)])
+
+        def forward(self, x):
+            self.first = self.layers[0](x)
+            return self.layers[1](self.first)
+
+    start()  # which forgets what was compiled
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        model, compute = Dropping(), {"compile": True, "compile_backend": backend}
+        config = torchacc.Config.from_dict({"backend": "native", "compute": compute, "memory": {"gc": True}})
+        torchacc.accelerate(model, None, config)
+        output = model(X)
+        output.sum().backward()
+        linear = model.layers[1].linear
+        hidden = torch.tanh(linear(model.first))
+        kept = (output - model.first).detach().ne(0).float() * 2
+        assert 0.2 < kept.mean() / 2 < 0.8
+        expected = torch.autograd.grad((hidden * kept).sum(), [linear.weight])[0]
+        torch.testing.assert_close(linear.weight.grad, expected)
 
 
 def outputs_that_layers_note_run_eagerly():

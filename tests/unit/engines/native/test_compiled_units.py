@@ -24,6 +24,11 @@ CASES = [
     "second_backward_of_a_graph",
     "hooks_given_after_the_first_run_are_called",
     "recompute_inside_of_a_unit",
+    "recompute_inside_of_a_graph",
+    "recompute_around_a_broken_graph",
+    "buffers_that_a_graph_writes_to_are_refused",
+    "weights_that_change_before_a_graph_runs_again_are_refused",
+    "a_graph_that_runs_again_drops_the_same",
     "outputs_that_layers_note_run_eagerly",
 ]
 
