@@ -87,3 +87,5 @@ REASONS = {
 """Why torchacc takes longer or more, as far as known."""
 LOSS_TOLERANCE = 1e-2
 """Largest relative difference between losses in bfloat16."""
+FP8_LOSS_TOLERANCE = 5e-2
+"""The same in float8: by hand, too, it was 4% after 22 steps, while losses still went up and down."""

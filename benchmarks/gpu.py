@@ -24,7 +24,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _gpu_cases import BASE, CASES, LARGEST, LOSS_TOLERANCE, MODELS, QUICK, REASONS, RECOMPUTED, RIVALS, Case, tiny
+from _gpu_cases import (
+    BASE,
+    CASES,
+    FP8_LOSS_TOLERANCE,
+    LARGEST,
+    LOSS_TOLERANCE,
+    MODELS,
+    QUICK,
+    REASONS,
+    RECOMPUTED,
+    RIVALS,
+    Case,
+    tiny,
+)
 from _machine import median_cores, run_alone
 from _markdown import count
 from _memory_cases import Workload
@@ -175,10 +188,11 @@ def differing_losses(label: str, run: Run) -> list[str]:
     """Return a line for each case of a model whose loss is not that of the others."""
     losses = {name: each.losses[-1] for name, each in run.results.items() if each.error is None and each.losses}
     middle = median(losses.values()) if losses else 0.0
+    in_fp8 = {case.name for case in CASES if case.fp8}
     return [
         f"{label}, {name}: loss {loss:.4f}, and the others' {middle:.4f}"
         for name, loss in losses.items()
-        if not abs(loss / middle - 1) <= LOSS_TOLERANCE  # also where it is not a number
+        if not abs(loss / middle - 1) <= (FP8_LOSS_TOLERANCE if name in in_fp8 else LOSS_TOLERANCE)  # also of NaN
     ]
 
 
