@@ -183,8 +183,9 @@ class CheckpointManager:
             progress.resumed(step)
             return Restored(step=step, extra=extra, path=path)
         if reasons:
+            older = f" (the warnings say what is wrong with the {len(reasons) - 1} older ones)" if reasons[1:] else ""
             raise CheckpointError(
-                f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {'; '.join(reasons)}. Remove them "
+                f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {reasons[0]}{older}. Remove them "
                 "to start anew"
             )
         _log.info("no checkpoint in %s: nothing is restored", self.folder)
@@ -278,7 +279,10 @@ class CheckpointManager:
             pending = snapshot(path, **contents)
 
             def write() -> None:
+                began = time.monotonic()
                 pending.write()
+                took = time.monotonic() - began
+                self._log_save(f"saved {path} in the background, in {took:.1f} s ({pending.nbytes:,} bytes)")
                 self._prune(step)
 
             self._saving = _in_background(write)
