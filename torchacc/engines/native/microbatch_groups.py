@@ -36,18 +36,29 @@ class MicrobatchGroups(Groups):
     """Whether unsharded weights stay between the forwards, and backwards, that run."""
 
     @contextmanager
-    def keeping_weights(self, *, until_backward: bool) -> Iterator[None]:
+    def keeping_weights(self, *, until_backward: bool, ahead: bool) -> Iterator[None]:
         """Hold a context in which each unit is gathered once, for all forwards and backwards in it.
 
         Args:
             until_backward: Whether weights that are not freed after a forward wait for the backward that follows.
+            ahead: Whether all are gathered now, as this stage would only wait for what another sends.
         """
         self.begin()
         self.keeps_weights = True
         try:
+            if ahead:
+                self._gather_ahead()
             yield
         finally:
             self.keeps_weights = False
             for group in self._all_groups():
                 if not until_backward or group._is_done_after_forward():
                     group._to_sharded()
+
+    def _gather_ahead(self) -> None:
+        """Gather all units; modules show their shards until they run."""
+        for group in self._all_groups():
+            group.unshard()
+        for group in self._all_groups():
+            group.wait_for_unshard()
+            group._hide()

@@ -241,9 +241,9 @@ class PipelinedModel(NativeModel):
         return self._root(run)
 
     @contextmanager
-    def keeping_weights(self, *, until_backward: bool) -> Iterator[None]:
-        """Hold a context in which each unit is gathered once, for all microbatches."""
-        with self._groups.keeping_weights(until_backward=until_backward):
+    def keeping_weights(self, *, until_backward: bool, ahead: bool) -> Iterator[None]:
+        """Hold a context in which each unit is gathered once, for all microbatches: see `MicrobatchGroups`."""
+        with self._groups.keeping_weights(until_backward=until_backward, ahead=ahead):
             yield
 
     # ---- Gradients
@@ -260,7 +260,8 @@ class PipelinedModel(NativeModel):
         """
         _check_accumulates()
         keeps_graph = is_graph_kept()
-        with nullcontext() if self._in_window else self._summing_tied(), self.keeping_weights(until_backward=False):
+        kept = self.keeping_weights(until_backward=False, ahead=not self.link.has_last)
+        with nullcontext() if self._in_window else self._summing_tied(), kept:
             for number in reversed(range(len(losses))):
                 self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
         self.link.finish()

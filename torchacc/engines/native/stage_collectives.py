@@ -56,6 +56,11 @@ class StageLink:
         """Lets received tensors have a gradient, and sent ones a backward."""
 
     @property
+    def has_first(self) -> bool:
+        """Whether this device has the stage that the batch begins with."""
+        return self.place == 0
+
+    @property
     def has_last(self) -> bool:
         """Whether this device has the stage that computes the loss."""
         return self.place == self.num_devices - 1

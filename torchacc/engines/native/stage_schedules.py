@@ -93,7 +93,7 @@ def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch
     """Run all forwards of a batch; return its loss, where there are labels, and its logits without gradients."""
     owner, link = microbatches.owner, microbatches.link
     actions = owner.plan.pipeline.forwards(link.place, len(microbatches))
-    with owner.keeping_weights(until_backward=True):
+    with owner.keeping_weights(until_backward=True, ahead=not link.has_first):
         outputs = [owner.run_root(partial(microbatches.run, stage, number)) for _, stage, number in actions]
     loss = None
     if microbatches.has_labels:
@@ -146,7 +146,8 @@ def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
     total = torch.zeros((), device=device)
     actions = owner.plan.pipeline.actions(link.place, len(microbatches))
 
-    with owner.computing_gradients() as computed, owner.keeping_weights(until_backward=False):
+    kept = owner.keeping_weights(until_backward=False, ahead=not link.has_first)
+    with owner.computing_gradients() as computed, kept:
         for action in actions:
             kind, stage, number = action
             if kind is Pass.FORWARD:
