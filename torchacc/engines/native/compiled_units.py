@@ -119,6 +119,8 @@ class CompiledUnits:
         self._model = model
         self._own: dict[str, Callable[..., Any]] = {}
         """The forwards of what is compiled, by the module's name."""
+        self._not_one_graph: set[Callable[..., Any]] = set()
+        """Forwards of classes that break the graph where they are to be computed again inside of it."""
         names = regions(plan)
         for name in names:
             module = model.get_submodule(name)
@@ -148,21 +150,21 @@ class CompiledUnits:
         module, own = self._model.get_submodule(name), self._own.get(name)
         if not isinstance(own, MethodType):  # it is no region, or a script's function
             return
-        around = module.forward
-        computed_again = MethodType(_checkpointed(own.__func__), own.__self__)  # modules that are alike share a graph
-        inside: Callable[..., Any] | None = self._compile(computed_again, fullgraph=True)
+        around, function = module.forward, own.__func__
+        # As a method of the class, so that modules that are alike share a graph.
+        inside = self._compile(MethodType(_checkpointed(function), own.__self__), fullgraph=True)
 
         @functools.wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside is not None and not self._runs_eagerly and recompute.runs_through(module):
+            may_be_inside = function not in self._not_one_graph and not self._runs_eagerly
+            if may_be_inside and recompute.runs_through(module):
                 try:
                     return inside(*args, **kwargs)
                 except Exception as error:
                     if not torch_compile.is_refusal(error):
                         raise
-                    inside = None  # nothing has run yet
-                    _log.debug("%s is computed again around its graphs: %s", name, error)
+                    self._not_one_graph.add(function)  # nothing has run yet
+                    _log.debug("%s and its like are computed again around their graphs: %s", name, error)
             return around(*args, **kwargs)
 
         module.forward = run
