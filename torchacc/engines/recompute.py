@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchacc.engines.patches.private_names import NormBase
+from torchacc.engines.patches.private_names import NormBase, SpectralNorm
 from torchacc.errors import EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.units import is_checkpointing_layer
@@ -50,14 +50,29 @@ def has_state(module: nn.Module) -> bool:
     return next(module.buffers(), None) is not None
 
 
-def versions_of_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor, int]]:
-    """Return a module's buffers but the statistics of norms: name, buffer, and how often it was written to."""
-    return [
-        (".".join(filter(None, (path, name))), buffer, version_of(buffer))
-        for path, part in module.named_modules()
-        for (_, name), buffer in _buffers_of(part)
-        if buffer is not None
-    ]
+def written_by(module: nn.Module, run: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return what a function gives, and the name of a tensor of a module that it has written to.
+
+    Not looked at: what norms with running statistics and spectral norms write, which they read in backward as it was
+    written, or not at all.
+    """
+    before = [(part, *each, version_of(each[1])) for part in module.modules() for each in _tensors_of(part)]
+    output = run()
+    for part, name, tensor, version in before:
+        if version_of(tensor) != version:
+            path = next(path for path, other in module.named_modules() if other is part)
+            return output, f"{path}.{name}" if path else name
+    return output, None
+
+
+def _tensors_of(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a module has itself, by name: parameters, buffers and plain attributes."""
+    if isinstance(part, SpectralNorm):
+        return
+    buffers = ((name, buffer) for (_, name), buffer in _buffers_of(part))
+    for name, each in (*part._parameters.items(), *buffers, *vars(part).items()):
+        if isinstance(each, torch.Tensor):
+            yield name, each
 
 
 def runs_through(module: nn.Module) -> bool:
@@ -169,9 +184,10 @@ def _buffers_of(part: nn.Module) -> Iterator[tuple[_Buffer, torch.Tensor | None]
             yield (part, name), buffer
 
 
-def version_of(buffer: torch.Tensor | None) -> int:
-    """Return how often a buffer was written to."""
-    return 0 if buffer is None or buffer.is_inference() else buffer._version
+def version_of(tensor: torch.Tensor | None) -> int:
+    """Return how often a tensor was written to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _is_same(old: tuple[torch.Tensor | None, int], new: tuple[torch.Tensor | None, int] | None) -> bool:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from torchacc.config import Config
@@ -152,7 +153,8 @@ class CompiledUnits:
             return
         around, function = module.forward, own.__func__
         # As a method of the class, so that modules that are alike share a graph.
-        inside = self._compile(MethodType(_checkpointed(function), own.__self__), fullgraph=True)
+        compiled = self._compile(MethodType(_checkpointed(function), own.__self__), fullgraph=True)
+        inside = _refusing_writes(module, compiled)
 
         @functools.wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -191,22 +193,20 @@ class CompiledUnits:
 
 
 def _refusing_writes(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's compiled forward that raises where it has written to a buffer while it records gradients.
+    """Return a module's compiled forward that raises where it writes to a tensor of the module before a backward.
 
-    torch.compile may compute in backward, once more, what the forward has read from the buffer, and reads it then as it
-    was left: gradients would be wrong without a word. What norms do with their statistics is not asked in backward.
+    torch.compile may compute in backward, once more, what the forward has read from the tensor, and reads it then as it
+    was left: gradients would be wrong without a word.
     """
-    if not recompute.versions_of_buffers(module):
-        return compiled
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = recompute.versions_of_buffers(module)
-        output = compiled(*args, **kwargs)
-        written = next((name for name, buffer, version in before if recompute.version_of(buffer) != version), None)
-        if written is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        output, written = recompute.written_by(module, functools.partial(compiled, *args, **kwargs))
+        if written is not None and any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output)):
             raise EngineError(
-                f"compute.compile = True, and the forward of {type(module).__name__} writes to its buffer {written!r}: "
+                f"compute.compile = True, and the forward of {type(module).__name__} writes to its tensor {written!r}: "
                 "torch.compile may compute gradients with what is written in the place of what was read. Assign a new "
                 "tensor to the attribute in place of writing to it, or set config.compute.compile = False"
             )
@@ -220,8 +220,11 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the forward of a class that is computed again in backward."""
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(lambda *args, **kwargs: forward(self, *args, **kwargs), *args, use_reentrant=False, **kwargs)
+        # Keywords in the closure: checkpoint() would take some for options of its own.
+        return checkpoint(lambda *args: forward(self, *args, **kwargs), *args, use_reentrant=False)
 
+    # Of each class's own, as torch.compile counts by it how often it compiles anew, and reports it by name.
+    run.__code__ = run.__code__.replace(co_name=getattr(forward, "__qualname__", type(forward).__name__))
     return run
 
 

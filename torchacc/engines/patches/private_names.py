@@ -32,6 +32,7 @@ _CLASSES = {
     "FSDPParamGroup": _GROUP,
     "TrainingState": f"{_FSDP}._fsdp_common:TrainingState",
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
+    "SpectralNorm": "torch.nn.utils.parametrizations:_SpectralNorm",
 }
 """What this module gives by import: name here -> where PyTorch has it."""
 
@@ -188,6 +189,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     }),
     *_of("torch", "native/gradients.py", {"_foreach_norm": "norms of many gradients in one call"}),
     *_of("torch.nn.modules.batchnorm:_NormBase", "recompute.py", {"": "norms with running statistics"}),
+    *_of("torch.nn.utils.parametrizations:_SpectralNorm", "recompute.py", {"": "writes what it reads"}),
     *_of("torch", "scaler.py", {"_amp_foreach_non_finite_check_and_unscale_": "unscales this process's gradients"}),
     *_of("torch.amp.grad_scaler:GradScaler", "scaler.py", {"_unscale_grads_": "overridden: all processes skip a step"}),
     *_of("torch._C._distributed_c10d", "process_group.py", {"HashStore": "a process group of a single process"}),

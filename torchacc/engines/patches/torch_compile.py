@@ -92,9 +92,9 @@ def prepare() -> None:
 
 def is_refusal(error: Exception) -> bool:
     """Return whether an error is torch.compile's own, which it raises before what it has compiled runs."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return isinstance(error, TorchDynamoException)
+    return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
 
 
 def keep_programs_in(folder: Path) -> Path:

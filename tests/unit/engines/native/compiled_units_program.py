@@ -83,7 +83,7 @@ class Breaking(Layer):
         return super().forward(x)
 
 
-def start(layer=Layer, **sections):
+def start(layer=Layer, *, model_class=Layers, count=4, **sections):
     """Return a compiled model and its plain copy, with nothing compiled before."""
     from torch._dynamo.utils import clear_compilation_metrics, counters, graph_break_reasons
 
@@ -92,7 +92,7 @@ def start(layer=Layer, **sections):
     clear_compilation_metrics()
     graph_break_reasons.clear()
     torch.manual_seed(1)
-    model = Layers(layer)
+    model = model_class(layer, count)
     plain = copy.deepcopy(model)
     compute = {"compile": True, "compile_backend": "aot_eager", **sections.pop("compute", {})}
     config = torchacc.Config.from_dict({"backend": "native", "compute": compute, **sections})
@@ -229,18 +229,101 @@ def recompute_around_a_broken_graph():
         assert bool(torchacc.compile_report().breaks) is (layer is Breaking)
 
 
-def buffers_that_a_graph_writes_to_are_refused():
+def recompute_where_classes_and_shapes_are_many():
+    """More than torch.compile compiles of one function before it gives up."""
+
+    def numbered(number):
+        class Own(Layer):
+            def forward(self, x):
+                return super().forward(x) * (1 + number / 10)
+
+        return Own
+
+    class Numbered(Layer):
+        count = 0
+
+        def __init__(self):
+            super().__init__()
+            Numbered.count += 1
+            self.number = Numbered.count
+
+        def forward(self, x):
+            return super().forward(x) / (self.number + 1)
+
+    for layer in (iter([numbered(number) for number in range(12)]), Numbered):
+        make = (lambda layers: lambda: next(layers)())(layer) if layer is not Numbered else layer
+        train(*start(make, count=12, memory={"gc": True}), steps=2)
+
+
+def keywords_of_layers_that_checkpoint_has_too():
+    class Stopping(Layer):
+        def forward(self, x, early_stop=0.0, scale=None):
+            return super().forward(x) * (1 + early_stop) * scale
+
+    class Passing(Layers):
+        def forward(self, x):
+            x = self.stem(x)
+            for layer in self.layers:
+                x = layer(x, early_stop=2.0, scale=x.sigmoid())
+            return self.head(x).square().mean()
+
+    train(*start(Stopping, model_class=Passing, memory={"gc": True}))
+
+
+def tensors_that_a_graph_writes_to_are_refused():
     class Writing(WithBuffer):
         def forward(self, x):
             self.runs.add_(1)
             return super().forward(x)
 
-    for backend, memory in (("aot_eager", {}), ("aot_eager", {"gc": True}), ("inductor", {})):
-        model, _ = start(Writing, compute={"compile_backend": backend}, memory=memory)
-        with torch.no_grad():
-            model(X)
-        with pytest.raises(torchacc.EngineError, match=r"Writing writes to its buffer 'runs'.*Assign a new tensor"):
-            model(X)
+    class WritingCode(Layer):
+        def __init__(self):
+            super().__init__()
+            self.code = nn.Parameter(torch.ones(8), requires_grad=False)
+
+        def forward(self, x):
+            output = super().forward(x) * self.code[torch.arange(8)]
+            with torch.no_grad():
+                self.code.mul_(0.9)
+            return output
+
+    class WritingPlain(Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner.plain = torch.ones(())
+
+        def forward(self, x):
+            self.inner.plain.mul_(1.1)
+            return super().forward(x) * self.inner.plain
+
+    for layer, name in ((Writing, "runs"), (WritingCode, "code"), (WritingPlain, "inner.plain")):
+        for backend, memory in (("aot_eager", {}), ("aot_eager", {"gc": True}), ("inductor", {})):
+            model, _ = start(layer, compute={"compile_backend": backend}, memory=memory)
+            with torch.no_grad():
+                model(X)
+            with pytest.raises(torchacc.EngineError, match=rf"{layer.__name__} writes to its tensor '{name}'.*Assign"):
+                model(X)
+
+
+def writes_that_no_gradient_follows_are_not_refused():
+    class Spectral(Layer):
+        def __init__(self):
+            super().__init__()
+            nn.utils.parametrizations.spectral_norm(self.inner.linear)
+
+    for memory in ({}, {"gc": True}):
+        train(*start(Spectral, memory=memory))
+
+    class Frozen(WithBuffer):
+        def __init__(self):
+            super().__init__()
+            self.requires_grad_(False)
+
+        def forward(self, x):
+            self.runs.add_(1)
+            return super().forward(x.detach())
+
+    train(*start(Frozen))
 
 
 def weights_that_change_before_a_graph_runs_again_are_refused():
