@@ -56,6 +56,13 @@ def attach(sharded: ShardedModel) -> None:
 def _save_pretrained(own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse transformers' `save_pretrained()` without full weights: it would write this process's shards alone."""
     if kwargs.get("state_dict") is None:
+        if hasattr(own.__self__, "peft_config"):
+            raise CheckpointError(
+                "model.save_pretrained() would write the shards of this process alone. Call state = "
+                "torchacc.full_state_dict(model) on every process, and on one model.save_pretrained(folder, "
+                "state_dict=state), which writes the adapters; torchacc.checkpoint.save(folder, model=model) is for "
+                "resuming"
+            )
         raise CheckpointError(
             "model.save_pretrained() would write the shards of this process alone: torchacc.checkpoint.save(folder, "
             "model=model), called by every process, writes a folder that from_pretrained() opens. Or hand it full "

@@ -11,6 +11,7 @@ import pytest
 import torch
 from casekit import (
     MLP,
+    NATIVE,
     RANK,
     SPMD,
     XLA,
@@ -20,6 +21,7 @@ from casekit import (
     by_rank,
     case,
     check_equal,
+    check_gradients,
     check_still_trains,
     check_training,
     loss_of,
@@ -31,6 +33,7 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from torchacc.engines import registry
 
 
 class NonContiguous(MLP):
@@ -181,6 +184,15 @@ def layer_norm_of_bfloat16_computation_is_float32() -> None:
         expected = plain.norm(x.float())
     assert found.dtype == expected.dtype == torch.float32
     check_equal(plain_value(found), expected.detach(), "output")
+
+
+@case([NATIVE])
+def backward_inside_of_a_scripts_autocast_has_the_gradients_of_the_forward() -> None:
+    model, plain = sharded_and_plain()
+    with torch.autocast(registry.active_engine().device.type, dtype=torch.bfloat16):
+        loss_of(model(part(X))).backward()
+    loss_of(plain(X)).backward()
+    check_gradients(model, plain)
 
 
 def make_gpt2() -> nn.Module:

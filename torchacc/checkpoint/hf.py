@@ -95,6 +95,12 @@ def why_not_opened(sharded: ShardedModel) -> str | None:
     return f"it would not find {listed(sorted(missing))}, and make up values" if missing else None
 
 
+_OF_ADAPTERS = (
+    "its tensors have the names of peft's adapters. For a folder that peft opens, call state = "
+    "torchacc.full_state_dict(model) on every process, and on one model.save_pretrained(folder, state_dict=state)"
+)
+
+
 def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
     """Return what `save_pretrained()` of a model's config, and of a tokenizer, writes."""
     model = sharded.model
@@ -107,7 +113,9 @@ def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
             # A checkpoint has no folders inside; so chat templates go into the tokenizer's own file.
             part.save_pretrained(folder, **({"save_jinja_files": False} if part is tokenizer else {}))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    reason = why_not_opened(sharded) if "config.json" in files else None
+    reason = None
+    if "config.json" in files:
+        reason = _OF_ADAPTERS if hasattr(model, "peft_config") else why_not_opened(sharded)
     if reason is not None:
         del files["config.json"]
         _log.warning(

@@ -166,8 +166,8 @@ class CheckpointManager:
         """
         self._group.expect_all("CheckpointManager.restore()")
         self.wait()
-        reasons: list[str] = []
-        for step in self._on_rank0(self._candidates):
+        steps, reasons = self._on_rank0(self._candidates)
+        for step in steps:
             path = self._path(step)
             try:
                 with progress.during(progress.Phase.LOADING):
@@ -324,13 +324,13 @@ class CheckpointManager:
                 _log.warning("%s is not complete: its save was cut short, and what there was of it is removed", name)
 
     def _put_aside(self, step: int) -> None:
-        """Give a checkpoint another name whose manifest cannot be read, so that one of the same step can be saved.
+        """Give a checkpoint another name whose manifest is missing or cannot be read, so that one can be saved there.
 
         The run has gone on from an older one; which files are of this one is not known, so that none is removed.
         """
         path = self._path(step)
         with suppress(OSError):
-            if not (path / MANIFEST).is_file():
+            if not path.is_dir() or not any(path.iterdir()):
                 return
             try:
                 read_manifest(path)
@@ -363,11 +363,14 @@ class CheckpointManager:
         except OSError as error:
             _log.warning("an old checkpoint could not be removed: %s", error)
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self) -> tuple[list[int], list[str]]:
+        """Return the steps to restore, the newest first, and what is wrong with folders that are no checkpoints."""
+        reasons = []
         for path in sorted(self.folder.iterdir(), reverse=True):
             if _STEP.fullmatch(path.name) and not (path / MANIFEST).is_file():
+                reasons.append(f"{path} is not complete, as it has no {MANIFEST}")
                 _log.warning("%s is not restored: it is not complete, as it has no %s", path.name, MANIFEST)
-        return _steps_in(self.folder)
+        return _steps_in(self.folder), reasons
 
     def _is_intact(self, path: Path) -> bool:
         """Return whether a checkpoint's bytes are as they were written. Collective: every process."""

@@ -147,7 +147,10 @@ def _training(
 def _length(config: Any, asked: int | None) -> int:
     most = getattr(config, "max_position_embeddings", None) or asked or _DEFAULT_LENGTH
     if asked is not None and asked > most:
-        raise ConfigError(f"--seq {asked}: the model has {most} positions (max_position_embeddings); ask for no more")
+        raise ConfigError(
+            f"--seq {asked}: the model has {most} positions. Ask for no more, or give it more of them: "
+            f"max_position_embeddings: {asked} in its file"
+        )
     return asked or min(_DEFAULT_LENGTH, most)
 
 

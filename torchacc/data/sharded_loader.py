@@ -235,11 +235,16 @@ class ShardedLoader(ABC):
         return state
 
     def _warn_of_other_sizes(self, saved: Mapping[str, Any]) -> None:
-        """Warn of a position whose loop had global batches of another size, on which its schedule may depend."""
+        """Warn of a position whose loop had global batches of another size, on which its schedule may depend.
+
+        One that does not say for how many devices is of a trainer, which counts micro-batches, too, and warns itself.
+        """
         size = self._count_rows()[0]
         found = saved.get(_DEVICES), saved.get("batch_size")
         devices, rows = (number if type(number) is int and number > 0 else None for number in found)
-        before = devices or self.num_data_shards, rows or size
+        if devices is None:
+            return
+        before = devices, rows or size
         if before[0] * (before[1] or 1) == self.num_data_shards * (size or 1):
             return
         _log.warning(

@@ -31,8 +31,14 @@ def check_model_section(name: str, values: Any) -> None:
         raise ConfigError(f"{name} = {shown(values)}: expected `model_type: …` and the options of that family")
     if "pretrained" not in values:
         _check_family(name, values)
-    elif not isinstance(values["pretrained"], str) or len(values) > 1:
-        raise ConfigError(f"{name}.pretrained = {shown(values['pretrained'])}: expected a folder or a hub name, alone")
+    elif not isinstance(values["pretrained"], str):
+        raise ConfigError(f"{name}.pretrained = {shown(values['pretrained'])}: expected a folder or a hub name")
+    elif len(values) > 1:
+        other = next(key for key in values if key != "pretrained")
+        raise ConfigError(
+            f"{name}.{other} beside {name}.pretrained = {shown(values['pretrained'])}: what that names says all of the "
+            f"model, so leave {other} out. (For adapters, such as LoRA, use the Hugging Face Trainer)"
+        )
 
 
 def _check_family(name: str, values: Mapping[str, Any]) -> None:

@@ -261,6 +261,19 @@ class TestFromPretrained:
         check_equal(opened.state_dict(), wanted)
         assert tied(opened) == ties
 
+    def test_adapters_are_refused_and_saved_by_peft(self, tmp_path, caplog, monkeypatch):
+        peft = pytest.importorskip("peft")
+        base = make("llama")
+        base.save_pretrained(tmp_path / "base")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        self.check_refused(tmp_path / "checkpoint", model, "names of peft's adapters", caplog, monkeypatch)
+        with pytest.raises(CheckpointError, match=r"which writes the adapters"):
+            model.save_pretrained(tmp_path / "adapter")
+        model.save_pretrained(tmp_path / "adapter", state_dict=torchacc.full_state_dict(model))
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        opened = peft.PeftModel.from_pretrained(opened, tmp_path / "adapter")
+        check_equal(opened.state_dict(), torchacc.full_state_dict(model))
+
     def check_refused(self, folder, model, reason, caplog, monkeypatch):
         """Check that it is said, that `from_pretrained()` opens nothing, and that torchacc loads it."""
         monkeypatch.setattr(logging.getLogger("torchacc"), "propagate", True)

@@ -176,6 +176,29 @@ def test_nothing_whole_is_an_error_and_leaves_a_model_that_does_not_run(tmp_path
         run.restore()
 
 
+def test_checkpoints_that_all_lack_their_manifests_are_an_error(tmp_path):
+    with Run(tmp_path).manager as manager:
+        manager.save(1)
+        manager.save(2)
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").unlink()
+    run = Run(tmp_path)
+    with run.manager, pytest.raises(CheckpointError, match=r"2 checkpoints, and none is whole: .*0002 is not complete"):
+        run.restore()
+
+
+def test_saving_where_one_lacks_its_manifest_leaves_that_by_another_name(tmp_path):
+    with Run(tmp_path).manager as manager:
+        manager.save(1)
+        manager.save(2)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    with Run(tmp_path).manager as manager:
+        assert manager.restore().step == 1
+        manager.save(2)
+    assert (tmp_path / "step-00000002.damaged-1" / "model.safetensors").is_file()
+    assert Run(tmp_path).manager.restore().step == 2
+
+
 def test_a_model_that_does_not_fit_is_an_error_and_not_passed_over(tmp_path):
     with Run(tmp_path).manager as manager:
         manager.save(1)

@@ -98,7 +98,7 @@ def test_a_set_smaller_than_a_step_is_seen_several_times(caplog):
 
 
 @pytest.mark.parametrize("size", [50, 70])
-def test_a_position_is_found_again_with_other_devices_and_micro_batches(size):
+def test_a_position_is_found_again_with_other_devices_and_micro_batches(size, caplog):
     rows = [example(index) for index in range(size)]
 
     def make(batch_size: int, num_shards: int, micro_batches: int) -> AsyncLoader:
@@ -119,6 +119,7 @@ def test_a_position_is_found_again_with_other_devices_and_micro_batches(size):
         rest = indices(loader, 3, micro_batches)
         assert not set(seen) & set(rest[: size - len(seen)])
         assert (len(seen), rest[:2]) == (48, indices(make(1, 1, 1), 50, 1)[48:])
+        assert "the data position was saved with" not in caplog.text  # steps are told of by the trainer
     others = sharded(training_loader(rows[1:], batch_size=2, examples_per_step=2, shuffle=True, seed=0), 1, range(1))
     with pytest.raises(DataError, match=f"dataset length {size}, here {size - 1}"):
         PortablePosition(others).load_state_dict(state)

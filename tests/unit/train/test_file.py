@@ -128,8 +128,8 @@ WRONG = {
     "a model has at least one layer",
     "training_stages: {a: }\nmodel_config_x: {model_type: llama,\n  num_hidden_layers: -1}": "FILE:3: model_config_x."
     "num_hidden_layers = -1: a model has at least one layer",
-    "training_stages: {a: }\nmodel_config_x: {pretrained: gpt2, n_layer: 3}": "FILE:2: model_config_x.pretrained = "
-    "'gpt2': expected a folder or a hub name, alone",
+    "training_stages: {a: }\nmodel_config_x: {pretrained: gpt2, n_layer: 3}": "FILE:2: model_config_x.n_layer beside "
+    "model_config_x.pretrained = 'gpt2': what that names says all of the model, so leave n_layer out",
 }
 
 

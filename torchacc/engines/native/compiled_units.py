@@ -171,6 +171,15 @@ class CompiledUnits:
 
         module.forward = run
 
+    def without_cache(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a forward's arguments with `use_cache=False`, where it has labels and does not say otherwise.
+
+        A cache is another object in each layer, so that each layer would be compiled by itself.
+        """
+        keeps = getattr(self._model_config, "use_cache", False) and kwargs.get("past_key_values") is None
+        is_asked = kwargs.get("use_cache") is not None
+        return {**kwargs, "use_cache": False} if keeps and not is_asked and kwargs.get("labels") is not None else kwargs
+
     @contextmanager
     def of_call(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Hold a context for a forward of the model, which runs eagerly where it returns what its layers note.

@@ -258,6 +258,7 @@ class NativeModel(ShardedModel):
             if self.plan.activations_on_host and device != "cpu":
                 stack.enter_context(SaveActivationsOnHost())
             if self._compiled is not None:
+                kwargs = self._compiled.without_cache(kwargs)
                 stack.enter_context(self._compiled.of_call(kwargs))
             stack.enter_context(script_reads.inside())
             stack.enter_context(self._groups.ending_interrupted())

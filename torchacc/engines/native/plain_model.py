@@ -60,6 +60,8 @@ class PlainModel(NativeModel):
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""
         device = self.engine.device.type
+        if self._compiled is not None:
+            kwargs = self._compiled.without_cache(kwargs)
         offloads = self.plan.activations_on_host and device != "cpu"
         with autocast_to(None, device), SaveActivationsOnHost() if offloads else nullcontext():
             output = inner(*args, **kwargs)

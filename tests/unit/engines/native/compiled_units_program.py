@@ -362,6 +362,21 @@ def a_graph_that_runs_again_drops_the_same():
         torch.testing.assert_close(linear.weight.grad, expected)
 
 
+def layers_with_caches_share_a_graph():
+    import transformers
+
+    start()  # which forgets what was compiled
+    sizes = {"num_hidden_layers": 12, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=16))
+    compute = {"compile": True, "compile_backend": "aot_eager"}
+    torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "compute": compute}))
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    report = torchacc.compile_report()
+    assert (report.graphs, report.recompiles) == (2, ()), str(report)  # of the layers, and of the loss
+    assert model(input_ids=ids, labels=ids, use_cache=True).past_key_values is not None
+
+
 def outputs_that_layers_note_run_eagerly():
     import transformers
 

@@ -205,5 +205,17 @@ def weights_step_in_backward_as_they_do_after_it():
     check_same(model, plain)
 
 
+def backward_inside_of_a_scripts_autocast_has_the_gradients_of_the_forward():
+    torch.manual_seed(1)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    torchacc.accelerate(model, None, torchacc.Config(backend="native"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(X).backward()
+    plain(X).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 if __name__ == "__main__":
     run_cases(cases_from(parameters_stay_what_they_are), FOLDER)

@@ -32,6 +32,7 @@ CASES = [
     "writes_that_no_gradient_follows_are_not_refused",
     "weights_that_change_before_a_graph_runs_again_are_refused",
     "a_graph_that_runs_again_drops_the_same",
+    "layers_with_caches_share_a_graph",
     "outputs_that_layers_note_run_eagerly",
 ]
 

@@ -13,6 +13,7 @@ CASES = [
     "optimizer_made_before_goes_on",
     "weights_changed_before_recompute_are_refused",
     "autocast_of_the_script_has_no_effect_and_is_warned_of",
+    "backward_inside_of_a_scripts_autocast_has_the_gradients_of_the_forward",
     "deferred_model_gets_its_numbers",
     "checkpoint_goes_on_where_it_was",
     "graphs_of_gradients_are_plain_pytorchs",
