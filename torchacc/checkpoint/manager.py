@@ -183,9 +183,9 @@ class CheckpointManager:
             progress.resumed(step)
             return Restored(step=step, extra=extra, path=path)
         if reasons:
-            older = f" (the warnings say what is wrong with the {len(reasons) - 1} older ones)" if reasons[1:] else ""
+            others = " (warnings say what is wrong with the others)" if reasons[1:] else ""
             raise CheckpointError(
-                f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {reasons[0]}{older}. Remove them "
+                f"{self.folder} holds {len(reasons)} checkpoints, and none is whole: {reasons[0]}{others}. Remove them "
                 "to start anew"
             )
         _log.info("no checkpoint in %s: nothing is restored", self.folder)

@@ -45,8 +45,8 @@ def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> N
     _log.info("%d modules are computed again in backward: %s", len(names), _shortened(names))
 
 
-def has_state(module: nn.Module) -> bool:
-    """Return whether a forward of a module may write to it, as those of norms with statistics do."""
+def has_buffers(module: nn.Module) -> bool:
+    """Return whether a module has buffers, to which its forward may write, as those of norms with statistics do."""
     return next(module.buffers(), None) is not None
 
 

@@ -28,7 +28,7 @@ def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUn
     recompute.install(model, plan.recomputed, checkpoint_of_policy)
     if compiled is not None:
         for name in plan.recomputed:
-            if not recompute.has_state(model.get_submodule(name)):
+            if not recompute.has_buffers(model.get_submodule(name)):
                 compiled.recompute_inside(name)
 
 
