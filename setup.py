@@ -31,6 +31,16 @@ def read_requirements() -> list[str]:
     return [line for line in lines if not line.startswith(("#", "torch>"))]
 
 
+def list_examples() -> list[tuple[str, list[str]]]:
+    """Return scripts, recipes and templates of clusters, and the folder of an environment that has them."""
+    files = [path for path in (ROOT / "examples").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    folders = sorted({path.parent.relative_to(ROOT) for path in files})
+    return [
+        (f"share/torchacc/{folder}", sorted(str(folder / path.name) for path in files if path.parent == ROOT / folder))
+        for folder in folders
+    ]
+
+
 setup(
     name="torchacc",
     version="0.1.0",
@@ -43,6 +53,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["torchacc", "torchacc.*"]),
     package_data={"torchacc": ["py.typed", "train/*.html", "cli/quickstart_files/*"]},
+    data_files=list_examples(),
     entry_points={
         "console_scripts": [
             f"{name} = torchacc.cli.{name}:main"

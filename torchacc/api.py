@@ -110,9 +110,14 @@ def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoade
     Raises:
         DataError: The dataloader cannot be sharded.
     """
+    return shard_loader_of(dataloader, model)
+
+
+def shard_loader_of(dataloader: Iterable[Any], model: nn.Module, *, fills_count: bool = True) -> data.AsyncLoader:
+    """Shard a loader as `shard_loader()` does, for a trainer, which may not count the rows that complete a batch."""
     engine = sharded_model(model).engine
     loader = _make_loader(dataloader, engine)
-    _describe_loader(loader, engine)
+    _describe_loader(loader, engine, fills_count=fills_count)
     return loader
 
 
@@ -302,9 +307,9 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
     )
 
 
-def _describe_loader(loader: data.AsyncLoader, engine: Engine) -> None:
+def _describe_loader(loader: data.AsyncLoader, engine: Engine, *, fills_count: bool = True) -> None:
     """Log once how a loader's batches are dealt out: a script may make the same one for each evaluation."""
-    described = loader.describe()
+    described = loader.describe(fills_count=fills_count)
     if described not in engine.logged_loaders:
         engine.logged_loaders.add(described)
         _log.info("loader: %s", described)

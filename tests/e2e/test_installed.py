@@ -40,7 +40,8 @@ def wheel(tmp_path_factory):
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in BUILT_FROM:
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "torchacc", source / "torchacc", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("torchacc", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     # An older setuptools cannot write wheels by itself; pip then fetches a newer one.
     here = ["--no-build-isolation"] if Version(version("setuptools")) >= Version("77") else []
     ended(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *here, "-w", built, source, cwd=built)
@@ -48,10 +49,11 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_the_wheel_holds_all_files_of_the_package(wheel):
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("torchacc/")}
-    files = subprocess.run(["git", "ls-files", "torchacc"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert held >= set(files.stdout.split())
+@pytest.mark.parametrize(("folder", "prefix"), [("torchacc", ""), ("examples", "share/torchacc/")])
+def test_the_wheel_holds_all_files_of_a_folder(wheel, folder, prefix):
+    held = {name.partition(".data/data/")[2] or name for name in zipfile.ZipFile(wheel).namelist()}
+    files = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert held >= {prefix + file for file in files.stdout.split()}
 
 
 def test_from_the_wheel_alone_a_newcomer_trains(wheel, tmp_path):

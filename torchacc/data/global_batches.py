@@ -79,7 +79,13 @@ def describe_global_batch(num_data_shards: int, size: int | None) -> str:
 
 
 def describe_epoch(
-    num_data_shards: int, *, batches: int | None, size: int | None, rows: int | None, drop_last: bool
+    num_data_shards: int,
+    *,
+    batches: int | None,
+    size: int | None,
+    rows: int | None,
+    drop_last: bool,
+    fills_count: bool = True,
 ) -> str:
     """Return in words what an epoch is made of, and what becomes of its last rows.
 
@@ -89,6 +95,7 @@ def describe_epoch(
         size: Rows of each but the last.
         rows: Rows of an epoch. Of these three, None where it is not known.
         drop_last: Whether an incomplete global batch is dropped.
+        fills_count: Whether losses count the rows that complete it otherwise.
     """
     said = f"{describe_global_batch(num_data_shards, size)} in a step"
     if batches is None:
@@ -102,10 +109,8 @@ def describe_epoch(
     if used < given:
         return f"{said}, the last {_counted(given - used, unit)} left out (drop_last)"
     if used > given:
-        added = _counted(used - given, unit)
-        return (
-            f"{said}, the last completed with {added} of the epoch's start (they count; drop_last=True leaves it out)"
-        )
+        why = "they count; drop_last=True leaves it out" if fills_count else "they do not count"
+        return f"{said}, the last completed with {_counted(used - given, unit)} of the epoch's start ({why})"
     return said
 
 

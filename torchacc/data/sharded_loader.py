@@ -274,13 +274,20 @@ class ShardedLoader(ABC):
         found = [torch.default_generator, *(getattr(source, "generator", None) for source in sources)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
 
-    def describe(self) -> str:
-        """Return in words how batches are dealt out, and what becomes of the last rows."""
+    def describe(self, *, fills_count: bool = True) -> str:
+        """Return in words how batches are dealt out, and what becomes of the last rows: see `describe_epoch()`."""
         size, rows = self._count_rows()
         # A DataLoader that was asked for the length of a stream warns where the stream is longer than it says.
         is_stream = isinstance(self.dataset, IterableDataset)
         batches = None if is_stream else self._num_batches()
-        return describe_epoch(self.num_data_shards, batches=batches, size=size, rows=rows, drop_last=self.drop_last)
+        return describe_epoch(
+            self.num_data_shards,
+            batches=batches,
+            size=size,
+            rows=rows,
+            drop_last=self.drop_last,
+            fills_count=fills_count,
+        )
 
     @abstractmethod
     def _count_rows(self) -> tuple[int | None, int | None]:

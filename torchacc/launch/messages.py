@@ -71,7 +71,8 @@ def hang(statuses: Sequence[RankStatus], *, is_alone: bool) -> None:
 
 def left() -> None:
     """Tell that the processes of this node have lost one of another."""
-    say(f"those on {hostname()} have lost a rank of another node: see what its launcher says")
+    lost = f"those on {hostname()} have lost a rank of another node: see what its launcher says"
+    say(f"{lost}; one that says nothing was killed itself, or its machine is gone")
 
 
 def waiting(num_nodes: int, master_addr: str | None, master_port: int | None) -> None:

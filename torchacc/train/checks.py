@@ -133,7 +133,9 @@ def check_pretrained(option: str, given: str) -> None:
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{option}: {folder} has no config.json, so that it holds no model of transformers")
+        is_adapter = (Path(folder) / "adapter_config.json").exists()
+        instead = "; it holds an adapter of peft: merge it into its base model, and name that" if is_adapter else ""
+        raise ConfigError(f"{option}: {folder} has no config.json, so that it holds no model of transformers{instead}")
     _check_weights(option, folder)
 
 

@@ -35,7 +35,7 @@ class EvalLoader:
         """Rows of a batch of one device."""
         self._num_examples = loader.batch_size * len(accelerator.engine.data_shards)
         self._accelerator = accelerator
-        self._sharded = api.shard_loader(loader, model)
+        self._sharded = api.shard_loader_of(loader, model, fills_count=False)
 
     def __len__(self) -> int:
         return len(self._sharded)

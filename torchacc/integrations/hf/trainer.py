@@ -92,7 +92,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> AsyncLoader:
         """Return the training loader, sharded over the devices."""
-        self._train_loader = api.shard_loader(super().get_train_dataloader(), self.model)
+        self._train_loader = api.shard_loader_of(super().get_train_dataloader(), self.model, fills_count=False)
         return self._train_loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
