@@ -9,6 +9,7 @@ FROM python:3.11-slim AS build
 WORKDIR /source
 COPY setup.py pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE requirements-native.txt ./
 COPY torchacc torchacc
+COPY examples examples
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim
