@@ -225,7 +225,32 @@ def test_a_node_that_waits_for_others_says_so(tmp_path):
     said = process.stderr.readline()
     process.kill()
     process.communicate(timeout=SECONDS)
-    assert said == f"torchacc launch: waits until the launchers of all 2 nodes are at 127.0.0.1:{port}\n"
+    waits = f"node 1 waits until the launchers of all 2 nodes are at 127.0.0.1:{port}, each with a node rank of its own"
+    assert said == f"torchacc launch: {waits}\n"
+
+
+def test_nodes_of_different_sizes_are_noticed(tmp_path):
+    port = forkrun.free_port()
+    nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", port]
+    other = start("-n", 2, *nodes, "--node-rank", 1, SCRIPT, "end", tmp_path, forks=True)
+    first = launch("-n", 1, *nodes, "--node-rank", 0, SCRIPT, "end", tmp_path, forks=True)
+    assert (first.returncode, other.wait(SECONDS)) == (0, 0), first.stderr
+    another = "another launcher was given another number of processes"
+    assert f"2 nodes of 1 processes are 2 ranks, and the job has 3: {another}" in first.stderr
+    assert f"2 nodes of 2 processes are 4 ranks, and the job has 3: {another}" in other.stderr.read()
+
+
+def test_what_a_hidden_rank_says_of_itself_is_shown(tmp_path):
+    done = launch("-n", 2, SCRIPT, "speak", tmp_path, forks=True)
+    assert "torchacc[1]: what is so on rank 1\n" in done.stderr
+    assert "a warning of a library's" not in done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_that_do_not_work_together_are_noticed(processes, tmp_path):
+    done = launch("-n", processes, SCRIPT, "end", tmp_path, forks=True)
+    assert done.returncode == 0, done.stderr
+    assert ("no process has called torchacc.accelerate() or fsdp()" in done.stderr) == (processes > 1)
 
 
 @pytest.mark.slow

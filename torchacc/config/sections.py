@@ -52,6 +52,8 @@ class Section(BaseModel):
 
     path: ClassVar[str] = ""
     """Where the section lies in a `Config`, dotted, to name options in messages."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Names that people look for in this section, and the paths of the options that do it."""
 
     _frozen: bool = PrivateAttr(default=False)
 
@@ -154,7 +156,9 @@ class Section(BaseModel):
 
     @classmethod
     def _near(cls, name: str) -> str:
-        """Return a hint about a wrong name: the nearest option, one of that name below, or all options here."""
+        """Return a hint about a wrong name: where else it is, the nearest option, one of that name below, or all."""
+        if name in cls.elsewhere:
+            return f"write {cls.elsewhere[name]}"
         valid = [field.alias or own for own, field in cls.model_fields.items()]
         below = cls._below(name)
         return f"did you mean {below[0]!r}?" if below and not did_you_mean(name, valid) else nearest(name, valid)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torchacc import env
 from torchacc.env import Job
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError
+from torchacc.launch import progress
 from torchacc.logging import OF_THIS_RANK, get_logger
 
 _T = TypeVar("_T")
@@ -346,14 +347,21 @@ class _ExpectedCall:
             )
         if set(range(self._job.rank)) <= set(absent):  # of those that wait the first one speaks
             _log.warning(
-                "rank %d has waited %.0f s in %s, and %s not come to it: %s",
+                "rank %d has waited %.0f s in %s, and %s not come to it%s: %s. It waits for %.0f minutes at most",
                 self._job.rank,
                 secs,
                 self._call,
                 others,
+                self._where(absent),
                 _EVERY_PROCESS,
+                _CALL_SECS / 60,
                 extra=OF_THIS_RANK,
             )
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        """Say where the first of these ranks is that a launcher of this machine has started; empty for none."""
+        known = ((rank, progress.read_neighbour(self._job, rank)) for rank in ranks)
+        return next((f" (rank {rank} is {at.where(time.monotonic())})" for rank, at in known if at is not None), "")
 
     @staticmethod
     def _key(number: int, rank: int) -> str:

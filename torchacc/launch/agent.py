@@ -85,6 +85,8 @@ class Attempt:
         self.folder = folder
         self.error: str | None = None
         """Why torchrun's agent could not start them, or did not reach the other machines."""
+        self._shown = _shown_ranks(options)
+        self._lines: dict[RankProcess, _OwnLines] = {}
         self._rendezvous = _meet(options)
         self._agent = _Agent(command, options, folder, self._rendezvous)
         self._thread = threading.Thread(target=self._run, name="torchacc launch", daemon=True)
@@ -94,6 +96,16 @@ class Attempt:
     def processes(self) -> list[RankProcess]:
         """All of them; none while the machines wait for one another."""
         return self._agent.processes
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes all machines have; 0 while the machines wait for one another."""
+        return self._agent.num_ranks
+
+    @property
+    def uses_torchacc(self) -> bool:
+        """Whether a process of this machine has come to `accelerate()`."""
+        return any(progress.record_path(self.folder, process.local_rank).exists() for process in self.processes)
 
     @property
     def running(self) -> list[RankProcess]:
@@ -174,6 +186,13 @@ class Attempt:
         errors, rest = (_text(_log_path(self.folder, process.rank, stream)) for stream in ("stderr", "stdout"))
         return errors if errors.strip() else rest
 
+    def own_lines(self) -> list[str]:
+        """Return what torchacc has said since the last call on ranks that the terminal does not show, of them alone."""
+        for process in self.processes:
+            if process.local_rank not in self._shown and process not in self._lines:
+                self._lines[process] = _OwnLines(_log_path(self.folder, process.rank, "stderr"))
+        return [line for lines in self._lines.values() for line in lines.read()]
+
     def _run(self) -> None:
         try:
             with _log_to(self.folder / "torchrun.log"), _by_lines(sys.stdout):
@@ -182,6 +201,25 @@ class Attempt:
             self.error = f"{type(error).__name__}: {error}"
         finally:
             self._rendezvous.shutdown()
+
+
+class _OwnLines:
+    """Lines of a rank's log that say what is so on this rank, as `torchacc.logging` writes them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0
+
+    def read(self) -> list[str]:
+        """Return those that are new."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._end)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._end += len(text)
+        return [line for line in text.decode(errors="replace").splitlines() if line.startswith("torchacc[")]
 
 
 class _Agent(LocalElasticAgent):
@@ -206,6 +244,7 @@ class _Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs, log_line_prefix_template=logs.prefix)
         self.processes: list[RankProcess] = []
+        self.num_ranks = 0
         self.all_ended = threading.Event()
         self.is_abandoned = False
         """Whether nothing is to be started any more."""
@@ -216,6 +255,7 @@ class _Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        self.num_ranks = worker_group.workers[0].world_size
         self.processes = [
             RankProcess(worker.global_rank, worker.local_rank, handlers[worker.local_rank].proc)
             for worker in worker_group.workers
@@ -241,7 +281,7 @@ class _Logs(LogsSpecs):
     def __init__(self, options: LaunchOptions, folder: Path) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
-        self._shown = range(options.num_processes if options.all_ranks else int(options.node_rank == 0))
+        self._shown = _shown_ranks(options)
         self._copies = options.all_ranks or options.log_dir is not None
         # What is copied from a file to the terminal has a prefix; an empty one is that of an empty role.
         self.role = "" if self._copies and not options.all_ranks else "default"
@@ -270,6 +310,11 @@ class _Logs(LogsSpecs):
             if len(envs) > 1:
                 variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         return found
+
+
+def _shown_ranks(options: LaunchOptions) -> range:
+    """Return the local ranks whose output the terminal shows."""
+    return range(options.num_processes if options.all_ranks else int(options.node_rank == 0))
 
 
 def _unchanged(arguments: Sequence[str]) -> tuple[str, ...]:

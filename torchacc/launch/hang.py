@@ -53,12 +53,7 @@ def find_hung_rank(statuses: Sequence[RankStatus]) -> RankStatus | None:
 
 def describe(status: RankStatus, host: str, now: float) -> str:
     """Say where a process is, and since when."""
-    record = status.progress
-    secs = now - record.since
-    where = record.phase.words
-    if record.phase < Phase.STEPPED:
-        return f"rank {status.rank} on {host} has been {where} of step {record.step + 1} for {secs:.0f} s"
-    return f"rank {status.rank} on {host} has been {where}, after step {record.step}, for {secs:.0f} s"
+    return f"rank {status.rank} on {host} has been {status.progress.where(now)}"
 
 
 def _in_collective(thread: str) -> bool:

@@ -27,6 +27,12 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def pass_on(lines: Sequence[str]) -> None:
+    """Print what ranks have said."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()
+
+
 def failure(rank: int, status: int, output: str, *, gone: Sequence[int], is_out_of_memory: bool) -> None:
     """Tell of the rank that failed first: what it printed at last, and then how it ended.
 
@@ -75,9 +81,28 @@ def left() -> None:
     say(f"{lost}; one that says nothing was killed itself, or its machine is gone")
 
 
-def waiting(num_nodes: int, master_addr: str | None, master_port: int | None) -> None:
+def waiting(node_rank: int, num_nodes: int, master_addr: str | None, master_port: int | None) -> None:
     """Tell that this node waits for others."""
-    say(f"waits until the launchers of all {num_nodes} nodes are at {master_addr}:{master_port}")
+    say(
+        f"node {node_rank} waits until the launchers of all {num_nodes} nodes are at {master_addr}:{master_port}, each "
+        "with a node rank of its own"
+    )
+
+
+def uneven(num_processes: int, num_nodes: int, num_ranks: int) -> None:
+    """Tell that another node has been started with another number of processes."""
+    say(
+        f"{num_nodes} nodes of {num_processes} processes are {num_processes * num_nodes} ranks, and the job has "
+        f"{num_ranks}: another launcher was given another number of processes"
+    )
+
+
+def not_used() -> None:
+    """Tell that the processes train without torchacc, as far as can be seen."""
+    say(
+        "no process has called torchacc.accelerate() or fsdp(): unless the script itself lets its processes work "
+        "together, each trains a model of its own"
+    )
 
 
 def not_started(error: str) -> None:

@@ -76,6 +76,13 @@ class Progress:
     since: float
     """Seconds of `time.monotonic()`, which is one clock for all processes of a machine."""
 
+    def where(self, now: float) -> str:
+        """Say where the process is, and since when."""
+        secs = now - self.since
+        if self.phase < Phase.STEPPED:
+            return f"{self.phase.words} of step {self.step + 1} for {secs:.0f} s"
+        return f"{self.phase.words}, after step {self.step}, for {secs:.0f} s"
+
 
 class _ProgressFile:
     active: ClassVar["_ProgressFile | None"] = None
@@ -156,6 +163,12 @@ def record_path(folder: Path, local_rank: int) -> Path:
 def stack_path(folder: Path, local_rank: int) -> Path:
     """Return where a process writes its stack when it is asked to."""
     return folder / f"stack-{local_rank}.txt"
+
+
+def read_neighbour(job: env.Job, rank: int) -> Progress | None:
+    """Return what a rank of this machine last wrote; None without a launcher, and for one of another machine."""
+    folder, local_rank = env.get(FOLDER), rank - job.rank + job.local_rank
+    return read(Path(folder), local_rank) if folder and 0 <= local_rank < job.local_num_processes else None
 
 
 def read(folder: Path, local_rank: int) -> Progress | None:

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -31,8 +31,12 @@ USER_ERROR = 2
 """The exit status of a program that was called wrongly, which another attempt does not mend."""
 
 _LOOK_SECS = 0.05
-_TELL_SECS = 5.0
+_WAIT_SECS = 5.0
 """How long a node waits for others before it says so."""
+_READ_SECS = 1.0
+"""How often it looks at what ranks say that the terminal does not show."""
+_UNUSED_SECS = 300.0
+"""How long processes may run, and prepare their data, before the launcher says that none has called `accelerate()`."""
 _FOLLOW_SECS = 4.0
 """How long processes that are asked to end may go on when one has failed."""
 _PORT_SECS = 20.0
@@ -147,13 +151,10 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
 def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _Reason:
     """Return why the attempt is over, once all processes have ended or have to."""
     reason, deadline = _Reason.ENDED, math.inf
-    told_from = time.monotonic() + _TELL_SECS if options.num_nodes > 1 else math.inf
+    notices = _Notices(attempt, options)
     while not attempt.is_over():
         now = time.monotonic()
-        if now > told_from:
-            told_from = math.inf
-            if not attempt.processes:
-                messages.waiting(options.num_nodes, options.master_addr, options.master_port)
+        notices.look(now)
         if len(signals) > 1 or now > deadline or (signals and not attempt.running):
             return reason
         if signals and reason is not _Reason.ASKED:
@@ -166,7 +167,40 @@ def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _R
         if reason in (_Reason.ASKED, _Reason.FAILED):
             attempt.ask_to_end()
         time.sleep(_LOOK_SECS)
+    if reason is _Reason.ENDED and attempt.processes:
+        notices.look(math.inf)
     return reason
+
+
+class _Notices:
+    """What a user may not expect of a job that runs."""
+
+    def __init__(self, attempt: "Attempt", options: LaunchOptions) -> None:
+        self._attempt, self._options = attempt, options
+        self._began = self._read = time.monotonic()
+        self._said: set[Callable[..., None]] = set()
+
+    def look(self, now: float) -> None:
+        """Say what there is to say now; at the end of the attempt, `now` is infinite."""
+        attempt, options, secs = self._attempt, self._options, now - self._began
+        if now - self._read > _READ_SECS:
+            self._read = now
+            messages.pass_on(attempt.own_lines())
+        if options.num_nodes > 1 and not attempt.processes and secs > _WAIT_SECS:
+            self._say(messages.waiting, options.node_rank, options.num_nodes, options.master_addr, options.master_port)
+        if not attempt.processes or attempt.failed:
+            return
+        if attempt.num_ranks != options.num_processes * options.num_nodes:
+            self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
+        several = attempt.num_ranks > 1 and options.node_rank == 0
+        if several and secs > _UNUSED_SECS and not attempt.uses_torchacc:
+            self._say(messages.not_used)
+
+    def _say(self, message: Callable[..., None], *given: object) -> None:
+        """Say a message, once."""
+        if message not in self._said:
+            self._said.add(message)
+            message(*given)
 
 
 def _as_exit_status(status: int) -> int:

@@ -3,11 +3,11 @@
 Paths in messages are relative to the stage; `torchacc.train.file` puts the rest, the file and the line before them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
-from torchacc.config.option_types import BackwardPrefetch, Bits64, Count, Natural, ShardingStrategy
+from torchacc.config.option_types import Axis, BackwardPrefetch, Bits64, Count, Natural, ShardingStrategy
 from torchacc.config.root import Backend
 from torchacc.config.sections import Section
 
@@ -122,6 +122,29 @@ class TrainingConfig(Section):
     """The loop: how long, in what batches, and what happens on the way."""
 
     path = "training"
+    elsewhere = {
+        "betas": "optimizer.betas",
+        "bf16": "torchacc.compute.bf16",
+        "block_size": "data.block_size",
+        "devices": "distributed.devices",
+        "epochs": "training.num_epochs",
+        "gradient_checkpointing": "torchacc.memory.gc",
+        "learning_rate": "optimizer.lr",
+        "logging_steps": "training.log_every_steps",
+        "lr": "optimizer.lr",
+        "lr_scheduler_type": "scheduler.name",
+        "max_length": "data.block_size",
+        "num_train_epochs": "training.num_epochs",
+        "optim": "optimizer.name",
+        "output_dir": "output_dir, at the top of the file",
+        "per_device_train_batch_size": "training.batch_size",
+        "resume_from_checkpoint": "training.resume",
+        "save_steps": "training.save_every_steps",
+        "save_total_limit": "training.keep_checkpoints",
+        "seq_length": "data.block_size",
+        "warmup_steps": "scheduler.warmup_steps",
+        "weight_decay": "optimizer.weight_decay",
+    }
 
     batch_size: Count = 2
     """Examples in a micro-batch of one device."""
@@ -158,6 +181,10 @@ class StageFSDPConfig(Section):
     """What is sharded, and how; as `torchacc.Config`'s `dist.fsdp`."""
 
     path = "distributed.fsdp"
+    elsewhere = {
+        "size": "distributed.devices, the devices of each machine",
+        "wrap_layer_cls": "torchacc.dist.fsdp.wrap_layer_cls",
+    }
 
     enabled: StrictBool = True
     """Whether strategy `auto` shards; without it every device holds the full model."""
@@ -181,6 +208,7 @@ class DistributedConfig(Section):
     """Devices, and how the model lies on them."""
 
     path = "distributed"
+    elsewhere = {axis: f"torchacc.dist.{axis}.size" for axis in get_args(Axis)}
 
     strategy: Literal["auto", "fsdp", "ddp"] = "auto"
     """`fsdp` shards, `ddp` replicates, `auto` does as `fsdp.enabled` says."""

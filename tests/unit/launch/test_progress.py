@@ -4,6 +4,7 @@ import time
 import pytest
 
 from tests import forkrun
+from torchacc.env import Job
 from torchacc.launch import progress
 from torchacc.launch.progress import Phase
 
@@ -83,3 +84,14 @@ def test_nothing_is_written_without_a_launcher(tmp_path, monkeypatch):
         pass
     assert not list(tmp_path.iterdir())
     assert progress.read(tmp_path, 0) is None
+
+
+def test_a_neighbour_is_read_and_none_of_another_machine(process, tmp_path, monkeypatch):
+    assert process.stdout.readline() == "ready\n", process.stderr.read()
+    second = Job(rank=5, num_processes=8, local_rank=1, local_num_processes=4)
+    assert progress.read_neighbour(second, 4) is None  # no launcher
+    monkeypatch.setenv(progress.FOLDER, str(tmp_path))
+    assert progress.read_neighbour(second, 4) == progress.read(tmp_path, 0) is not None
+    assert progress.read_neighbour(second, 6) is None  # it has not begun
+    assert progress.read_neighbour(second, 3) is None
+    assert progress.read_neighbour(second, 8) is None

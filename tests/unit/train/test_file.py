@@ -1,10 +1,14 @@
+import operator
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
+from torchacc.train.config import DistributedConfig, StageConfig, StageFSDPConfig, TrainingConfig
 from torchacc.train.file import TrainFile
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -81,6 +85,10 @@ WRONG = {
     "such optimizer; did you mean 'AdamW'?",
     STAGE.format("torchacc:\n      compute: {bf61: true}"): "FILE:4: training_stages.a.torchacc.compute.bf61 = True: "
     "there is no such option; did you mean 'bf16'?",
+    STAGE.format("training: {weight_decay: 0.1}"): "FILE:3: training_stages.a.training.weight_decay = 0.1: there is no "
+    "such option; write optimizer.weight_decay",
+    STAGE.format("distributed: {fsdp: {size: 2}}"): "FILE:3: training_stages.a.distributed.fsdp.size = 2: there is no "
+    "such option; write distributed.devices",
     STAGE.format("torchacc: {backend: xla}"): "FILE:3: training_stages.a.torchacc.backend = 'xla': in a training file "
     "this is distributed.engine",
     STAGE.format("torchacc: {dist: {fsdp: {cpu_offload: true}}}"): "FILE:3: training_stages.a.torchacc.dist.fsdp."
@@ -136,6 +144,14 @@ WRONG = {
 @pytest.mark.parametrize(("text", "message"), WRONG.items(), ids=lambda text: text[:60])
 def test_what_is_wrong_is_told_with_file_and_line(text, message, tmp_path):
     assert message in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize("section", [TrainingConfig, DistributedConfig, StageFSDPConfig])
+def test_where_else_an_option_is_said_to_be_it_is(section):
+    adamw = torch.optim.AdamW([torch.zeros(1)]).defaults
+    stage = vars(StageConfig()) | {"torchacc": Config(), "optimizer": SimpleNamespace(name="adamw", **adamw)}
+    for path in section.elsewhere.values():
+        operator.attrgetter(path.partition(",")[0])(SimpleNamespace(output_dir="runs", **stage))
 
 
 def test_everything_wrong_in_a_section_is_told_at_once(tmp_path):
