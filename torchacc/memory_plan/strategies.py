@@ -118,7 +118,7 @@ def native_bytes(plan: ShardingPlan, stages: Sequence[Lifetimes], num_states: in
 
 
 def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
-    """Yield when a unit is unsharded, which `fully_shard` has beside the shards."""
+    """Yield when a unit is unsharded, which `fully_shard` has beside the shards, unless these are the full weights."""
     if plan.is_plain:
         return
     turn = lifetimes.num_forward
@@ -128,7 +128,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
     }
     begins = {unit: min((use for use in uses[unit] if use >= turn and unit.name), default=turn) for unit in plan.units}
     for unit, times in uses.items():
-        if not times:
+        if not times or _has_full_shards(plan, unit):
             continue
         nbytes = sum(computed_numel(plan, unit, each) for each in unit.parameters) * DTYPE_BYTES[plan.compute_dtype]
         ends = max([times[-1], *(lifetimes.gradients.get(parameter.name, 0) for parameter in unit.parameters)])
@@ -153,6 +153,8 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
     in_turn, end = plan.pipeline.runs_backward_early, lifetimes.num_operations
     for unit, parameters, done in zip(plan.units, trained, complete, strict=True):
         numels = [computed_numel(plan, unit, each) for each in parameters]
+        is_reduced = reduced != compute or plan.mesh.size(Role.REPLICATE, Role.EXPERT) > 1
+        is_shard = _has_full_shards(plan, unit) and not is_reduced
         # Gradients are reduced after the last microbatch, and until then summed as they will be reduced.
         adds = lifetimes.adds_gradients and not in_turn
         sums_up = lifetimes.num_microbatches > 1 or adds
@@ -160,7 +162,8 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
         for parameter, numel in zip(parameters, numels, strict=True):
             time = lifetimes.gradients[parameter.name]
             birth = 0 if adds and not casts else time
-            yield _Interval("gradients", numel * compute, birth, done, is_one=sums_up and not casts)
+            ends = end if is_shard and not (plan.steps_in_backward or in_turn) else done
+            yield _Interval("gradients", numel * compute, birth, ends, is_one=sums_up and not casts)
             if casts:
                 yield _Interval("gradients", numel * reduced, 0 if adds else done, done, is_one=True)
             elif sums_up:
@@ -173,7 +176,8 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
             largest = max((shard_numel(plan, each) for each in parameters), default=0) * DTYPE_BYTES[plan.master_dtype]
             yield _Interval("gradients", shards + largest, done, done, is_last=True)
             continue
-        yield _Interval("gradients", shards, done, end, is_last=True)
+        if not is_shard or in_turn:
+            yield _Interval("gradients", shards, done, end, is_last=True)
         if in_turn:  # scaled and added to those of the parameters when the script calls backward
             before = lifetimes.adds_gradients
             yield _Interval("gradients", shards, 0 if before else end - 1, end - 1, is_one=before, is_last=not before)
@@ -272,6 +276,15 @@ def computed_numel(plan: ShardingPlan, unit: Unit, parameter: PlannedParameter) 
         return parameter.numel * experts.num_held // experts.num_experts
     within = _local(plan, parameter).within
     return parameter.numel if within is None else prod(within.part_shape(parameter.shape))
+
+
+def _has_full_shards(plan: ShardingPlan, unit: Unit) -> bool:
+    """Return whether a device computes with its shards themselves, as no other has a part of what they are of."""
+    is_shared = plan.mesh.size(Role.SHARD) > 1 and not any(each.module == unit.name for each in plan.experts)
+    gathers_others = plan.shards_on_host or (plan.float8 is not None and plan.float8.are_gathered)
+    if is_shared or gathers_others or plan.compute_dtype != plan.master_dtype:
+        return False
+    return all(computed_numel(plan, unit, each) == shard_numel(plan, each) for each in unit.parameters)
 
 
 def _partition(plan: ShardingPlan, parameter: PlannedParameter) -> DivisibleDimLayout:

@@ -28,8 +28,18 @@ def mixtral(num_experts=4):
         return transformers.MixtralForCausalLM(config).train()
 
 
-def plan(make=llama, rows=4, backend="native", num_microbatches=None, schedule="gpipe", adds_gradients=False, **axes):
+def plan(
+    make=llama,
+    rows=4,
+    backend="native",
+    num_microbatches=None,
+    schedule="gpipe",
+    adds_gradients=False,
+    bf16=False,
+    **axes,
+):
     config = Config(backend="native")
+    config.compute.bf16 = bf16
     for axis, size in axes.items():
         getattr(config.dist, axis).size = size
     config.dist.pp.num_microbatches, config.dist.pp.schedule = num_microbatches, schedule
@@ -100,16 +110,22 @@ def plan_of(batch):
 
 
 def test_a_device_gathers_its_own_experts_only():
-    all_of_them, half = plan(mixtral).on(2, "SHARD_GRAD_OP"), plan(mixtral, ep=2).on(2, "SHARD_GRAD_OP")
+    all_of_them, half = (plan(mixtral, ep=size).on(4, "SHARD_GRAD_OP") for size in (1, 2))
     experts = 4 * 4 * 3 * 64 * 128 * 4
     assert half.parameters == all_of_them.parameters
     assert all_of_them.gathered - half.gathered == experts / 2
 
 
+def test_a_device_computes_with_shards_that_are_full_weights():
+    all_of_them, half = (plan(mixtral, ep=size).on(2, "SHARD_GRAD_OP") for size in (1, 2))
+    assert all_of_them.gathered - half.gathered == 4 * 4 * 3 * 64 * 128 * 4  # of experts none are gathered
+    assert plan(llama, tp=2).on(2, "FULL_SHARD").gathered == 0
+    assert plan(llama, tp=2, bf16=True).on(2, "FULL_SHARD").gathered > 0
+
+
 def test_devices_that_share_layers_have_other_experts_each():
     spread, both = plan(mixtral, ep=4), plan(mixtral, ep=2, tp=2)
-    own = 4 * 4 * 3 * 64 * 128  # a quarter of the experts, in bytes
-    others, halves = (step.on(4, "SHARD_GRAD_OP").gathered - own for step in (spread, both))
+    others, halves = (step.on(4, "SHARD_GRAD_OP").gathered for step in (spread, both))
     assert halves == pytest.approx(others / 2, rel=0.05)
     to_experts = [
         sum(each.nbytes for each in step.devices[0].stages[0].sent if each.role is Role.EXPERT)

@@ -12,7 +12,7 @@ They then stay until they change, and gradients are reduced when all of a backwa
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from torchacc.engines.native import full_shards
 from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
@@ -76,7 +77,18 @@ class Group(FSDPParamGroup):
     def wait_for_unshard(self) -> None:
         """Wait for the gather, and let modules show the unsharded weights."""
         with no_inference_mode(), _without_own_functions():
+            if self._all_gather_result is not None and self._has_weights:
+                for parameter in self.fsdp_params:
+                    full_shards.show(parameter)
+                self._to_unsharded()
+                self._all_gather_result = None
+                return
             super().wait_for_unshard()
+
+    @cached_property
+    def _has_weights(self) -> bool:
+        """Whether the shards are full weights, as no other process has a part of them."""
+        return full_shards.are_weights(self)
 
     def reshard(self) -> None:
         """Let modules show their shards; keep unsharded weights only where backward may use them."""
@@ -105,7 +117,17 @@ class Group(FSDPParamGroup):
         if self.is_last or not self._keeps:
             self._fill_in_gradients()
             with nullcontext() if self._have_hooks() else _without_own_functions():
-                super().post_backward(*unused)
+                if self._has_weights and self.reduce_grads and full_shards.take_gradients(self):
+                    self._hand_over_gradients()
+                else:
+                    super().post_backward(*unused)
+
+    def _hand_over_gradients(self) -> None:
+        """End a backward as FSDP2 does, without a reduction."""
+        self._training_state = TrainingState.POST_BACKWARD
+        if self.reshard_after_backward:
+            self.reshard()
+        full_shards.hand_over_gradients(self.fsdp_params)
 
     def _have_hooks(self) -> bool:
         """Return whether a script's hooks see gradients once they are reduced."""

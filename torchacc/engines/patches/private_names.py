@@ -88,6 +88,7 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
 
 
 _GROUPS = "native/parameter_groups.py"
+_FULL = "native/full_shards.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
 _EXPERTS = "native/expert_parallel.py"
@@ -95,7 +96,8 @@ _STEPS = "native/step_in_backward.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
-        ("IDLE", "FORWARD", "PRE_BACKWARD"), "tells a forward from a backward where weights are gathered and freed"
+        ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"),
+        "tells a forward from a backward where weights are gathered and freed",
     )),
     *_of(_GROUP, _GROUPS, {
         "unshard": "overridden: reuses weights that wait for backward, and notes versions",
@@ -106,6 +108,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "is_sharded": "asks for the group's state",
         "is_unsharded": "asks for the group's state",
         "_to_sharded": "overridden, and called where weights are freed",
+        "_to_unsharded": "modules show shards that are full weights",
         "_init_mp_dtypes": "overridden: all parameters of a group may be frozen",
     }),
     *_of(_GROUP, _GROUPS, {
@@ -113,6 +116,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_training_state": "set to IDLE between forwards",
         "reduce_grads": "whether a backward is the last of its window",
         "_reshard_after_forward": "whether the unit's weights are freed after its forward",
+        "reshard_after_backward": "whether the unit's weights are freed after its backward",
         "_all_gather_result": "whether a gather is on its way",
         "_orig_dtype": "set where all parameters of the group are frozen",
         "_reduce_dtype": "set where all parameters of the group are frozen",
@@ -131,6 +135,29 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "orig_dtype": "of a group whose parameters are all frozen",
         "reduce_dtype": "of a group whose parameters are all frozen",
         "is_dtensor": "whether layers are split, too",
+    }, of_instances=True),
+    *_of(_GROUP, _FULL, {
+        "_all_gather_process_group": "whether other processes have parts of the weights",
+        "_is_hsdp": "whether other processes have gradients of the same weights",
+    }),
+    *_of(_GROUP, _FULL, {
+        "gradient_divide_factor": "whether gradients are scaled",
+        "_all_reduce_hook": "whether gradients are scaled, as those of experts",
+        "_orig_dtype": "whether gradients are cast",
+        "_reduce_dtype": "whether gradients are cast",
+    }, of_instances=True),
+    *_of(_PARAMETER, _FULL, {
+        "init_unsharded_param": "makes the tensor that modules compute with",
+        "to_sharded_dtensor": "makes a gradient of the shard",
+        "accumulate_unsharded_grad_if_needed": "adds up the gradients of a window",
+        "unsharded_accumulated_grad_data": "the gradients of a window",
+        "unsharded_grad_data": "the gradient that backward has computed",
+    }),
+    *_of(_PARAMETER, _FULL, {
+        "all_gather_outputs": "the memory of that tensor, and what is freed after a use",
+        "offload_to_cpu": "whether the shard is on the device",
+        "param_dtype": "whether the shard has the dtype of products",
+        "_orig_size": "whether the shard has all of the weight",
     }, of_instances=True),
     *_of(_PARAMETER, _FLOAT8, {
         "_sharded_local_tensor": "overridden: says how a weight is gathered in float8",
