@@ -19,6 +19,8 @@ from torch import nn
 
 import torchacc
 from torchacc.engines.sharded_model import sharded_model
+from torchacc.parallel.experts import count_experts
+from torchacc.train.expert_loads import ExpertLoads
 
 case = partial(case_of, (NATIVE,), num_devices=4)
 case_of_two = partial(case_of, (NATIVE,), num_devices=2)
@@ -326,3 +328,36 @@ def what_spread_experts_cannot_do_is_refused() -> None:
 def _olmoe() -> Any:
     size = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     return transformers.AutoConfig.for_model("olmoe", vocab_size=96, num_experts=4, num_experts_per_tok=2, **size)
+
+
+def check_loads(family: str, **how: Any) -> None:
+    """Compare the loads of experts, in training, with how often the unsharded model chooses each."""
+    model = with_random_numbers(make(**FAMILIES[family]))
+    alone, batch, chosen = copy.deepcopy(model), plain(), {}
+    for name, module in alone.named_modules():
+        if count_experts(module) is not None:
+            module.register_forward_pre_hook(lambda module, args, name=name: chosen.update({name: args[1]}))
+    alone(**batch)
+    accelerate(model, **how)
+    loads = ExpertLoads(model)
+    step(model, [part_of(model, batch)], torch.optim.AdamW(model.parameters(), **ADAM))
+    model.eval()
+    with torch.no_grad():
+        model(**part_of(model, batch))
+    found = loads.take()
+    assert found.keys() == chosen.keys()
+    for name, experts in chosen.items():
+        counts = torch.bincount(experts.flatten(), minlength=4)
+        assert len(set(counts.tolist())) > 1
+        assert found[name] == pytest.approx((counts / counts.sum()).tolist(), abs=1e-6)
+    assert loads.take() == {}
+
+
+@case_of_two(each={family: family for family in FAMILIES})
+def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
+    check_loads(family, ep=2, num_devices=2)
+
+
+@case(each=BESIDE)
+def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
+    check_loads(how[0], **how[1])

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests.e2e.training import MODEL, NO_DROPOUT, carry_out, data, write_file
+from torchacc.train.metric_sinks import read_metrics
 
 STEPS, EVERY = 8, 4
 LAYOUTS = {
@@ -21,6 +22,12 @@ ENDINGS = {
     "taken-up": {},
     "taken-up-by-two": {"devices": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
 }
+
+
+MIXTURE = {
+    "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +52,22 @@ def file(tmp_path_factory):
         stages[name]["training"]["resume"] = str(folder / "runs/native1/checkpoints/step-00000004")
     packed = stage(max_steps=3, eval_every_steps=3)
     stages["packed"] = packed | {"data": packed["data"] | {"packing": True}}
-    return write_file(folder, stages, tiny=MODEL | NO_DROPOUT)
+    stages["mixture"] = stage(max_steps=3) | {"model_config": "model_config_mixture"}
+    return write_file(folder, stages, tiny=MODEL | NO_DROPOUT, mixture=MIXTURE)
 
 
 @pytest.fixture(scope="module")
 def alone(file):
-    asked = ["plain:native1", "native1", "open:native1", "native1-accumulated", "plain:packed", "packed", "early"]
+    asked = [
+        "plain:native1",
+        "native1",
+        "open:native1",
+        "native1-accumulated",
+        "plain:packed",
+        "packed",
+        "early",
+        "mixture",
+    ]
     return carry_out(file, *asked, "ended@15:5", "ended", "taken-up")
 
 
@@ -146,3 +163,13 @@ def test_a_stages_random_numbers_are_its_own_whatever_its_weights_come_with(tmp_
     shutil.copytree(tmp_path / "runs/first/final", bare, ignore=shutil.ignore_patterns("manifest.json", "state.*"))
     found = carry_out(path, "second", "bare")
     assert found["second"]["losses"] == found["bare"]["losses"]
+
+
+@pytest.mark.slow
+def test_metrics_have_the_loads_of_experts(alone, file):
+    *_, last = [row for row in read_metrics(file.parent / "runs/mixture/metrics.jsonl") if "expert_loads" in row]
+    layers = last["expert_loads"]
+    assert list(layers) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert all(len(shares) == 4 and sum(shares) == pytest.approx(1) for shares in layers.values())
+    assert last["expert_imbalance"] == pytest.approx(4 * max(map(max, layers.values())))
+    assert not any("expert_loads" in row for row in read_metrics(file.parent / "runs/native1/metrics.jsonl"))

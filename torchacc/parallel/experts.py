@@ -90,13 +90,18 @@ def split_specs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterSpe
 
 def count_experts(module: nn.Module) -> int | None:
     """Return how many experts a module holds, stacked along the first dimension of its parameters; None for others."""
-    count = getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
-    if not type(module).__name__.endswith("Experts") or not isinstance(count, int) or not own:
+    count, own = count_routed(module), list(module.parameters(recurse=False))
+    if count is None or not own:
         return None
     if len(own) < len(list(module.parameters())):
         return None
     return count if all(each.dim() > 1 and each.shape[0] == count for each in own) else None
+
+
+def count_routed(module: nn.Module) -> int | None:
+    """Return among how many experts a module's tokens are spread, also where it has no parameters; None for others."""
+    count = getattr(module, "num_experts", None)
+    return count if type(module).__name__.endswith("Experts") and isinstance(count, int) else None
 
 
 def _held(name: str, count: int, mesh: Mesh) -> tuple[tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from torchacc.engines import registry
 from torchacc.logging import get_logger
 from torchacc.train.config import LoggingConfig, WandbConfig
+from torchacc.train.expert_loads import ExpertLoads
 from torchacc.train.flops import peak_flops
 from torchacc.train.html_report import write_report
 from torchacc.train.metric_sinks import MetricsFile, MetricSink, Row, TensorBoardFiles, WandbRun, check_packages
@@ -34,6 +35,7 @@ _SHOWN = {
     "device_memory_gib": "device memory {:.2f} GiB",
     "process_memory_gib": "process memory {:.2f} GiB",
     "data_wait": "data wait {:.1%}",
+    "expert_imbalance": "fullest expert {:.2f} of even",
 }
 """What the line of an interval shows after step, loss and learning rate."""
 
@@ -159,6 +161,7 @@ class RunLog:
         wandb: WandbConfig | None = None,
         is_master: bool = True,
         resumed_at: int = 0,
+        expert_loads: ExpertLoads | None = None,
     ) -> None:
         """Open the files; comes after `accelerate()`.
 
@@ -173,6 +176,7 @@ class RunLog:
             wandb: Whether Weights & Biases, and as what.
             is_master: Whether this process speaks and writes.
             resumed_at: The step of the checkpoint that the run goes on from; 0 for a new run.
+            expert_loads: What counts the tokens of experts, of each interval; None for none.
 
         Raises:
             ConfigError: A package that the options ask for is missing.
@@ -185,6 +189,7 @@ class RunLog:
         self._facts = dict(facts)
         self._total_steps, self._tokens_per_step, self._interval = total_steps, tokens_per_step, log_every_steps
         self._resumed_at, self._step = resumed_at, resumed_at
+        self._expert_loads = expert_loads
         peak = peak_flops(engine.device_name())
         self._tokens_per_sec_at_peak: float | None = None
         if peak and flops_per_token:
@@ -322,6 +327,10 @@ class RunLog:
         memory = self._engine.memory()
         if memory is not None:
             rows[-1][f"{memory.of}_memory_bytes"] = memory.peak_bytes
+        loads = {} if self._expert_loads is None else self._expert_loads.take()
+        if loads:
+            rows[-1]["expert_loads"] = loads
+            rows[-1]["expert_imbalance"] = max(max(shares) * len(shares) for shares in loads.values())
         rows[-1]["secs"] = self._secs()
         compiled = self._engine.compile_report()
         rows[-1]["compile_secs"] = compiled.secs

@@ -27,6 +27,7 @@ _CURVES = (
     ("compile_secs", "seconds that the process has compiled", None),
     ("mfu", "MFU", PercentFormatter(1.0)),
     ("data_wait", "share of time waiting for data", PercentFormatter(1.0)),
+    ("expert_imbalance", "tokens of the fullest expert, of an even share", None),
 )
 Runs = Mapping[str, Sequence[Row]]
 """Name of a run -> its rows, as metrics.jsonl holds them."""

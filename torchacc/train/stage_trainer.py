@@ -24,6 +24,7 @@ from torchacc.train.batches import PortablePosition, Window, evaluation_loader, 
 from torchacc.train.checks import tokenizer_of
 from torchacc.train.config import TextConfig, TrainingConfig
 from torchacc.train.evaluation import EarlyStopping, evaluate
+from torchacc.train.expert_loads import ExpertLoads
 from torchacc.train.flops import flops_per_token
 from torchacc.train.hub import local_folder
 from torchacc.train.metric_sinks import read_metrics
@@ -326,6 +327,7 @@ class StageTrainer:
             wandb=self.run.wandb,
             is_master=self._is_master,
             resumed_at=self.step,
+            expert_loads=ExpertLoads(self.model),
         )
 
 
