@@ -268,7 +268,12 @@ class NativeModel(ShardedModel):
             if torch.is_grad_enabled():
                 number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
             output = with_full_numbers(output)
-        return average_scalars(output, self.engine.group.all_reduce_mean) if self.engine.job.launched else output
+        return average_scalars(output, self.engine.group.all_reduce_mean) if self._losses_differ else output
+
+    @property
+    def _losses_differ(self) -> bool:
+        """Whether processes may have other losses than each other."""
+        return self.engine.job.launched
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`."""
@@ -320,12 +325,8 @@ class NativeModel(ShardedModel):
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
         """Keep full gradients until the first backward outside of the context reduces their sum."""
-        root: Any = self._root
-        root.set_requires_gradient_sync(False)
-        try:
+        with self._groups.holding_gradients():
             yield
-        finally:
-            root.set_requires_gradient_sync(True)
 
     @cached_property
     def placement(self) -> ShardPlacement:
@@ -360,7 +361,8 @@ class NativeModel(ShardedModel):
     @torch.no_grad()
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the local tensors of DTensors, flat, on the host."""
-        return [tensor.reshape(-1) for tensor in device_copies.to_host([_local(each).detach() for each in tensors])]
+        local = [local_tensor(each).detach() for each in tensors]
+        return [tensor.reshape(-1) for tensor in device_copies.to_host(local)]
 
     def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor that is sharded like a parameter."""
@@ -372,12 +374,12 @@ class NativeModel(ShardedModel):
             assert spec.tensor_meta is not None
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         # DTensor.from_local() takes ten times as long, and brings shards that are kept on the host to the device.
-        return DTensor(local.view(_local(parameter).shape).to(parameter.device), spec, requires_grad=False)
+        return DTensor(local.view(local_tensor(parameter).shape).to(parameter.device), spec, requires_grad=False)
 
     @torch.no_grad()
     def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
         """Copy new values into the shard that is there."""
-        shard = _local(parameter)
+        shard = local_tensor(parameter)
         shard.copy_(local.view(shard.shape))
         increment_version(parameter)
 
@@ -413,5 +415,6 @@ def _keep_class_name(module: nn.Module) -> None:
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a distributed tensor, and another as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

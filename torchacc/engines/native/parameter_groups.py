@@ -366,6 +366,19 @@ class Groups:
         if self._is_split:
             self._gathered = zlib.crc32(number.to_bytes(4, "little"), self._gathered)
 
+    @contextmanager
+    def holding_gradients(self) -> Iterator[None]:
+        """Hold a context whose backwards keep full gradients, until the first one after it reduces their sum."""
+        self._set_reducing(False)
+        try:
+            yield
+        finally:
+            self._set_reducing(True)
+
+    def _set_reducing(self, reduces: bool) -> None:
+        for group in self._all_groups():
+            group.reduce_grads = group.all_reduce_grads = reduces
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
         for group in self._all_groups():

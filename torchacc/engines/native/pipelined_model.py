@@ -19,7 +19,7 @@ from torchacc.engines.native import expert_parallel, script_reads
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
-from torchacc.engines.native.native_model import NativeModel
+from torchacc.engines.native.native_model import NativeModel, local_tensor
 from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_stages import StageModules, leave_out
 from torchacc.engines.native.stage_collectives import StageLink, num_groups
@@ -106,6 +106,15 @@ class PipelinedModel(NativeModel):
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
         group = self._replicas_of_stage
         return None if group is None else functools.partial(self.engine.group.all_reduce_max, group=group)
+
+    @property
+    def _losses_differ(self) -> bool:
+        """Whether processes may have other losses: all stages have that of the last one."""
+        return self._replicas_of_stage is not None
+
+    def gradient_of_nothing(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient of a parameter of another stage, without elements."""
+        return self.place(parameter, torch.zeros_like(local_tensor(parameter)))
 
     def _note_total_norm(self) -> None:
         note_total_norm(self, norm_over_stages, knows_its_own=True)
@@ -372,7 +381,7 @@ class PipelinedModel(NativeModel):
                 parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
             for parameter in self.absent:
                 if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = self.gradient_of_nothing(parameter)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:

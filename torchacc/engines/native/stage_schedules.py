@@ -134,7 +134,7 @@ class _WithBackwards(torch.autograd.Function):
         _ = ctx.saved_tensors  # raises on all stages where the graph is gone
         owner, losses, absent = ctx.how
         owner.run_backwards(losses, gradient)
-        return (None, None, None, None, *[torch.zeros_like(each) for each in absent])
+        return (None, None, None, None, *map(owner.gradient_of_nothing, absent))
 
 
 def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:

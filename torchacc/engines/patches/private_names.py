@@ -115,6 +115,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "fsdp_params": "the parameters of a unit",
         "_training_state": "set to IDLE between forwards",
         "reduce_grads": "whether a backward is the last of its window",
+        "all_reduce_grads": "whether a backward is the last of its window",
         "_reshard_after_forward": "whether the unit's weights are freed after its forward",
         "reshard_after_backward": "whether the unit's weights are freed after its backward",
         "_all_gather_result": "whether a gather is on its way",
