@@ -301,3 +301,11 @@ def error_on_one_rank_is_raised_on_all() -> None:
 
     with pytest.raises(torchacc.CheckpointError, match="TypeError: what"):
         group.call_on_all(act)
+
+    def refuse() -> None:
+        if RANK == 0:
+            raise torchacc.CheckpointError("the disk is full")
+
+    with pytest.raises(torchacc.CheckpointError, match="the disk is full") as raised:
+        group.call_on_all(refuse)
+    assert raised.value.__cause__ is None

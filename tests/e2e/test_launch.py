@@ -41,12 +41,15 @@ def environ() -> dict[str, str]:
     return forkrun.environment(CUDA_VISIBLE_DEVICES="")  # more processes than a machine has GPUs
 
 
-def start(*arguments: object, command: str = "launch", forks: bool = False) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, command: str = "launch", forks: bool = False, cwd: Path | None = None
+) -> subprocess.Popen[str]:
     """Start a command of torchacc; with `forks` it and its ranks are those of forkrun.py, with PyTorch imported."""
     python = forkrun.python() if forks else sys.executable
     return subprocess.Popen(
         [python, "-m", "torchacc", command, *map(str, arguments)],
         env=environ(),
+        cwd=cwd,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Where the tests run in the background of a shell, Ctrl-C is ignored, and the launcher would leave it so.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -266,6 +269,22 @@ def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
     assert f"rank 1 on {socket.gethostname()} failed with exit status 9\n" in err
     assert out == ""
     assert losses_in(first.stdout) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_common_disk_end_together(tmp_path):
+    nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", forkrun.free_port()]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        (folder / "run").mkdir(parents=True)
+    started = [
+        start("-n", 1, *nodes, "--node-rank", rank, TRAINING, "nothing", "native", NUM_STEPS, "run", cwd=folder)
+        for rank, folder in enumerate(folders)
+    ]
+    for process in started:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 1, err
+        assert "Save to a file system that all machines share" in err
 
 
 @pytest.mark.slow

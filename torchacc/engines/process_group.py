@@ -223,7 +223,9 @@ class ProcessGroup:
         if failure is None:
             failed = next(rank for rank, text in enumerate(texts) if text is not None)
             raise CheckpointError(f"rank {failed}: {texts[failed]}")
-        raise failure if isinstance(failure, _OURS) else CheckpointError(_described(failure)) from failure
+        if isinstance(failure, _OURS):
+            raise failure
+        raise CheckpointError(_described(failure)) from failure
 
     def _is_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any process, in a fraction of the time that objects take. Collective."""

@@ -44,9 +44,11 @@ def install_excepthook(local_rank: int) -> None:
 def follows_another(error: BaseException) -> bool:
     """Return whether an error, or what it was raised from, says no more than that another process has ended."""
     found: BaseException | None = error
-    while found is not None:
+    seen: list[BaseException] = []
+    while found is not None and found not in seen:  # an error may be its own cause
         if _is_of_transport(found) and any(text in str(found) for text in _PEER_LOST):
             return True
+        seen.append(found)
         found = found.__cause__
     return False
 

@@ -44,3 +44,9 @@ def test_an_error_of_the_transport_follows_another(error):
 )
 def test_an_error_with_such_words_is_its_own(error):
     assert not follows_another(error)
+
+
+def test_an_error_may_be_its_own_cause():
+    error = CheckpointError("the disk is full")
+    error.__cause__ = error
+    assert not follows_another(error)
