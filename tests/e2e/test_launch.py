@@ -229,7 +229,7 @@ def test_a_node_that_waits_for_others_says_so(tmp_path):
     process.kill()
     process.communicate(timeout=SECONDS)
     waits = f"node 1 waits until the launchers of all 2 nodes are at 127.0.0.1:{port}, each with a node rank of its own"
-    assert said == f"torchacc launch: {waits}\n"
+    assert said == f"torchacc launch: {waits}; for 5 s by now\n"
 
 
 def test_nodes_of_different_sizes_are_noticed(tmp_path):
@@ -269,6 +269,29 @@ def test_two_nodes_end_and_start_again_together(tmp_path, undisturbed):
     assert f"rank 1 on {socket.gethostname()} failed with exit status 9\n" in err
     assert out == ""
     assert losses_in(first.stdout) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_node_that_ended_well_fails_with_another(longer, tmp_path):
+    """The ranks of one node make more steps than those of the other."""
+    nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", forkrun.free_port()]
+    steps = [NUM_STEPS + (4 if rank == longer else 0) for rank in range(2)]
+    started = [
+        start("-n", 1, *nodes, "--node-rank", rank, TRAINING, "nothing", "native", steps[rank], tmp_path, forks=True)
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=SECONDS)[1] for process in started]
+    assert [process.returncode for process in started] == [1, 1], errors
+    assert "have lost a rank of another node" in errors[longer]
+    assert f"node {longer} failed, and those on {socket.gethostname()} had ended well" in errors[1 - longer]
+
+
+def test_several_nodes_need_a_rank_of_each(tmp_path):
+    nodes = ["--num-nodes", 2, "--master-addr", "127.0.0.1", "--master-port", forkrun.free_port()]
+    done = launch("-n", 1, *nodes, SCRIPT, "end", tmp_path, forks=True)
+    assert done.returncode == 2
+    assert "--num-nodes 2 needs --node-rank, which of the machines this is: 0 where --master-addr is" in done.stderr
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ def add_job_options(parser: argparse.ArgumentParser, *, num_nodes: str, variable
         "--num-nodes", type=int, default=None if variables else 1, metavar="N", help=f"machines (default: {num_nodes})"
     )
     several.add_argument(
-        "--node-rank", type=int, default=None if variables else 0, metavar="N",
-        help="which of the machines this is, from 0" + default("RANK", " (default: 0)"),
+        "--node-rank", type=int, metavar="N",
+        help="which of the machines this is, from 0" + default("RANK", ""),
     )  # fmt: skip
     several.add_argument(
         "--master-addr", type=named, metavar="HOST",

@@ -3,6 +3,7 @@
 import argparse
 
 from torchacc.cli._options import add_job_options, named
+from torchacc.errors import ConfigError
 from torchacc.launch import LaunchOptions
 from torchacc.launch import run as launch
 from torchacc.logging import get_logger
@@ -44,6 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job, and return the exit status."""
+    if args.node_rank is None and args.num_nodes > 1:
+        raise ConfigError(
+            f"--num-nodes {args.num_nodes} needs --node-rank, which of the machines this is: 0 where --master-addr is, "
+            f"and another from 1 to {args.num_nodes - 1} on each of the others"
+        )
+    args.node_rank = args.node_rank or 0
     options = LaunchOptions(**{name: getattr(args, name) for name in vars(_DEFAULTS)})
     program, *own = args.program or [""]
     if options.num_processes == 1 and own and own[0].partition("=")[0] in ("-n", "--nproc"):

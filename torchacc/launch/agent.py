@@ -34,7 +34,12 @@ from torchacc.launch.progress import Progress
 _ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """What a process ends with after SIGTERM; the second is what a `CheckpointManager` exits with."""
 _MEETING_SECS = 900
-"""How long the machines wait for one another, as with torchrun."""
+"""How long torchrun's agent tries to reach the other machines; the launcher gives up before."""
+END_SECS = 300.0
+"""How long the launcher of a machine that has ended waits for those of others, as with torchrun."""
+_PARTING_SECS = 10.0
+"""How long the first machine, through which the others meet, waits until all have heard how each has ended."""
+_POLL_SECS = 0.2
 _AGENT_SECS = 10.0
 """How long the agent may take to end when all its processes have."""
 _KILL_SECS = 60.0
@@ -83,6 +88,8 @@ class Attempt:
             folder: An empty folder for their output and their progress.
         """
         self.folder = folder
+        self.began = time.monotonic()
+        """When it began, in seconds of `time.monotonic()`."""
         self.error: str | None = None
         """Why torchrun's agent could not start them, or did not reach the other machines."""
         self._shown = _shown_ranks(options)
@@ -101,6 +108,16 @@ class Attempt:
     def num_ranks(self) -> int:
         """How many processes all machines have; 0 while the machines wait for one another."""
         return self._agent.num_ranks
+
+    @property
+    def failed_nodes(self) -> Sequence[int]:
+        """The other machines whose processes have failed, as far as it is known once those of this one have ended."""
+        return self._agent.failed_nodes
+
+    @property
+    def running_nodes(self) -> Sequence[int]:
+        """The other machines that had not ended when this one no longer waited for them."""
+        return self._agent.running_nodes
 
     @property
     def uses_torchacc(self) -> bool:
@@ -246,8 +263,11 @@ class _Agent(LocalElasticAgent):
         self.processes: list[RankProcess] = []
         self.num_ranks = 0
         self.all_ended = threading.Event()
+        self.failed_nodes: Sequence[int] = ()
+        self.running_nodes: Sequence[int] = ()
         self.is_abandoned = False
-        """Whether nothing is to be started any more."""
+        """Whether nothing is to be started or waited for any more."""
+        self._attempt, self._node_rank, self._num_nodes = folder.name, options.node_rank, options.num_nodes
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the processes, and hand them to the launcher."""
@@ -264,11 +284,44 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait until the launcher has seen the end of all processes."""
+        """Wait until the launcher has seen the end of all processes, and those of the other machines have ended."""
         self.all_ended.wait()
-        if any(process.status for process in self.processes):
+        has_failed = any(process.status for process in self.processes)
+        if self._num_nodes > 1:
+            try:
+                self._end_together(has_failed=has_failed)
+            except Exception:  # the store is where the first machine's launcher was
+                self.failed_nodes = (0,)
+        if has_failed:
             return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={process.rank: None for process in self.processes})
+
+    def _exit_barrier(self) -> None:
+        """Do nothing: the machines have waited for one another."""
+
+    def _end_together(self, *, has_failed: bool) -> None:
+        """Tell the other machines how this one has ended, and wait until all have, or one has failed."""
+        store: Any = self._store
+        node, others = self._node_rank, [other for other in range(self._num_nodes) if other != self._node_rank]
+        store.set(self._end_of(node), "failed" if has_failed else "ended")
+        deadline = time.monotonic() + END_SECS
+        while not (has_failed or self.is_abandoned):
+            ends = {each: store.get(self._end_of(each)) for each in others if store.check([self._end_of(each)])}
+            self.failed_nodes = tuple(each for each, end in ends.items() if end == b"failed")
+            if self.failed_nodes or len(ends) == len(others):
+                break
+            if time.monotonic() > deadline:
+                self.running_nodes = tuple(each for each in others if each not in ends)
+                break
+            time.sleep(_POLL_SECS)
+        store.set(f"{self._end_of(node)}/known", "")
+        if node == 0 and not has_failed:
+            deadline = time.monotonic() + _PARTING_SECS
+            while time.monotonic() < deadline and not store.check([f"{self._end_of(each)}/known" for each in others]):
+                time.sleep(_POLL_SECS)
+
+    def _end_of(self, node: int) -> str:
+        return f"torchacc/{self._attempt}/end of {node}"
 
     def _check_abandoned(self) -> None:
         if self.is_abandoned:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchacc.launch.hang import RankStatus, describe, find_hung_rank
+from torchacc.launch.options import LaunchOptions
 
 _TRACEBACKS = ("Traceback (most recent call last)", "Fatal Python error")
 _CHAINED = (
@@ -81,12 +82,56 @@ def left() -> None:
     say(f"{lost}; one that says nothing was killed itself, or its machine is gone")
 
 
-def waiting(node_rank: int, num_nodes: int, master_addr: str | None, master_port: int | None) -> None:
+def failed_elsewhere(nodes: Sequence[int]) -> None:
+    """Tell that other nodes have failed when the processes of this one had ended well."""
+    say(f"{_listed(nodes)} failed, and those on {hostname()} had ended well: see what the launchers there say")
+
+
+def still_running(nodes: Sequence[int], secs: float) -> None:
+    """Tell that other nodes have not ended long after this one."""
+    say(f"{_listed(nodes)} had not ended {secs:.0f} s after those on {hostname()}: see what the launchers there say")
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
+
+
+def started(node_rank: int, ranks: Sequence[int], num_ranks: int) -> None:
+    """Tell that the processes of a node are started whose output another node's terminal has."""
+    own = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    say(f"node {node_rank} has started {own} of {num_ranks}; node 0 shows what rank 0 prints")
+
+
+def waiting(options: LaunchOptions, secs: float) -> None:
     """Tell that this node waits for others."""
+    rank, place = options.node_rank, f"{options.master_addr}:{options.master_port}"
+    elsewhere = rank == 0 and not is_of_this_machine(str(options.master_addr))
     say(
-        f"node {node_rank} waits until the launchers of all {num_nodes} nodes are at {master_addr}:{master_port}, each "
-        "with a node rank of its own"
+        f"node {rank} waits until the launchers of all {options.num_nodes} nodes are at {place}, each with a node rank "
+        f"of its own; for {secs:.0f} s by now"
+        + (f". {options.master_addr} is no address of this machine, where node 0 has to be" if elsewhere else "")
     )
+
+
+def alone(options: LaunchOptions, secs: float) -> None:
+    """Tell that the other nodes have not come."""
+    say(
+        f"not all launchers of {options.num_nodes} nodes came to {options.master_addr}:{options.master_port} within "
+        f"{secs:.0f} s: look for one that was not started, another port, address or number of nodes, the same node "
+        "rank on two, and a firewall between them"
+    )
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Return whether a host name or an address is of this machine."""
+    try:
+        for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(place)
+                return True
+    except OSError:
+        return False
+    return False
 
 
 def uneven(num_processes: int, num_nodes: int, num_ranks: int) -> None:

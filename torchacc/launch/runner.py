@@ -1,5 +1,6 @@
 """Start the processes of a job, watch over them, end them together, and start them again."""
 
+import itertools
 import math
 import shutil
 import signal
@@ -31,8 +32,10 @@ USER_ERROR = 2
 """The exit status of a program that was called wrongly, which another attempt does not mend."""
 
 _LOOK_SECS = 0.05
-_WAIT_SECS = 5.0
-"""How long a node waits for others before it says so."""
+_WAIT_SECS = (5.0, 30.0)
+"""How long a node waits for others before it says so, and says so again; then twice as long each time."""
+_MEETING_SECS = 600.0
+"""How long it waits at all."""
 _READ_SECS = 1.0
 """How often it looks at what ranks say that the terminal does not show."""
 _UNUSED_SECS = 300.0
@@ -66,7 +69,7 @@ def run(command: Sequence[str], options: LaunchOptions | None = None) -> int:
     folder = _make_folder(options)
     with _listening() as signals:
         status = _run_attempts(command, options, folder, signals)
-    if status or options.log_dir is not None:
+    if options.log_dir is not None or (status and any(folder.glob("attempt-*/*-*"))):
         messages.say(f"what the processes have printed: {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,10 +116,12 @@ class _Reason(Enum):
     """No process gets on."""
     LEFT = auto()
     """The processes have lost one of another node."""
+    ALONE = auto()
+    """The other nodes have not come."""
 
 
 def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, signals: list[int]) -> Ended:
-    from torchacc.launch.agent import Attempt
+    from torchacc.launch.agent import END_SECS, Attempt
 
     oom_kills = messages.count_oom_kills()
     attempt = Attempt(command, options, folder)
@@ -143,6 +148,14 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
     if reason is _Reason.LEFT:
         messages.left()
         return Ended(1, step, is_fault=True)
+    if attempt.failed_nodes:
+        messages.failed_elsewhere(attempt.failed_nodes)
+        return Ended(1, step, is_fault=True)
+    if reason is _Reason.ALONE:
+        messages.alone(options, _MEETING_SECS)
+        return Ended(1, step)
+    if attempt.running_nodes:
+        messages.still_running(attempt.running_nodes, END_SECS)
     if attempt.error is not None:
         messages.not_started(attempt.error)
     return Ended(0 if attempt.error is None else 1, step)
@@ -163,7 +176,7 @@ def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _R
         elif reason is _Reason.ENDED:
             reason = _trouble(attempt, options, now)
             if reason is not _Reason.ENDED:
-                deadline = now + (0 if reason is _Reason.HUNG else _FOLLOW_SECS)
+                deadline = now + (0 if reason in (_Reason.HUNG, _Reason.ALONE) else _FOLLOW_SECS)
         if reason in (_Reason.ASKED, _Reason.FAILED):
             attempt.ask_to_end()
         time.sleep(_LOOK_SECS)
@@ -179,6 +192,8 @@ class _Notices:
         self._attempt, self._options = attempt, options
         self._began = self._read = time.monotonic()
         self._said: set[Callable[..., None]] = set()
+        self._waits = itertools.chain(_WAIT_SECS, (_WAIT_SECS[-1] * 2**power for power in itertools.count(1)))
+        self._next_wait = next(self._waits)
 
     def look(self, now: float) -> None:
         """Say what there is to say now; at the end of the attempt, `now` is infinite."""
@@ -186,10 +201,13 @@ class _Notices:
         if now - self._read > _READ_SECS:
             self._read = now
             messages.pass_on(attempt.own_lines())
-        if options.num_nodes > 1 and not attempt.processes and secs > _WAIT_SECS:
-            self._say(messages.waiting, options.node_rank, options.num_nodes, options.master_addr, options.master_port)
+        if options.num_nodes > 1 and not attempt.processes and secs > self._next_wait:
+            self._next_wait = next(self._waits)
+            messages.waiting(options, secs)
         if not attempt.processes or attempt.failed:
             return
+        if options.node_rank > 0:
+            self._say(messages.started, options.node_rank, [p.rank for p in attempt.processes], attempt.num_ranks)
         if attempt.num_ranks != options.num_processes * options.num_nodes:
             self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
         several = attempt.num_ranks > 1 and options.node_rank == 0
@@ -211,6 +229,8 @@ def _as_exit_status(status: int) -> int:
 def _trouble(attempt: "Attempt", options: LaunchOptions, now: float) -> _Reason:
     if attempt.failed:
         return _Reason.FAILED
+    if options.num_nodes > 1 and not attempt.processes and now - attempt.began > _MEETING_SECS:
+        return _Reason.ALONE
     if options.num_nodes > 1 and any(record.phase is Phase.FOLLOWING for record in attempt.progress):
         return _Reason.LEFT
     if options.heartbeat_secs is not None and hang.is_stuck(attempt.progress, now, options.heartbeat_secs):

@@ -1,4 +1,7 @@
+import pytest
+
 from torchacc.launch import messages
+from torchacc.launch.options import LaunchOptions
 
 CHAINED = """step 1
 Traceback (most recent call last):
@@ -55,3 +58,12 @@ def test_the_system_is_asked_for_what_it_killed(tmp_path, monkeypatch):
     assert messages.count_oom_kills() == 0
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
     assert messages.count_oom_kills() == 3
+
+
+@pytest.mark.parametrize(("address", "is_here"), [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False)])
+def test_a_node_0_elsewhere_is_noticed(address, is_here, capsys):
+    messages.waiting(LaunchOptions(num_nodes=2, node_rank=0, master_addr=address, master_port=29500), 5.2)
+    said = capsys.readouterr().err
+    assert f"node 0 waits until the launchers of all 2 nodes are at {address}:29500" in said
+    assert "for 5 s by now" in said
+    assert (f"{address} is no address of this machine, where node 0 has to be" in said) != is_here

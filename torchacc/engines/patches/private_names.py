@@ -271,8 +271,12 @@ LAUNCHER_NAMES: tuple[PrivateName, ...] = (
     *_of(_AGENT, _LAUNCHER, {
         "_start_workers": "overridden: hands the processes to the launcher",
         "_monitor_workers": "overridden: the launcher says when all processes have ended",
+        "_exit_barrier": "overridden: the machines have waited for one another",
     }),
     *_of(_AGENT, _LAUNCHER, {"_pcontext": "the processes that were started"}, of_instances=True),
+    *_of("torch.distributed.elastic.agent.server.api:SimpleElasticAgent", _LAUNCHER, {
+        "_store": "tells the machines how each has ended",
+    }, of_instances=True),
     *_of(f"{_MULTIPROCESSING}.api:SubprocessContext", _LAUNCHER, {
         "subprocess_handlers": "the process of each local rank",
     }, of_instances=True),
