@@ -21,6 +21,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint.call_checks import path_first
+from torchacc.checkpoint.late_evaluation import LateEvaluation
 from torchacc.checkpoint.loader import load, verify
 from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
@@ -123,6 +124,7 @@ class CheckpointManager:
         self.keep = keep
         self.async_save = async_save
         self._contents = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        self._late_evaluation = LateEvaluation(loader)
         self._tokenizer = tokenizer
         self._group = sharded_model(model).engine.group
         self._is_rank0 = self._group.job.rank == 0
@@ -194,7 +196,7 @@ class CheckpointManager:
     def save_if_due(self, step: int, extra: Any = None) -> bool:
         """Save if this step is a multiple of `every_steps`; after SIGTERM save, and exit. Collective: every process.
 
-        Call it after each step, with the number of steps that have been made.
+        Call it after each step, with the number of steps that have been made, and after an evaluation of that step.
 
         Args:
             step: How many steps the run has made.
@@ -207,6 +209,7 @@ class CheckpointManager:
             CheckpointError: This or the last checkpoint could not be written.
             SystemExit: With the code 143, after SIGTERM, once the run is saved.
         """
+        self._late_evaluation.on_step(step)
         has_failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
         is_ending, has_failed = self._agreement.hear(self._group, self._signal.came, has_failed)
         if is_ending:
@@ -290,6 +293,7 @@ class CheckpointManager:
             self._log_save(save_silently(path, **contents))
             self._prune(step)
         self._saved_step = step
+        self._late_evaluation.on_save(step)
 
     def _log_save(self, message: str) -> None:
         """Log a save, and no more than one in a minute: a run may save after each step."""

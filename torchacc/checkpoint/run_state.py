@@ -111,8 +111,8 @@ def set_random_state(sharded: ShardedModel, saved: Sequence[Mapping[str, Any]]) 
     job = sharded.engine.job
     if saved and len(saved) != job.num_processes:
         _log.info(
-            "processes that saved: %d, that load: %d. Random numbers, such as dropout's, are not those of a run "
-            "without the interruption; the order of the data is",
+            "processes that saved: %d, that load: %d. The data come in the order of a run without the interruption; "
+            "random numbers, such as dropout's, are others",
             len(saved),
             job.num_processes,
         )

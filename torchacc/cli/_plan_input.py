@@ -17,14 +17,23 @@ from torchacc.engines import attention_kernels
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import PLANNED_BACKENDS, count_states, find_optimizer
+from torchacc.parallel.axes import Role, axis_with
 from torchacc.train.families import unknown_options
 from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
 
+SPLITS = {
+    axis_with(Role.TENSOR): "devices that share each layer",
+    axis_with(Role.SEQUENCE, Role.SHARD): "devices that share each sample",
+    axis_with(Role.PIPELINE): "stages of layers",
+    axis_with(Role.BATCH, Role.SHARD, Role.EXPERT): "devices that experts are spread over",
+}
+"""The axes along which devices compute parts of a step, and what their sizes are."""
 _DEFAULT_LENGTH = 1024
 _WITH_A_LOSS = ("HeadModel", "LM", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenClassification")
 _OF_A_CHECKPOINT = {"architectures", "transformers_version"}
 """Where a file has these, transformers has written it, maybe an older one with options that are gone."""
+_OF_FILES = (".json", ".yaml", ".yml")
 _AUTOMATIC = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
@@ -81,7 +90,9 @@ def take_devices(args: argparse.Namespace) -> None:
         args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else 1
     if args.engine is None:
         named = distributed.engine if distributed is not None else None
-        args.engine = named if named in PLANNED_BACKENDS else "xla"
+        eager = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
+        default = eager if any(getattr(args, axis) for axis in SPLITS) else "xla"
+        args.engine = named if named in PLANNED_BACKENDS else default
 
 
 def _from_options(args: argparse.Namespace) -> Training:
@@ -127,6 +138,9 @@ def _training(
     options: Mapping[str, Any],
 ) -> Training:
     config.compute.bf16 = config.compute.bf16 or args.bf16
+    for axis in SPLITS:
+        if getattr(args, axis) is not None:
+            getattr(config.dist, axis).size = getattr(args, axis)
     if args.gc is not None:
         config.memory.gc, config.memory.gc_policy = True, args.gc
     if attention_kernels.keeps_scores(config.compute.attention):
@@ -162,6 +176,8 @@ def _model_config(source: str | Mapping[str, Any], changes: Mapping[str, Any]) -
     if isinstance(source, str) and Path(source).is_file():
         path, source = source, _read_options(Path(source))
         _check_names(path, source)
+    if isinstance(source, str) and Path(source).suffix in _OF_FILES:
+        raise ConfigError(f"--model {source}: there is no such file")
     try:
         if isinstance(source, Mapping):
             return AutoConfig.for_model(**{**source, "use_cache": False, **changes})

@@ -20,7 +20,7 @@ from torchacc.layouts.search import grouped
 from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer
 from torchacc.parallel.axes import Role, axes_with, axis_with
 
-_NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for")
+_NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for", *_plan_input.SPLITS)
 """Options that a layout has, or that are of other engines."""
 _SHARING_SAMPLES = axes_with(Role.TENSOR, Role.SEQUENCE, Role.PIPELINE)
 _NUM_ROWS = 10

@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked is not None and asked not in COMMANDS:
         parser.error(f"there is no command {asked!r}; {nearest(asked, COMMANDS)}")
     for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        says = f"{purpose[0].upper()}{purpose[1:]}."
+        command = commands.add_parser(name, help=purpose, description=says, allow_abbrev=False)
         if name == asked:
             module, chosen = _load(name, command), command
     args, unknown = parser.parse_known_args(arguments)

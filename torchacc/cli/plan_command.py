@@ -48,6 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the devices").add_argument
     add("--devices", type=positive, metavar="N", help="all of them together (default: the training file's, else 1)")
     add("--dp", type=positive, metavar="N", help="copies of the model (default: 1; with HYBRID_SHARD 2)")
+    for axis, what in _plan_input.SPLITS.items():
+        add(f"--{axis}", type=positive, metavar="N", help=f"{what} (default: the training file's, else 1)")
     choices = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
@@ -149,6 +151,8 @@ def _as_text(
     precision = f"{plan.compute_dtype}{_recomputed(plan)}"
     title = f"{training.name}: {plan.numel:,} parameters in {len(plan.units)} units, {training.optimizer}, {precision}"
     each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
+    sizes = {axis: getattr(training.config.dist, axis).size for axis in _plan_input.SPLITS}
+    each += "".join(f", {axis} {size}" for axis, size in sizes.items() if size > 1)
     lines = [title, f"{training.batch} x {training.length} tokens on {each}, engine {args.engine}", ""]
     rows = [["strategy", *_PARTS, "total"] + (["fits"] if fewest else [])]
     for name, needed in found.items():
@@ -164,6 +168,8 @@ def _as_text(
         lines += ["", "not planned: clipping, whose norm waits for all gradients; add the column parameters once more"]
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_gibibytes(args.memory)} each"]
+        if None in fewest.values() and not plan.recomputed:
+            lines += ["`--gc`, which computes activations again in backward, needs less of them; `--search` tries all"]
     return "\n".join(lines)
 
 

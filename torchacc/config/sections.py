@@ -160,8 +160,8 @@ class Section(BaseModel):
         if name in cls.elsewhere:
             return f"write {cls.elsewhere[name]}"
         valid = [field.alias or own for own, field in cls.model_fields.items()]
-        below = cls._below(name)
-        return f"did you mean {below[0]!r}?" if below and not did_you_mean(name, valid) else nearest(name, valid)
+        found = cls._below(name) or cls._beside(name)
+        return f"did you mean {found[0]!r}?" if found and not did_you_mean(name, valid) else nearest(name, valid)
 
     @classmethod
     def _below(cls, name: str) -> list[str]:
@@ -170,6 +170,13 @@ class Section(BaseModel):
         sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
         own = [section.path_of(name) for section in sections if name in section.model_fields]
         return own + [path for section in sections for path in section._below(name)]
+
+    @classmethod
+    def _beside(cls, name: str) -> list[str]:
+        """Return the path of the option of that name in another section; none where several have it."""
+        others = [kind for kind in Section.__subclasses__() if kind.__module__ == cls.__module__ and kind.path]
+        found = [kind.path_of(name) for kind in others if name in kind.model_fields]
+        return found if len(found) == 1 else []
 
     @classmethod
     def _explain(cls, error: ValidationError, values: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 from torchacc.data.sharded_loader import ShardedLoader
 from torchacc.errors import ConfigError, DataError, NoLengthError
@@ -34,6 +34,9 @@ class AsyncLoader:
         ConfigError: For a `prefetch` that is not an integer of 0 or more.
     """
 
+    listeners: ClassVar["weakref.WeakSet[Any]"] = weakref.WeakSet()
+    """Objects whose `on_loop(loader)` is called when a loop over any of these loaders begins."""
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -56,6 +59,8 @@ class AsyncLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch, or go on with one that was loaded; collective where the loader's own `__iter__` is."""
+        for listener in tuple(self.listeners):
+            listener.on_loop(self)
         batches = iter(self.loader)
         self._progress = _EpochProgress()
         if self.prefetch:
@@ -76,6 +81,11 @@ class AsyncLoader:
         if name == "loader":  # not set yet: while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    @property
+    def place_in_loop(self) -> tuple[Any, int]:
+        """Which loop was started last, and how many batches it has had; to be compared."""
+        return self._progress, self._progress.delivered
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data: plain data, fit for JSON, and the same on every process.

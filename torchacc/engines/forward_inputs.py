@@ -42,7 +42,8 @@ class InputMover:
             _log.info(
                 "the model was called with tensors on the CPU, which its forward moves to %s. What else a loss takes "
                 "has to be moved there by the script, labels.to(output.device); a loader that is handed to "
-                "accelerate() gives batches that are there, and readies the next one meanwhile",
+                "accelerate() gives batches that are there, with the rows of all devices (its batch_size is that of "
+                "one), and readies the next one meanwhile",
                 self._device,
             )
         moved = iter(self._put(found))
