@@ -96,6 +96,8 @@ def accelerate(
         _log.info("%s", str(plan.float8).strip())
     _log.debug("%s", plan)
 
+    if config is not None:
+        config.note_use()
     given = [part for part in (loader, optimizer) if part is not None]
     return arguments.Accelerated((model, *given)) if given else model
 

@@ -157,6 +157,13 @@ def model_that_came_in_half_precision_takes_inputs_in_it() -> None:
     torch.testing.assert_close(model(part(x)).detach().cpu(), plain(own.float()))
 
 
+@case([NATIVE])
+def part_of_a_sharded_model_is_answered_with_all_of_it() -> None:
+    model = accelerate(MLP())
+    with pytest.raises(torchacc.ConfigError, match="the model that accelerate.. returned, of which this is a part"):
+        torchacc.full_state_dict(model.layers)
+
+
 @case([NATIVE])  # operations under XLA take both
 def inputs_in_half_precision_of_a_model_in_float32_are_explained() -> None:
     with pytest.raises(torchacc.DataError, match="in bfloat16: pass float32, or let the model compute in bfloat16"):

@@ -40,6 +40,9 @@ from torchacc.config.option_types import (
     WrapFunction,
 )
 from torchacc.errors import ConfigError, UnknownNameError, in_few_lines, shown
+from torchacc.logging import get_logger
+
+_log = get_logger(__name__)
 
 _MAX_REASONS = 20
 """Of an option's that are looked at, where each item of a list has one."""
@@ -56,6 +59,7 @@ class Section(BaseModel):
     """Names that people look for in this section, and the paths of the options that do it."""
 
     _frozen: bool = PrivateAttr(default=False)
+    _is_used: bool = PrivateAttr(default=False)
 
     def __init__(self, /, *given: Any, **values: Any) -> None:
         """Set the options passed, and leave the others at their defaults, as a section that is None or empty in a file.
@@ -88,6 +92,14 @@ class Section(BaseModel):
             if name not in type(self).model_fields:
                 raise ConfigError(self._unknown(name, value))
         self._refuse_odd_names(name, value)
+        if self._is_used and not name.startswith("_") and self.__dict__.get(name) != value:
+            self._is_used = False
+            _log.info(
+                "config.%s = %s is for models that accelerate() is given from now on: those that it has returned stay "
+                "as they are",
+                self.path_of(name),
+                shown(value),
+            )
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -115,15 +127,23 @@ class Section(BaseModel):
         memo = {} if memo is None else memo
         memo.update({id(value): value for value in self.__dict__.values() if callable(value)})
         copied = super().__deepcopy__(memo)
-        copied._frozen = False
+        copied._frozen = copied._is_used = False
         return copied
 
     def freeze(self) -> None:
         """Refuse every later assignment, here and in the sections below."""
         self._frozen = True
-        for value in self.__dict__.values():
-            if isinstance(value, Section):
-                value.freeze()
+        for section in self._sections():
+            section.freeze()
+
+    def note_use(self) -> None:
+        """Have the next assignment, here or in a section below, say that it changes no model that is made already."""
+        self._is_used = True
+        for section in self._sections():
+            section.note_use()
+
+    def _sections(self) -> list["Section"]:
+        return [value for value in self.__dict__.values() if isinstance(value, Section)]
 
     @classmethod
     def path_of(cls, name: str) -> str:

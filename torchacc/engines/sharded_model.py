@@ -357,8 +357,13 @@ def sharded_model(model: nn.Module) -> ShardedModel:
     """
     sharded = vars(model).get(HANDLE) if isinstance(model, nn.Module) else None
     if sharded is None:
-        first = ", the first of its tuple" if isinstance(model, tuple) else ""
+        hint = ", the first of its tuple" if isinstance(model, tuple) else ""
+        if isinstance(model, nn.Module) and any(hasattr(each, "to_local") for each in model.parameters()):
+            hint = (
+                ", of which this is a part. Adapters of peft are merged without torchacc: save them, open them beside "
+                "their base, and call merge_and_unload() there"
+            )
         raise ConfigError(
-            f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{first}"
+            f"this {type(model).__name__} was not sharded: pass the model that accelerate() returned{hint}"
         )
     return sharded  # type: ignore[no-any-return]

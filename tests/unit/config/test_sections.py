@@ -1,9 +1,11 @@
 import copy
+import logging
 import pickle
 import re
 
 import pytest
 
+from tests.logged import heard
 from torchacc.config import Config, Section
 from torchacc.errors import ConfigError
 
@@ -185,3 +187,20 @@ def test_every_section_knows_its_path():
     paths = [path for path, _ in options(Config())]
     assert len(paths) == len(set(paths))
     assert {"backend", "compute", "compute.bf16", "dist", "dist.dp", "dist.dp.size", "dist.fsdp.use_spmd"} < set(paths)
+
+
+def test_a_change_after_accelerate_is_said_to_be_for_later_calls(caplog):
+    caplog.set_level(logging.INFO, "torchacc")
+    config = Config()
+    config.note_use()
+    with heard(logging.INFO) as said:
+        config.compute.bf16 = False  # as it was
+        assert not said
+        config.compute.bf16 = True
+        config.compute.fp8 = False
+    (line,) = said
+    assert line.startswith("config.compute.bf16 = True is for models that accelerate() is given from now on")
+    assert config.compute.bf16
+    with heard(logging.INFO) as said:
+        copy.deepcopy(config).memory.gc = True
+    assert not said

@@ -28,6 +28,7 @@ from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER, install
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, TrainingState
 from torchacc.errors import EngineError
+from torchacc.launch import progress
 
 if TYPE_CHECKING:
     from torchacc.engines.patches.float8_gather import Float8Gathers
@@ -476,6 +477,8 @@ class Groups:
             self._update_scales()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        if not _is_in_backward():
+            progress.mark(progress.Phase.FORWARD)  # before the model's own weights are gathered
         self.begin()
 
     def begin(self) -> None:
