@@ -46,6 +46,8 @@ _OTHER_INPUTS = ("num_items_in_batch", "use_cache")
 _OUTPUTS = ("loss", "logits", *CACHES)
 _COMPARED_FORWARDS = 2
 """Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
+_BITS_OF_ONE = 0x3F800000
+"""Those of 1 as a float32."""
 _WITHOUT = "or set config.dist.pp.size = 1"
 
 _models: "WeakSet[PipelinedModel]" = WeakSet()
@@ -352,12 +354,15 @@ class PipelinedModel(NativeModel):
                 computed[parameter] = self._sum_over_ends(parameter, computed.get(parameter))
 
     @torch.no_grad()
-    def add_gradients(self, computed: Mapping[nn.Parameter, torch.Tensor], scale: torch.Tensor) -> None:
+    def add_gradients(
+        self, computed: Mapping[nn.Parameter, torch.Tensor], scale: torch.Tensor, *, may_keep: bool
+    ) -> None:
         """Add what a forward has computed to the gradients. Collective: every process.
 
         Args:
             computed: Gradients of the loss.
             scale: That of what the script has made of the loss.
+            may_keep: Whether the tensors may become the parameters' gradients, as nobody else needs them.
 
         Raises:
             EngineError: Processes scale differently, whose gradients are averaged already; or it is no `backward()`.
@@ -377,7 +382,7 @@ class PipelinedModel(NativeModel):
             for parameter, gradient in computed.items():
                 if not parameter.requires_grad:  # any more
                     continue
-                new = gradient * scale
+                new = gradient if may_keep and largest == _BITS_OF_ONE else gradient * scale
                 parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
             for parameter in self.absent:
                 if parameter.requires_grad and parameter.grad is None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
+from torchacc.engines.native.gradients import is_graph_kept
 from torchacc.engines.native.stage_collectives import refuse_graphs_of_gradients
 from torchacc.errors import EngineError
 from torchacc.parallel.pipeline_plan import Pass
@@ -159,8 +160,7 @@ def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
                 owner.run_backward(losses.pop((stage, number)), is_last=action is actions[-1])
     link.finish()
     value = link.scalar_from_last(total)
-    parameters, gradients = list(computed), list(computed.values())
-    scaled: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, parameters, *gradients)
+    scaled: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, computed)
     return scaled
 
 
@@ -213,17 +213,19 @@ class _WithGradients(torch.autograd.Function):
         value: torch.Tensor,
         anchor: torch.Tensor,
         owner: "PipelinedModel",
-        parameters: list[nn.Parameter],
-        *gradients: torch.Tensor,
+        computed: Mapping[nn.Parameter, torch.Tensor],
     ) -> torch.Tensor:
-        ctx.how = owner, parameters
-        ctx.save_for_backward(value, *gradients)
+        ctx.how = owner, computed
+        ctx.save_for_backward(value)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         refuse_graphs_of_gradients()
-        owner, parameters = ctx.how
-        _, *gradients = ctx.saved_tensors
-        owner.add_gradients(dict(zip(parameters, gradients, strict=True)), gradient)
-        return (None,) * (4 + len(parameters))
+        _ = ctx.saved_tensors  # raises on all stages where the graph is gone
+        owner, computed = ctx.how
+        is_last = not is_graph_kept()
+        if is_last:
+            ctx.how = None  # frees them, or leaves them to the parameters
+        owner.add_gradients(computed, gradient, may_keep=is_last)
+        return (None,) * 4
