@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchacc.engines.native.parameter_groups import Group, Groups
+from torchacc.engines.native.parameter_groups import Groups
+from torchacc.engines.native.unit_parameters import Group
 
 
 class MicrobatchGroup(Group):

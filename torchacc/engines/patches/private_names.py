@@ -88,6 +88,7 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
 
 
 _GROUPS = "native/parameter_groups.py"
+_UNIT = "native/unit_parameters.py"
 _FULL = "native/full_shards.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
@@ -95,11 +96,11 @@ _EXPERTS = "native/expert_parallel.py"
 _STEPS = "native/step_in_backward.py"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    *_of(f"{_FSDP}._fsdp_common:TrainingState", _GROUPS, dict.fromkeys(
+    *_of(f"{_FSDP}._fsdp_common:TrainingState", _UNIT, dict.fromkeys(
         ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"),
         "tells a forward from a backward where weights are gathered and freed",
     )),
-    *_of(_GROUP, _GROUPS, {
+    *_of(_GROUP, _UNIT, {
         "unshard": "overridden: reuses weights that wait for backward, and notes versions",
         "wait_for_unshard": "overridden: leaves inference mode",
         "reshard": "overridden: modules show their shards as soon as a forward is over",
@@ -111,7 +112,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_to_unsharded": "modules show shards that are full weights",
         "_init_mp_dtypes": "overridden: all parameters of a group may be frozen",
     }),
-    *_of(_GROUP, _GROUPS, {
+    *_of(_GROUP, _UNIT, {
         "fsdp_params": "the parameters of a unit",
         "_training_state": "set to IDLE between forwards",
         "reduce_grads": "whether a backward is the last of its window",
@@ -123,12 +124,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_reduce_dtype": "set where all parameters of the group are frozen",
         "_partial_reduce_output": "dropped with the gradients of a window",
     }, of_instances=True),
-    *_of(_PARAMETER, _GROUPS, {
+    *_of(_PARAMETER, _UNIT, {
         "to_unsharded": "modules show the weights that waited for backward",
         "reset_sharded_param": "after a script gave a parameter other memory",
         "_setattr_on_modules": "modules show the shards while weights wait for backward",
     }),
-    *_of(_PARAMETER, _GROUPS, {
+    *_of(_PARAMETER, _UNIT, {
         "sharded_param": "the parameter that a script sees",
         "_sharded_local_tensor": "whose version tells of changes unseen",
         "_unsharded_param": "what graphs of the forward know instead of the parameter",
