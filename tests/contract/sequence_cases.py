@@ -185,6 +185,23 @@ def trains_the_same_with_a_batch(make_batch: Callable[[], Batch]) -> None:
 
 
 WINDOW = [labelled_unevenly(), padded(left=True)]
+COMPILED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (FAMILIES["gpt2"], {"sp": 4}),
+    "layers-of-two-kinds": (FAMILIES["gemma3"], {"sp": 2}),
+    "experts": (FAMILIES["mixtral"], {"sp": 2}),
+    "recomputed": (FAMILIES["llama"], {"sp": 2, "memory": {"gc": True}}),
+    "beside-split-layers": (FAMILIES["llama"], {"sp": 2, "tp": 2}),
+    "on-more-devices-than-heads": (FAMILIES["qwen2"], {"sp": 4}),
+}
+
+
+@case(each=COMPILED)
+def compiled_layers_train_as_unsharded(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    options, axes = how
+    torch._dynamo.reset()  # or it would have the graphs of other cases
+    before = torchacc.compile_report().graphs
+    compare(make(**options), [*WINDOW, packed()], **axes, compute={"compile": True, "compile_backend": "aot_eager"})
+    assert torchacc.compile_report().graphs > before
 
 
 @case(each=BATCHES)
@@ -321,7 +338,7 @@ def outputs_are_of_all_tokens_or_say_why_not(heads: int) -> None:
 @case()
 def what_would_see_a_part_only_is_refused() -> None:
     for options, expected in (
-        ({"sp": 2, "compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
+        ({"sp": 2, "compute": {"fp8": True, "fp8_emulate": True}}, "compute.fp8"),
         ({"sp": 2, "compute": {"attention": "flex_attention"}}, "compute.attention"),
         ({"sp": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
     ):
