@@ -598,3 +598,15 @@ def what_stages_cannot_do_is_refused() -> None:
     model(**batch).loss.backward()
     with pytest.raises(torchacc.ConfigError, match="element-wise optimizer"):
         whole.step(lambda: 0.0)
+
+
+@case([NATIVE])
+def weights_that_change_before_an_early_backward_counts_are_refused() -> None:
+    model = torchacc.accelerate(make("gpt2"), None, config(2, schedule="1f1b"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(**plain()).loss.backward()
+    loss = model(**plain()).loss
+    optimizer.step()
+    with pytest.raises(torchacc.EngineError, match="weights have changed between a forward and its backward"):
+        loss.backward()
+    model(**plain()).loss.backward()

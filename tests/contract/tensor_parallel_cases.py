@@ -319,3 +319,21 @@ def what_a_step_sends(how: tuple[int, int, bool]) -> dict[str, list[str]]:
     for kind, groups in re.findall(r" ([a-z-]+)\(.*(?:replica_groups|source_target_pairs)=(\S+)", step):
         found.setdefault(kind, []).append(groups.removesuffix(","))
     return found
+
+
+@case([NATIVE])
+def other_memory_between_forward_and_backward_is_refused() -> None:
+    """Where nobody shares the parts of layers, these compute with the parameters' own memory."""
+    model = accelerate(make_llama(), fsdp=1, tp=4)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    with pytest.raises(torchacc.EngineError, match="parameter.data was set between a forward and its backward"):
+        loss.backward()
+    alone = make_llama()
+    for each in (alone, other := accelerate(make_llama(), fsdp=1, tp=4)):
+        for parameter in each.parameters():
+            parameter.data = parameter.data * 1.5
+        each(input_ids=IDS, labels=IDS).loss.backward()
+    norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (other, alone))
+    assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +88,8 @@ def take_devices(args: argparse.Namespace) -> None:
     distributed = TrainFile.read(args.config).stage(args.stage)[1].distributed if args.config is not None else None
     if args.devices is None:
         each = distributed.devices if distributed is not None else 1
-        args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else 1
+        least = prod(getattr(args, axis) or 1 for axis in SPLITS)
+        args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else least
     if args.engine is None:
         named = distributed.engine if distributed is not None else None
         eager = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)

@@ -33,12 +33,16 @@ from torchacc.launch.progress import Progress
 
 _ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """What a process ends with after SIGTERM; the second is what a `CheckpointManager` exits with."""
+USER_ERROR = 2
+"""The exit status of a program that was called wrongly, which another attempt does not mend."""
 _MEETING_SECS = 900
 """How long torchrun's agent tries to reach the other machines; the launcher gives up before."""
 END_SECS = 300.0
 """How long the launcher of a machine that has ended waits for those of others, as with torchrun."""
 _PARTING_SECS = 10.0
 """How long the first machine, through which the others meet, waits until all have heard how each has ended."""
+_FAILING_SECS = 2.0
+"""The same where its own processes have failed: those of others that still run will lose them."""
 _POLL_SECS = 0.2
 _AGENT_SECS = 10.0
 """How long the agent may take to end when all its processes have."""
@@ -115,6 +119,16 @@ class Attempt:
         return self._agent.failed_nodes
 
     @property
+    def is_fault_of_others(self) -> bool:
+        """Whether those have failed by what another attempt may mend."""
+        return self._agent.is_fault_of_others
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether the first machine's launcher has gone before it could say how its processes have ended."""
+        return self._agent.has_lost_store
+
+    @property
     def running_nodes(self) -> Sequence[int]:
         """The other machines that had not ended when this one no longer waited for them."""
         return self._agent.running_nodes
@@ -132,8 +146,7 @@ class Attempt:
     @property
     def failed(self) -> list[RankProcess]:
         """Those that did not end well, the first one first; of several at once one that a signal has ended."""
-        failed = [process for process in self.processes if process.status]
-        return sorted(failed, key=lambda process: (process.ended, (process.status or 0) > 0))
+        return _failed(self.processes)
 
     @property
     def ended_well(self) -> bool:
@@ -239,6 +252,16 @@ class _OwnLines:
         return [line for line in text.decode(errors="replace").splitlines() if line.startswith("torchacc[")]
 
 
+def is_fault(process: RankProcess) -> bool:
+    """Return whether another attempt may go better than this one, in which a process has failed first."""
+    return process.status != USER_ERROR and not process.ended_by_request
+
+
+def _failed(processes: Sequence[RankProcess]) -> list[RankProcess]:
+    failed = [process for process in processes if process.status]
+    return sorted(failed, key=lambda process: (process.ended, (process.status or 0) > 0))
+
+
 class _Agent(LocalElasticAgent):
     """Torchrun's agent, whose processes are over when the launcher says so."""
 
@@ -265,6 +288,7 @@ class _Agent(LocalElasticAgent):
         self.all_ended = threading.Event()
         self.failed_nodes: Sequence[int] = ()
         self.running_nodes: Sequence[int] = ()
+        self.is_fault_of_others = self.has_lost_store = False
         self.is_abandoned = False
         """Whether nothing is to be started or waited for any more."""
         self._attempt, self._node_rank, self._num_nodes = folder.name, options.node_rank, options.num_nodes
@@ -286,28 +310,34 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait until the launcher has seen the end of all processes, and those of the other machines have ended."""
         self.all_ended.wait()
-        has_failed = any(process.status for process in self.processes)
+        failed = _failed(self.processes)
         if self._num_nodes > 1:
             try:
-                self._end_together(has_failed=has_failed)
+                self._end_together(failed[0] if failed else None)
             except Exception:  # the store is where the first machine's launcher was
-                self.failed_nodes = (0,)
-        if has_failed:
+                self.has_lost_store = True
+        if failed:
             return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={process.rank: None for process in self.processes})
 
     def _exit_barrier(self) -> None:
         """Do nothing: the machines have waited for one another."""
 
-    def _end_together(self, *, has_failed: bool) -> None:
-        """Tell the other machines how this one has ended, and wait until all have, or one has failed."""
+    def _end_together(self, failed: RankProcess | None) -> None:
+        """Tell the other machines how this one has ended, and wait until all have, or one has failed.
+
+        Args:
+            failed: The process that has failed first.
+        """
         store: Any = self._store
+        end = "ended" if failed is None else "failed" if is_fault(failed) else "stopped"
         node, others = self._node_rank, [other for other in range(self._num_nodes) if other != self._node_rank]
-        store.set(self._end_of(node), "failed" if has_failed else "ended")
+        store.set(self._end_of(node), end)
         deadline = time.monotonic() + END_SECS
-        while not (has_failed or self.is_abandoned):
+        while failed is None and not self.is_abandoned:
             ends = {each: store.get(self._end_of(each)) for each in others if store.check([self._end_of(each)])}
-            self.failed_nodes = tuple(each for each, end in ends.items() if end == b"failed")
+            self.failed_nodes = tuple(each for each, end in ends.items() if end != b"ended")
+            self.is_fault_of_others = b"failed" in ends.values()
             if self.failed_nodes or len(ends) == len(others):
                 break
             if time.monotonic() > deadline:
@@ -315,8 +345,8 @@ class _Agent(LocalElasticAgent):
                 break
             time.sleep(_POLL_SECS)
         store.set(f"{self._end_of(node)}/known", "")
-        if node == 0 and not has_failed:
-            deadline = time.monotonic() + _PARTING_SECS
+        if node == 0 and not self.running_nodes:
+            deadline = time.monotonic() + (_FAILING_SECS if failed is not None else _PARTING_SECS)
             while time.monotonic() < deadline and not store.check([f"{self._end_of(each)}/known" for each in others]):
                 time.sleep(_POLL_SECS)
 

@@ -92,6 +92,11 @@ def still_running(nodes: Sequence[int], secs: float) -> None:
     say(f"{_listed(nodes)} had not ended {secs:.0f} s after those on {hostname()}: see what the launchers there say")
 
 
+def without_first() -> None:
+    """Tell that the first node's launcher has gone."""
+    say(f"the launcher of node 0 has gone; those on {hostname()} have ended well, and what became of others it may say")
+
+
 def _listed(nodes: Sequence[int]) -> str:
     return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
 

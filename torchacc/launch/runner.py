@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # imports torch
 
 HUNG = 124
 """The exit status of a job that did not get on, as that of `timeout`."""
-USER_ERROR = 2
-"""The exit status of a program that was called wrongly, which another attempt does not mend."""
 
 _LOOK_SECS = 0.05
 _WAIT_SECS = (5.0, 30.0)
@@ -121,7 +119,7 @@ class _Reason(Enum):
 
 
 def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, signals: list[int]) -> Ended:
-    from torchacc.launch.agent import END_SECS, Attempt
+    from torchacc.launch.agent import END_SECS, Attempt, is_fault
 
     oom_kills = messages.count_oom_kills()
     attempt = Attempt(command, options, folder)
@@ -144,16 +142,18 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         output = "" if is_shown else attempt.output_of(first)
         is_out_of_memory = messages.count_oom_kills() > oom_kills
         messages.failure(first.rank, status, output, gone=gone, is_out_of_memory=is_out_of_memory)
-        return Ended(_as_exit_status(status), step, is_fault=status != USER_ERROR and not first.ended_by_request)
+        return Ended(_as_exit_status(status), step, is_fault=is_fault(first))
     if reason is _Reason.LEFT:
         messages.left()
         return Ended(1, step, is_fault=True)
     if attempt.failed_nodes:
         messages.failed_elsewhere(attempt.failed_nodes)
-        return Ended(1, step, is_fault=True)
+        return Ended(1, step, is_fault=attempt.is_fault_of_others)
     if reason is _Reason.ALONE:
         messages.alone(options, _MEETING_SECS)
         return Ended(1, step)
+    if attempt.has_lost_store:
+        messages.without_first()
     if attempt.running_nodes:
         messages.still_running(attempt.running_nodes, END_SECS)
     if attempt.error is not None:
@@ -210,7 +210,7 @@ class _Notices:
             self._say(messages.started, options.node_rank, [p.rank for p in attempt.processes], attempt.num_ranks)
         if attempt.num_ranks != options.num_processes * options.num_nodes:
             self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
-        several = attempt.num_ranks > 1 and options.node_rank == 0
+        several = attempt.num_ranks > 1 and options.node_rank == 0 and not attempt.failed_nodes
         if several and secs > _UNUSED_SECS and not attempt.uses_torchacc:
             self._say(messages.not_used)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup
+from torchacc.errors import EngineError
 
 
 def are_weights(group: FSDPParamGroup) -> bool:
@@ -24,8 +25,13 @@ def take_gradients(group: FSDPParamGroup) -> bool:
     return not (group._is_hsdp or is_cast or is_scaled)
 
 
-def show(parameter: FSDPParam) -> None:
-    """Let modules compute with a shard: by the same tensor each time, as graphs know it, with a version of its own."""
+def show(parameter: FSDPParam, *, in_backward: bool) -> None:
+    """Let modules compute with a shard: by the same tensor each time, as graphs know it, with a version of its own.
+
+    Raises:
+        EngineError: A script has given a weight of split layers other memory between a forward and its backward, whose
+            graph knows the old one.
+    """
     local = parameter._sharded_local_tensor.data
     if not hasattr(parameter, "_unsharded_param"):
         parameter.all_gather_outputs = [local.view(-1)]
@@ -34,6 +40,12 @@ def show(parameter: FSDPParam) -> None:
     weight: Any = parameter._unsharded_param
     weight = weight._local_tensor if parameter.is_dtensor else weight
     if weight.data_ptr() != local.data_ptr():  # a script has given the parameter other memory
+        if in_backward and parameter.is_dtensor:
+            raise EngineError(
+                "parameter.data was set between a forward and its backward, of layers that are split over devices "
+                "(config.dist.tp.size): gradients would be those of the old weights. Set it after backward(), or write "
+                "to it in place, parameter.data.copy_(new)"
+            )
         weight.data = local
 
 

@@ -96,6 +96,12 @@ class Groups:
         every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
         return Float8Gathers([each for each in every if id(each.sharded_param) in weights], shard_group)
 
+    def versions(self) -> list[tuple[int, int]]:
+        """Return how often each parameter has been written to, as far as PyTorch knows."""
+        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(each.sharded_param._version, each._sharded_local_tensor._version) for each in every]
+
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest that any process has of each number. Collective: every process."""
         return list(numbers) if self._agree is None else self._agree(numbers)

@@ -257,6 +257,10 @@ class PipelinedModel(NativeModel):
         with self._groups.keeping_weights(until_backward=until_backward, ahead=ahead):
             yield
 
+    def weight_versions(self) -> list[tuple[int, int]]:
+        """Return how often each weight of this stage has been written to."""
+        return self._groups.versions()
+
     # ---- Gradients
 
     def run_backwards(self, losses: Sequence[torch.Tensor], gradient: torch.Tensor) -> None:
@@ -355,22 +359,36 @@ class PipelinedModel(NativeModel):
 
     @torch.no_grad()
     def add_gradients(
-        self, computed: Mapping[nn.Parameter, torch.Tensor], scale: torch.Tensor, *, may_keep: bool
+        self,
+        computed: Mapping[nn.Parameter, torch.Tensor],
+        scale: torch.Tensor,
+        versions: Sequence[tuple[int, int]],
+        *,
+        may_keep: bool,
     ) -> None:
         """Add what a forward has computed to the gradients. Collective: every process.
 
         Args:
             computed: Gradients of the loss.
             scale: That of what the script has made of the loss.
+            versions: What `weight_versions()` was then.
             may_keep: Whether the tensors may become the parameters' gradients, as nobody else needs them.
 
         Raises:
-            EngineError: Processes scale differently, whose gradients are averaged already; or it is no `backward()`.
+            EngineError: Processes scale differently, whose gradients are averaged already; weights have changed; or it
+                is no `backward()`.
         """
         _check_accumulates()
         check_hooks(self)
         bits = int(scale.float().view(torch.int32))
-        largest, negated = self.engine.group.all_reduce_max([bits, -bits])
+        changed = int(self.weight_versions() != versions)
+        largest, negated, has_changed = self.engine.group.all_reduce_max([bits, -bits, changed])
+        if has_changed:
+            raise EngineError(
+                "weights have changed between a forward and its backward(), as by optimizer.step(), with "
+                f"config.dist.pp.schedule = {self.plan.pipeline.schedule!r}, which computes gradients in the forward: "
+                "they would be those of the old weights. Change weights after backward(), or set schedule = 'gpipe'"
+            )
         if largest != -negated:
             raise EngineError(
                 f"the processes scale the loss differently, this one by {float(scale):.6g}, with "

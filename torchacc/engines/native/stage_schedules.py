@@ -215,7 +215,7 @@ class _WithGradients(torch.autograd.Function):
         owner: "PipelinedModel",
         computed: Mapping[nn.Parameter, torch.Tensor],
     ) -> torch.Tensor:
-        ctx.how = owner, computed
+        ctx.how = owner, computed, owner.weight_versions()
         ctx.save_for_backward(value)
         return value.clone()
 
@@ -223,9 +223,9 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         refuse_graphs_of_gradients()
         _ = ctx.saved_tensors  # raises on all stages where the graph is gone
-        owner, computed = ctx.how
+        owner, computed, versions = ctx.how
         is_last = not is_graph_kept()
         if is_last:
             ctx.how = None  # frees them, or leaves them to the parameters
-        owner.add_gradients(computed, gradient, may_keep=is_last)
+        owner.add_gradients(computed, gradient, versions, may_keep=is_last)
         return (None,) * 4

@@ -60,8 +60,9 @@ class Group(FSDPParamGroup):
         """Wait for the gather, and let modules show the unsharded weights."""
         with no_inference_mode(), _without_own_functions():
             if self._all_gather_result is not None and self._has_weights:
+                in_backward = self._training_state is TrainingState.PRE_BACKWARD
                 for parameter in self.fsdp_params:
-                    full_shards.show(parameter)
+                    full_shards.show(parameter, in_backward=in_backward)
                 self._to_unsharded()
                 self._all_gather_result = None
                 return
