@@ -83,6 +83,11 @@ def read(args: argparse.Namespace) -> Training:
     return _from_options(args) if args.config is None else _from_file(args)
 
 
+def eager_engine() -> str:
+    """Return the engine that runs without a compiler, and has all axes."""
+    return next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
+
+
 def take_devices(args: argparse.Namespace) -> None:
     """Complete the options of devices and engine by what the training file says, else one device under XLA."""
     distributed = TrainFile.read(args.config).stage(args.stage)[1].distributed if args.config is not None else None
@@ -92,8 +97,7 @@ def take_devices(args: argparse.Namespace) -> None:
         args.devices = each * distributed.num_nodes if distributed is not None and isinstance(each, int) else least
     if args.engine is None:
         named = distributed.engine if distributed is not None else None
-        eager = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
-        default = eager if any(getattr(args, axis) for axis in SPLITS) else "xla"
+        default = eager_engine() if any(getattr(args, axis) for axis in SPLITS) else "xla"
         args.engine = named if named in PLANNED_BACKENDS else default
 
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if memory is None:
         raise ConfigError("--search needs what memory a device has: write --memory, such as --memory 16GiB")
     _plan_input.take_devices(args)
-    args.engine = next(name for name, each in PLANNED_BACKENDS.items() if each.runs_eagerly)
+    args.engine = _plan_input.eager_engine()
     training = _plan_input.read(args)
     # Devices that compute parts of one step see the same samples.
     shared = prod(getattr(training.config.dist, axis).size for axis in _SHARING_SAMPLES)

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -80,6 +80,20 @@ class RankProcess:
         return self.status in _ENDED_BY_SIGTERM
 
 
+@dataclass(frozen=True)
+class OtherNodes:
+    """How the processes of the other machines have ended, where those of this one have ended well."""
+
+    failed: Sequence[int] = ()
+    """Those whose processes have failed."""
+    is_fault: bool = False
+    """Whether they have failed by what another attempt may mend."""
+    running: Sequence[int] = ()
+    """Those that had not ended when this one no longer waited for them."""
+    are_unknown: bool = False
+    """Whether the first machine's launcher has gone before it could be asked."""
+
+
 class Attempt:
     """The processes of this machine, from their start to their end."""
 
@@ -114,24 +128,9 @@ class Attempt:
         return self._agent.num_ranks
 
     @property
-    def failed_nodes(self) -> Sequence[int]:
-        """The other machines whose processes have failed, as far as it is known once those of this one have ended."""
-        return self._agent.failed_nodes
-
-    @property
-    def is_fault_of_others(self) -> bool:
-        """Whether those have failed by what another attempt may mend."""
-        return self._agent.is_fault_of_others
-
-    @property
-    def has_lost_store(self) -> bool:
-        """Whether the first machine's launcher has gone before it could say how its processes have ended."""
-        return self._agent.has_lost_store
-
-    @property
-    def running_nodes(self) -> Sequence[int]:
-        """The other machines that had not ended when this one no longer waited for them."""
-        return self._agent.running_nodes
+    def other_nodes(self) -> "OtherNodes":
+        """What is known of the other machines, once the processes of this one have ended."""
+        return self._agent.other_nodes
 
     @property
     def uses_torchacc(self) -> bool:
@@ -286,9 +285,7 @@ class _Agent(LocalElasticAgent):
         self.processes: list[RankProcess] = []
         self.num_ranks = 0
         self.all_ended = threading.Event()
-        self.failed_nodes: Sequence[int] = ()
-        self.running_nodes: Sequence[int] = ()
-        self.is_fault_of_others = self.has_lost_store = False
+        self.other_nodes = OtherNodes()
         self.is_abandoned = False
         """Whether nothing is to be started or waited for any more."""
         self._attempt, self._node_rank, self._num_nodes = folder.name, options.node_rank, options.num_nodes
@@ -315,7 +312,7 @@ class _Agent(LocalElasticAgent):
             try:
                 self._end_together(failed[0] if failed else None)
             except Exception:  # the store is where the first machine's launcher was
-                self.has_lost_store = True
+                self.other_nodes = replace(self.other_nodes, are_unknown=True)
         if failed:
             return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.SUCCEEDED, return_values={process.rank: None for process in self.processes})
@@ -336,16 +333,17 @@ class _Agent(LocalElasticAgent):
         deadline = time.monotonic() + END_SECS
         while failed is None and not self.is_abandoned:
             ends = {each: store.get(self._end_of(each)) for each in others if store.check([self._end_of(each)])}
-            self.failed_nodes = tuple(each for each, end in ends.items() if end != b"ended")
-            self.is_fault_of_others = b"failed" in ends.values()
-            if self.failed_nodes or len(ends) == len(others):
-                break
-            if time.monotonic() > deadline:
-                self.running_nodes = tuple(each for each in others if each not in ends)
-                break
-            time.sleep(_POLL_SECS)
+            failed_nodes = [each for each, end in ends.items() if end != b"ended"]
+            if failed_nodes:
+                self.other_nodes = OtherNodes(failed=failed_nodes, is_fault=b"failed" in ends.values())
+            elif len(ends) < len(others) and time.monotonic() > deadline:
+                self.other_nodes = OtherNodes(running=[each for each in others if each not in ends])
+            elif len(ends) < len(others):
+                time.sleep(_POLL_SECS)
+                continue
+            break
         store.set(f"{self._end_of(node)}/known", "")
-        if node == 0 and not self.running_nodes:
+        if node == 0 and not self.other_nodes.running:
             deadline = time.monotonic() + (_FAILING_SECS if failed is not None else _PARTING_SECS)
             while time.monotonic() < deadline and not store.check([f"{self._end_of(each)}/known" for each in others]):
                 time.sleep(_POLL_SECS)

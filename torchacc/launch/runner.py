@@ -146,16 +146,17 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
     if reason is _Reason.LEFT:
         messages.left()
         return Ended(1, step, is_fault=True)
-    if attempt.failed_nodes:
-        messages.failed_elsewhere(attempt.failed_nodes)
-        return Ended(1, step, is_fault=attempt.is_fault_of_others)
+    others = attempt.other_nodes
+    if others.failed:
+        messages.failed_elsewhere(others.failed)
+        return Ended(1, step, is_fault=others.is_fault)
     if reason is _Reason.ALONE:
         messages.alone(options, _MEETING_SECS)
         return Ended(1, step)
-    if attempt.has_lost_store:
+    if others.are_unknown:
         messages.without_first()
-    if attempt.running_nodes:
-        messages.still_running(attempt.running_nodes, END_SECS)
+    if others.running:
+        messages.still_running(others.running, END_SECS)
     if attempt.error is not None:
         messages.not_started(attempt.error)
     return Ended(0 if attempt.error is None else 1, step)
@@ -190,14 +191,14 @@ class _Notices:
 
     def __init__(self, attempt: "Attempt", options: LaunchOptions) -> None:
         self._attempt, self._options = attempt, options
-        self._began = self._read = time.monotonic()
+        self._read = attempt.began
         self._said: set[Callable[..., None]] = set()
         self._waits = itertools.chain(_WAIT_SECS, (_WAIT_SECS[-1] * 2**power for power in itertools.count(1)))
         self._next_wait = next(self._waits)
 
     def look(self, now: float) -> None:
         """Say what there is to say now; at the end of the attempt, `now` is infinite."""
-        attempt, options, secs = self._attempt, self._options, now - self._began
+        attempt, options, secs = self._attempt, self._options, now - self._attempt.began
         if now - self._read > _READ_SECS:
             self._read = now
             messages.pass_on(attempt.own_lines())
@@ -210,7 +211,7 @@ class _Notices:
             self._say(messages.started, options.node_rank, [p.rank for p in attempt.processes], attempt.num_ranks)
         if attempt.num_ranks != options.num_processes * options.num_nodes:
             self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
-        several = attempt.num_ranks > 1 and options.node_rank == 0 and not attempt.failed_nodes
+        several = attempt.num_ranks > 1 and options.node_rank == 0 and not attempt.other_nodes.failed
         if several and secs > _UNUSED_SECS and not attempt.uses_torchacc:
             self._say(messages.not_used)
 

@@ -23,7 +23,7 @@ class MicrobatchGroup(Group):
         return self.owner.keeps_weights or super()._may_reuse()
 
     def _to_sharded(self) -> None:
-        if self.owner.keeps_weights and self._versions == self._versions_now():
+        if self.owner.keeps_weights and self._versions == self.versions_now():
             self._hide()
         else:
             super()._to_sharded()

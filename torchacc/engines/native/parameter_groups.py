@@ -98,9 +98,7 @@ class Groups:
 
     def versions(self) -> list[tuple[int, int]]:
         """Return how often each parameter has been written to, as far as PyTorch knows."""
-        every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
-        with torch._C.DisableTorchFunctionSubclass():
-            return [(each.sharded_param._version, each._sharded_local_tensor._version) for each in every]
+        return [version[:2] for group in self._all_groups() for version in group.versions_now()]
 
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest that any process has of each number. Collective: every process."""

@@ -44,7 +44,7 @@ class Group(FSDPParamGroup):
     def unshard(self, async_op: bool = False) -> None:
         """Gather, unless the weights that were kept for this backward are still current."""
         if self._waits:
-            if self._may_reuse() and self._versions == self._versions_now():
+            if self._may_reuse() and self._versions == self.versions_now():
                 self._waits = False
                 for parameter in self.fsdp_params:
                     parameter.to_unsharded()
@@ -192,7 +192,7 @@ class Group(FSDPParamGroup):
             drop_gradient(parameter)
 
     def _to_sharded(self) -> None:
-        if self._keeps and self._versions == self._versions_now():
+        if self._keeps and self._versions == self.versions_now():
             self._hide()
             return
         self._waits = self._keeps = False
@@ -203,7 +203,8 @@ class Group(FSDPParamGroup):
         if self._orig_dtype is None:  # all are frozen now, which may change
             self._orig_dtype, self._reduce_dtype = self.fsdp_params[0].orig_dtype, self.fsdp_params[0].reduce_dtype
 
-    def _versions_now(self) -> tuple[tuple[int, int, int], ...]:
+    def versions_now(self) -> tuple[tuple[int, int, int], ...]:
+        """Return how often each shard has been written to: by itself, by its memory, or unseen."""
         with _without_own_functions():
             return tuple(
                 (p.sharded_param._version, p._sharded_local_tensor._version, vars(p.sharded_param).get(TIMES_DATA, 0))
@@ -216,7 +217,7 @@ class Group(FSDPParamGroup):
         What it has saved of them for a backward that is still to come is not what it was: it then raises, as it does
         for a model that is not sharded.
         """
-        before, self._versions = self._versions, self._versions_now()
+        before, self._versions = self._versions, self.versions_now()
         for parameter, (old, *_), (new, *_) in zip(self.fsdp_params, before, self._versions, strict=False):
             if old != new:
                 increment_version(_tensors_of(parameter))
