@@ -36,8 +36,8 @@ class Result:
 
     setup_secs: float = 0.0
     """Building and sharding the model."""
-    first_step_secs: float = 0.0
-    """The first step, with all that is compiled for it."""
+    first_steps: list[float] = field(default_factory=list)
+    """Seconds of the first step, with all that is compiled for it, of each start."""
     compiles: int = 0
     """Programs compiled up to the first round."""
     late_compiles: int = 0
@@ -57,6 +57,11 @@ class Result:
     def takes_part(self) -> bool:
         """Whether it is still asked for steps."""
         return self.error is None and self.cannot_run is None
+
+    @property
+    def first_step_secs(self) -> float:
+        """The median of its first steps."""
+        return median(self.first_steps or [0.0])
 
     @property
     def step_secs(self) -> float:

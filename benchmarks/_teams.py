@@ -79,6 +79,7 @@ def measure(
     folder: Path | None = None,
     processes: Callable[[Any], int] = lambda case: getattr(case, "processes", 1),
     environment: Callable[[Any], Mapping[str, str]] = lambda case: {},
+    starts: Mapping[str, int] | None = None,
     cannot_run: Callable[[Any], str | None] = lambda case: None,
     questions: Callable[[Any], Sequence[str]] = lambda case: (),
     asks_before: bool = False,
@@ -93,6 +94,7 @@ def measure(
         folder: For what the processes write to stderr; None for one that is removed.
         processes: How many a case has.
         environment: Variables for a case that are set where the caller's environment has none.
+        starts: How often cases are started for a first step, by name; the others once.
         cannot_run: Says why a case is left out.
         questions: What its processes are asked in the end, such as `memory`; the answers are the result's.
         asks_before: Whether the first of them is asked before the rounds as well, from where its answer then counts.
@@ -114,6 +116,8 @@ def measure(
             if results[case.name].takes_part
         }
         with running(list(teams.values())):
+            for turn in range(1, max((starts or {}).values(), default=1)):
+                first_steps([team for team in teams.values() if turn < (starts or {}).get(team.name, 1)], results)
             warm_up(list(teams.values()), results)
             if asks_before:
                 _ask(cases, teams, results, lambda case: questions(case)[:1])
@@ -254,6 +258,15 @@ def running(teams: Sequence[Team]) -> Iterator[None]:
             team.stop(patience_secs=20.0 if sys.exc_info()[0] is None else 0.0)
 
 
+def first_steps(teams: Sequence[Team], results: Results) -> None:
+    """Start each case, alone, for its first step only."""
+    for team in progress(teams, "more first steps"):
+        with noting_failure(team, results[team.name]):
+            if team.start()[0].get("cannot_run") is None:
+                results[team.name].first_steps.append(max(answer["secs"] for answer in team.take(1)))
+        team.stop()
+
+
 def warm_up(teams: Sequence[Team], results: Results) -> None:
     """Start each case, alone, and take its first steps, in which it compiles."""
     for team in progress(teams, "first steps"):
@@ -264,11 +277,12 @@ def warm_up(teams: Sequence[Team], results: Results) -> None:
             if result.cannot_run is not None:
                 continue
             result.setup_secs = max(answer["setup_secs"] for answer in answers)
-            for steps in (1, SETTLING_STEPS):
-                answers = team.take(steps)
-                result.first_step_secs = result.first_step_secs or max(answer["secs"] for answer in answers)
-                result.compiles = int(answers[0]["compiles"])
-                result.losses += mean_losses(answers)
+            answers = team.take(1)
+            result.first_steps.append(max(answer["secs"] for answer in answers))
+            result.losses += mean_losses(answers)
+            answers = team.take(SETTLING_STEPS)
+            result.losses += mean_losses(answers)
+            result.compiles = int(answers[0]["compiles"])
 
 
 def take_turns(teams: Sequence[Team], results: Results, rounds: int, steps: int) -> None:

@@ -32,6 +32,8 @@ from _report import (
 from _results import Comparison, Limit, Report, Series, Table, emit
 from _teams import exit_status, measure, read_command_line
 
+STARTS = 3
+"""Of a case whose first step is compared."""
 HEADER = [
     *("case", "processes x devices", "first step s", "compiles", "step s", "CPU s per step"),
     *("ratio", "quartiles", "to", "loss"),
@@ -46,10 +48,17 @@ def main() -> int:
 
         _worker.run(args.worker, args.total_steps)
         return 0
-    results = measure(__file__, args.cases, args, environment=environment, cannot_run=missing_package)
+    results = measure(
+        __file__, args.cases, args, environment=environment, starts=starts(args.rounds), cannot_run=missing_package
+    )
     wrong = differing_losses(results)
     emit(make_report(args.cases, results, wrong, args.rounds, args.steps_per_round), args.json)
     return exit_status(results, wrong)
+
+
+def starts(rounds: int) -> dict[str, int]:
+    """Return how often the cases are started whose first steps are compared; a short run compares one of each."""
+    return {name: min(STARTS, rounds) for limit in FIRST_STEPS for name in (limit.case, limit.reference)}
 
 
 def missing_package(case: Case) -> str | None:
@@ -100,9 +109,9 @@ def make_report(cases: Sequence[Case], results: Results, wrong: Sequence[str], r
 
 
 def first_ratios(limit: Limit, results: Results) -> list[float]:
-    """Return the first step of a case over its reference's; nothing where one was not measured."""
-    pair = [results[name].first_step_secs for name in (limit.case, limit.reference) if name in results]
-    return [pair[0] / pair[1]] if len(pair) == 2 and all(pair) else []
+    """Return the first steps of a case over its reference's; nothing where one was not measured."""
+    pair = [results[name].first_steps for name in (limit.case, limit.reference) if name in results]
+    return [ours / theirs for ours, theirs in zip(*pair, strict=False)] if len(pair) == 2 else []
 
 
 def table_row(case: Case, results: Results) -> list[str]:

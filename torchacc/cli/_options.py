@@ -16,7 +16,10 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     nbytes = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0.0
     if not 1 <= nbytes < 2**63:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no size: write a number and a unit, such as 16GiB or 500MB")
+        instead = "write a number and a unit, such as 16GiB or 500MB"
+        if found and found[2].upper() in ("K", "M", "G", "T"):
+            instead = f"write {found[1]}{found[2].upper()}iB (2^10 times) or {found[1]}{found[2].upper()}B (10^3 times)"
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no size: {instead}")
     return int(nbytes)
 
 

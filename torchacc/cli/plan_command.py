@@ -159,6 +159,8 @@ def _as_text(
         row = [name, *(in_gibibytes(getattr(needed, part)) for part in _PARTS), in_gibibytes(needed.total)]
         rows.append(row + ([_fits(fewest[name])] if fewest else []))
     lines += in_columns(rows)
+    if "HYBRID_SHARD" in found:
+        lines += ["", f"HYBRID_SHARD: {_replicas(args, 'HYBRID_SHARD')} copies of the model; --dp says how many"]
     if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",

@@ -27,7 +27,7 @@ def results_of(importable):
         return {
             name: Result(
                 losses=[1.0],
-                first_step_secs=1.0,
+                first_steps=[1.0],
                 blocks={at: Block(each, each, 0.0, 1.0, None) for at, each in enumerate(of_case)},
                 **values,
             )

@@ -12,7 +12,7 @@ def measured():
     names = (RIVAL, "xla-spmd-2, to the longest", "xla-spmd-2, 4 even buckets", "native-1, packed")
     cases = [case for case in CASES if case.name in names]
     results = {
-        name: Result(first_step_secs=first, compiles=compiles, blocks={0: Block(secs, secs, 0.0, 1.0, None)})
+        name: Result(first_steps=[first], compiles=compiles, blocks={0: Block(secs, secs, 0.0, 1.0, None)})
         for name, (first, compiles, secs) in zip(
             names, [(1.0, 0, 1.0), (30.0, 20, 0.8), (9.0, 4, 1.2), (0.5, 0, 0.5)], strict=True
         )

@@ -7,7 +7,7 @@ def make_result(times, **values):
     from _report import Block, Result
 
     blocks = {index: Block(secs, 2 * secs, 0.0, 1.0, None) for index, secs in times.items()}
-    return Result(first_step_secs=3.0, compiles=2, blocks=blocks, **values)
+    return Result(first_steps=[3.0], compiles=2, blocks=blocks, **values)
 
 
 def test_a_ratio_is_taken_within_a_round_and_nothing_where_one_failed():

@@ -17,6 +17,11 @@ def test_what_is_no_size(text):
         size(text)
 
 
+def test_a_letter_alone_is_no_unit_and_both_that_it_may_mean_are_named():
+    with pytest.raises(argparse.ArgumentTypeError, match="'80g' is no size: write 80GiB .* or 80GB"):
+        size("80g")
+
+
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "9" * 5000, "²"])
 def test_what_is_no_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a number from 1 on"):
