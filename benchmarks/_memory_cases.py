@@ -75,7 +75,7 @@ GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=25
 LLAMA_162M = replace(GPT2_124M, vocabulary=32000, family="llama")
 PLANNED = tuple(
     Case(strategy, n, workload=replace(model, batch=n))
-    for model in (GPT2_124M, LLAMA_162M)
+    for model in (GPT2_124M, LLAMA_162M, replace(LLAMA_162M, family="llama with LoRA"))
     for n in (1, 2, 4, 8)
     for strategy in ("FULL_SHARD", "NO_SHARD")
 )

@@ -70,5 +70,12 @@ def make_mixtral(layers: int, width: int, heads: int, vocabulary: int, length: i
     return MixtralForCausalLM(config).train()
 
 
-MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
+def make_adapted_llama(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Any:
+    """Return a Llama whose adapters of LoRA alone are trained, always with the same values."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    return inject_adapter_in_model(LoraConfig(r=16), make_llama(layers, width, heads, vocabulary, length))
+
+
+MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "llama with LoRA": make_adapted_llama, "mixtral": make_mixtral}
 """By family."""

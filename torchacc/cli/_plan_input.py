@@ -1,6 +1,7 @@
 """What `torchacc plan` plans: a model on the meta device, and how it is trained."""
 
 import argparse
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -152,9 +153,13 @@ def _training(
     if attention_kernels.keeps_scores(config.compute.attention):
         model_config._attn_implementation = "eager"
     kind = find_optimizer(optimizer)
+    model = _build(model_config)
+    if args.lora is not None:
+        name = f"{name} with LoRA of rank {args.lora}"
+        _add_adapters(model, args.lora)
     return Training(
         name=name,
-        model=_build(model_config),
+        model=model,
         batch=batch,
         length=_length(model_config, length),
         config=config,
@@ -247,3 +252,17 @@ def _build(config: Any) -> nn.Module:
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("batched_mm")  # the one that runs without values, and under XLA
     return cast(nn.Module, model.train())
+
+
+def _add_adapters(model: nn.Module, rank: int) -> None:
+    """Put adapters of LoRA into the layers that peft chooses for the model's family; nothing else is trained then."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("--lora plans adapters of peft: pip install peft") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of layers whose weights are transposed
+            inject_adapter_in_model(LoraConfig(r=rank), model)
+    except ValueError as error:
+        raise ConfigError(f"--lora {rank}: peft puts no adapters into {type(model).__name__}: {error}") from error

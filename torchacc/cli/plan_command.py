@@ -40,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, metavar="N", help="samples on each device (default: 1)")
     add("--seq", type=positive, metavar="N", help="tokens of a sample (default: 1024, or what the model can)")
     add("--vocab", type=positive, metavar="N", help="tokens of the vocabulary (default: the model's)")
+    add("--lora", type=positive, metavar="RANK", help="train adapters of peft alone, in layers of its choice")
     add("--optimizer", type=named, metavar="NAME", help="a class of torch.optim (default: adamw)")
     add("--bf16", action="store_true", help="compute in bfloat16; parameters stay in float32")
     policies = get_args(RecomputePolicy)
@@ -149,7 +150,9 @@ def _as_text(
 ) -> str:
     plan = step.plan
     precision = f"{plan.compute_dtype}{_recomputed(plan)}"
-    title = f"{training.name}: {plan.numel:,} parameters in {len(plan.units)} units, {training.optimizer}, {precision}"
+    trained = _num_trained(plan)
+    parameters = f"{plan.numel:,} parameters{f', {trained:,} of them trained,' if trained < plan.numel else ''}"
+    title = f"{training.name}: {parameters} in {len(plan.units)} units, {training.optimizer}, {precision}"
     each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
     sizes = {axis: getattr(training.config.dist, axis).size for axis in _plan_input.SPLITS}
     each += "".join(f", {axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -175,6 +178,10 @@ def _as_text(
     return "\n".join(lines)
 
 
+def _num_trained(plan: ShardingPlan) -> int:
+    return sum(parameter.numel for parameter in plan.parameters if parameter.trainable)
+
+
 def _fits(num_devices: int | None) -> str:
     if num_devices is None:
         return "on no number"
@@ -195,6 +202,7 @@ def _as_json(
     described = {
         "model": training.name,
         "num_parameters": step.plan.numel,
+        "num_trained": _num_trained(step.plan),
         "devices": args.devices,
         "batch": training.batch,
         "seq": training.length,

@@ -100,6 +100,28 @@ def test_batch_length_and_vocabulary_are_chosen(model, capsys):
     assert (small["batch"], small["seq"], large["batch"], large["seq"]) == (1, 16, 4, 8)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_adapters_alone_are_trained(model, capsys, engine):
+    pytest.importorskip("peft")
+    options = ("--model", model, "--engine", engine, "--devices", "2", "--strategy", "FULL_SHARD")
+    found = plan(capsys, *options, "--lora", "4")
+    trained = 2 * (32 * 4 + 4 * 96)  # c_attn, in two layers
+    assert (found["num_parameters"], found["num_trained"]) == (28032 + trained, trained)
+    needed = found["strategies"]["FULL_SHARD"]
+    assert needed["parameters"] == 4 * (28032 + trained) / 2
+    assert needed["total"] < plan(capsys, *options)["strategies"]["FULL_SHARD"]["total"]
+    assert main(["plan", *options, "--lora", "4"]) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert f"with LoRA of rank 4: {28032 + trained:,} parameters, {trained:,} of them trained" in title
+
+
+def test_families_that_peft_has_no_choice_of_layers_for_are_refused(tmp_path, capsys):
+    pytest.importorskip("peft")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "cpmant", "hidden_size": 32, "num_hidden_layers": 1}))
+    assert "peft puts no adapters into CpmAntForCausalLM" in refused(capsys, "--model", str(path), "--lora", "4")
+
+
 def test_products_that_are_kept_are_planned_natively(model, capsys):
     def total(*arguments):
         found = plan(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from peft import LoraConfig, inject_adapter_in_model
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import torchacc
@@ -45,7 +46,11 @@ def make_mixtral():
     return transformers.MixtralForCausalLM(config).train()
 
 
-MODELS = {"gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
+def make_adapted():
+    return inject_adapter_in_model(LoraConfig(r=8), make_llama())
+
+
+MODELS = {"adapters": make_adapted, "gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
 
 
 def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False, schedule="gpipe"):

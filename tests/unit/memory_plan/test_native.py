@@ -8,6 +8,7 @@ import pytest
 from tests import forkrun
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 WORKER = Path(__file__).with_name("native_worker.py")
 CASES = {
@@ -18,8 +19,10 @@ CASES = {
         "llama accumulated",
         "llama recomputed",
         "llama products-kept",
+        "adapters bf16",
     ),
     2: (
+        "adapters recomputed",
         "gpt2",
         "gpt2 recomputed",
         "llama recomputed stepping",
