@@ -133,6 +133,12 @@ def experts_of_interleaved_stages_train_as_unsharded() -> None:
     compare(model, WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": "interleaved"}})
 
 
+@case_of((NATIVE,), num_devices=8)
+def experts_of_stages_of_split_samples_train_as_unsharded() -> None:
+    model = with_random_numbers(make(**FAMILIES["mixtral"]))
+    compare(model, WINDOW, num_devices=8, **beside(pp=2, sp=2))
+
+
 WITHOUT_EXPERTS = {"one-after-another": ([0, 1], "gpipe"), "interleaved": ([0, 2], "interleaved")}
 
 

@@ -55,14 +55,15 @@ def config(
     *,
     dp: int = 1,
     tp: int = 1,
+    sp: int = 1,
     microbatches: int | None = None,
     schedule: str = "gpipe",
     each: int | None = None,
     **options: Any,
 ) -> torchacc.Config:
-    fsdp = {"size": NUM_DEVICES // pp // dp // tp, **options.pop("fsdp", {})}
+    fsdp = {"size": NUM_DEVICES // pp // dp // tp // sp, **options.pop("fsdp", {})}
     stages = {"size": pp, "num_microbatches": microbatches, "schedule": schedule, "stages_per_device": each}
-    dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "pp": stages, "tp": {"size": tp}, "sp": {"size": sp}}
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
 
 
@@ -151,6 +152,45 @@ SPLIT: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
     options, more = how
     compare(make(**options), [packed(), padded(left=True)], in_windows=True, pp=2, tp=2, **more)
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={
+        **{family: {"model": FAMILIES[family], "schedule": "1f1b"} for family in FAMILIES},
+        "gpipe": {"memory": {"gc": True}},
+        "interleaved": {"schedule": "interleaved", "model": {"family": "llama", "layers": 4}},
+        "one-head": {"model": {"num_key_value_heads": 1}},
+        "mixtral": {"model": {"family": "mixtral", "num_local_experts": 4}, "memory": {"gc": True}},
+    },
+    left_out=("gpt2-untied", "qwen2"),
+)
+def stages_of_split_samples_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
+    model = make(**how.pop("model", {}))
+    compare(model, [packed(), padded(left=True), labelled_unevenly()], in_windows=True, pp=2, sp=2, **how)
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={"stages": {"pp": 2, "schedule": "interleaved", "each": 2}, "split-layers": {"pp": 1, "tp": 2}},
+)
+def a_checkpoint_of_stages_of_split_samples_loads_in(after: dict[str, Any]) -> None:
+    make_model = functools.partial(make, layers=4, tie_word_embeddings=True)
+    trained = torchacc.accelerate(make_model(), None, config(pp=2, sp=2, schedule="1f1b"))
+    optimizer = torch.optim.AdamW(trained.parameters(), **ADAM)
+    step(trained, [part_of(trained, packed())], optimizer)
+    folder = Path(sys.argv[2]) / f"pp-sp-saved-{after['pp']}"
+    torchacc.checkpoint.save(folder, model=trained, optimizer=optimizer)
+    loaded = torchacc.accelerate(torchacc.deferred_init(make_model), None, config(**after))
+    new_optimizer = torch.optim.AdamW(loaded.parameters(), lr=1.0)
+    torchacc.checkpoint.load(folder, model=loaded, optimizer=new_optimizer)
+    expected, found = (torchacc.full_state_dict(each) for each in (trained, loaded))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    pairs = ((trained, optimizer), (loaded, new_optimizer))
+    before, now = (step(each, [part_of(each, packed())], its) for each, its in pairs)
+    assert now == pytest.approx(before, rel=RELATIVE)
 
 
 class Saved:
@@ -456,6 +496,7 @@ EIGHT = {"pp": 2, "tp": 2}  # and fsdp 2
 @case([NATIVE], num_devices=8)
 def eight_devices_train_as_the_unsharded_model() -> None:
     compare(make(tie_word_embeddings=True), [packed(), padded(left=True)], in_windows=True, **EIGHT)
+    compare(make(), [packed(), padded(left=True)], in_windows=True, pp=2, tp=2, sp=2, schedule="1f1b")
 
 
 @case([NATIVE, SPMD], num_devices=8)

@@ -10,15 +10,17 @@ from launching import SECONDS_TO_RUN, launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS_TO_RUN)]
 RELATIVE = 1e-5
 TRAINS, GOES_ON = "eight_devices_train_as_the_unsharded_model", "a_checkpoint_goes_on"
+EXPERTS = "experts_of_stages_of_split_samples_train_as_unsharded"
 
 
 @pytest.mark.xla
 def test_a_checkpoint_of_shards_stages_and_split_layers_goes_on_in_other_layouts_and_back(tmp_path):
     found = []
     for number, engine in enumerate(("native-8", "native-4", "xla-spmd-4", "native-8")):
-        launched = launch(engine, tmp_path / str(number), [GOES_ON] if number else [TRAINS, GOES_ON])
+        launched = launch(engine, tmp_path / str(number), [GOES_ON] if number else [TRAINS, EXPERTS, GOES_ON])
         if not number:
             launched.returned(TRAINS)
+            launched.returned(EXPERTS)
         found.append(launched.returned(GOES_ON))
     (expected, loss), *others = found
     assert len(expected) > 60, "weights, and two moments and a number of steps of each"

@@ -199,15 +199,15 @@ def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
         part: torch.Tensor = loss(logits, labels, *args, **{**kwargs, **counted})
         return part
 
-    def run(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    def run(input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
         split = SequenceSplit(input_ids.shape[1], size, 0)
         positions = torch.arange(split.length, device=input_ids.device).unsqueeze(0)
         with sequence_attention.running(SplitForward(split, None)):
             return forward(
                 input_ids=split.part(input_ids),
                 position_ids=split.part(positions),
-                labels=split.part(next_labels(labels)),
-                use_cache=False,
+                labels=None if labels is None else split.part(next_labels(labels)),
+                **{"use_cache": False, **options},
             )
 
     model.loss_function = loss_of_part
@@ -334,16 +334,16 @@ def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, t
     pipeline = plan.pipeline
     modules, last = StageModules(model, pipeline, stage % pipeline.num_devices, dtype), pipeline.size - 1
     anchor = torch.zeros((), device="meta", requires_grad=True)
-    forward, width = model.forward, model.config.hidden_size
+    forward = model.forward
     modules.is_running = True
 
     def run(**batch: torch.Tensor) -> Mapping[str, Any]:
         if stage > 0:
-            modules.received = _Received.apply(anchor, (*batch["input_ids"].shape, width), dtype, traffic)
+            modules.receive = lambda shape: _Received.apply(anchor, tuple(shape), dtype, traffic)
         given = batch if stage == last else {name: value for name, value in batch.items() if name != "labels"}
         with modules.computing(stage):
             output = forward(**given, use_cache=False)
-        hidden, modules.received, modules.computed = modules.computed, None, None
+        hidden, modules.receive, modules.computed = modules.computed, None, None
         if stage == last:
             return {"loss": output.loss}
         return {"loss": _Passed.apply(hidden, traffic)}

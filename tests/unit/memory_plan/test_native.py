@@ -36,7 +36,14 @@ CASES = {
         "llama recomputed accumulated",
         "llama pp=2 interleaved",
     ),
-    4: ("llama pp=2", "llama sp=2 recomputed", "llama tp=2 recomputed", "mixtral ep=2 tp=2", "mixtral ep=2 pp=2"),
+    4: (
+        "llama pp=2",
+        "llama sp=2 recomputed",
+        "llama tp=2 recomputed",
+        "mixtral ep=2 tp=2",
+        "mixtral ep=2 pp=2",
+        "llama sp=2 pp=2",
+    ),
 }
 """By the number of processes."""
 TOLERANCE = 0.1

@@ -114,6 +114,10 @@ class PipelinedModel(NativeModel):
         """Whether processes may have other losses: all stages have that of the last one."""
         return self._replicas_of_stage is not None
 
+    @property
+    def _returns_outputs(self) -> bool:
+        return self.modules.runs_last
+
     def gradient_of_nothing(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the gradient of a parameter of another stage, without elements."""
         return self.place(parameter, torch.zeros_like(local_tensor(parameter)))

@@ -153,13 +153,14 @@ def _looks_at_one_token(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_TOKENWISE) and not isinstance(module, nn.MultiheadAttention)
 
 
-def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> str | None:
+def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup, returns_outputs: Callable[[], bool]) -> str | None:
     """Let the models of transformers in a model run on this device's part of each sample, in place. Collective.
 
     Args:
         model: A model that `check()` has passed.
         mesh: The mesh.
         processes: The job's.
+        returns_outputs: Says whether the forward that runs returns outputs that are put together.
 
     Returns:
         The name that transformers has for attention to the tokens of all devices that share a sample, for
@@ -172,7 +173,7 @@ def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> str | None
     name = sequence_attention.register(groups)
     for each in transformers_attention.models_of(model):
         sequence_attention.make_masks_of_all_tokens(each)
-        _SplitModel(each, index, group, name, groups.num_groups).install()
+        _SplitModel(each, index, group, name, groups.num_groups, returns_outputs).install()
     shared = [f"its heads split over {groups.num_parts}"] * (groups.num_parts > 1)
     shared += [f"its queries over {groups.num_groups} groups"] * (groups.num_groups > 1)
     _log.info("attention: sdpa, %s of the devices that share a sample", " and ".join(shared))
@@ -234,15 +235,25 @@ class _SplitModel:
         group: Their processes.
         attention: The implementation of attention that reaches all of them.
         num_groups: In how many groups they compute it.
+        returns_outputs: Says whether the forward that runs returns outputs that are put together.
     """
 
-    def __init__(self, model: Any, index: int, group: dist.ProcessGroup, attention: str, num_groups: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        index: int,
+        group: dist.ProcessGroup,
+        attention: str,
+        num_groups: int,
+        returns_outputs: Callable[[], bool],
+    ) -> None:
         self._model = model
         self._size = group.size()
         self._index = index
         self._group = group
         self._attention = attention
         self._num_groups = num_groups
+        self._returns_outputs = returns_outputs
         self._forward: Callable[..., Any] = model.forward
         self._signature = inspect.signature(model.forward)
         self._loss: Callable[..., torch.Tensor] = model.loss_function
@@ -276,6 +287,8 @@ class _SplitModel:
             self._targets = None
         if targets is not None and not targets.are_counted and output.get("loss") is not None:
             raise self._refuse("labels, of which it computes a loss otherwise than by its loss_function")
+        if not self._returns_outputs():
+            return output
         whole = self._full_output(output, forward.split, is_kept=targets is not None and torch.is_grad_enabled())
         if is_tuple:
             return whole.to_tuple()

@@ -46,7 +46,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     compute, memory, dist = config.compute, config.memory, config.dist
     refused = {
         "config.dist.tp.plan": dist.tp.plan is not None,
-        f"config.dist.sp.size = {dist.sp.size}": dist.sp.size > 1,
         "config.dist.fsdp.cpu_offload = True": dist.fsdp.cpu_offload,
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
@@ -117,17 +116,18 @@ class StageModules:
     def __init__(self, model: nn.Module, pipeline: PipelinePlan, place: int, dtype: torch.dtype) -> None:
         self.is_running = False
         """Whether a forward of the model runs."""
-        self.received: torch.Tensor | None = None
-        """The hidden states with which the first layer of the stage that runs begins."""
+        self.receive: Callable[[torch.Size], torch.Tensor] | None = None
+        """Returns the hidden states of a shape with which the first layer of the stage that runs begins."""
         self.computed: torch.Tensor | None = None
         """Those that its last layer has returned."""
         self._dtype = dtype
         self._layers: Mapping[int, range] = {stage: pipeline.layers_of(stage) for stage in pipeline.stages_at(place)}
         self._running = range(0)
         """The layers of the stage that runs."""
+        self._num_layers = pipeline.bounds[-1]
         self._others: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {stage: [] for stage in self._layers}
         """What stands in for modules of other stages while a stage of this device runs, by the module that has them."""
-        layers = (f"{pipeline.layers}.{number}" for number in range(pipeline.bounds[-1]))
+        layers = (f"{pipeline.layers}.{number}" for number in range(self._num_layers))
         for name in (*layers, *pipeline.before, *pipeline.after):
             module, stage = model.get_submodule(name), pipeline.stage_of(name)
             run = self._instead_of(module, name.removeprefix(f"{pipeline.layers}.") if pipeline.is_layer(name) else "")
@@ -137,6 +137,11 @@ class StageModules:
             parent, _, leaf = name.rpartition(".")
             for other in self._layers.keys() - {stage}:
                 self._others[other].append((model.get_submodule(parent), leaf, _StandIn(module, run)))
+
+    @property
+    def runs_last(self) -> bool:
+        """Whether the stage that runs is the last one, whose outputs the model returns."""
+        return self._running.stop == self._num_layers
 
     @contextmanager
     def computing(self, stage: int) -> Iterator[None]:
@@ -175,8 +180,8 @@ class StageModules:
     def _pass_layer(self, number: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Begin with what was received, keep what the stage has computed, or pass it on."""
         if number == self._running.start - 1:
-            assert self.received is not None
-            return self.received
+            assert self.receive is not None
+            return self.receive(hidden_states.shape)
         if number == self._running.stop:
             self.computed = hidden_states
         return hidden_states

@@ -71,23 +71,24 @@ class Microbatches:
         link, modules, microbatch = self.link, self.owner.modules, self._parts[number]
         is_last = stage == link.num_stages - 1
         if stage > 0:
-            config: Any = self.owner.model.config
-            if number == 0:
-                self._dtypes[stage] = link.receive_dtype(stage)
-            shape = (*microbatch["input_ids"].shape, config.hidden_size)
-            modules.received = link.receive(shape, self._dtypes[stage], stage, number)
+            modules.receive = partial(self._receive, stage, number)
         if not is_last:
             microbatch = {name: value for name, value in microbatch.items() if name not in OF_LOSS}
         with modules.computing(stage):
             output = self._inner(**microbatch, return_dict=True)
         self.output_type, self.output_names = type(output), tuple(output)
-        hidden, modules.received, modules.computed = modules.computed, None, None
+        hidden, modules.receive, modules.computed = modules.computed, None, None
         if is_last:
             return output.get("loss"), None if torch.is_grad_enabled() else output.logits
         assert hidden is not None, "a layer of the next stage has been called"
         if number == 0:
             link.send_dtype(hidden.dtype, stage)
         return link.send(hidden, stage, number), None
+
+    def _receive(self, stage: int, number: int, shape: torch.Size) -> torch.Tensor:
+        if number == 0:
+            self._dtypes[stage] = self.link.receive_dtype(stage)
+        return self.link.receive(shape, self._dtypes[stage], stage, number)
 
 
 def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
