@@ -20,7 +20,7 @@ from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lif
 from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
-from torchacc.parallel.axes import Role, axes_with
+from torchacc.parallel.axes import Role, axes_with, axis_with
 from torchacc.parallel.experts import on_mesh
 from torchacc.parallel.mesh import STRATEGIES, from_config
 from torchacc.parallel.plan import ShardingPlan, make_plan
@@ -244,6 +244,12 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
     if config.compute.chunked_loss and not backend.runs_eagerly:
         raise ConfigError(
             "config.compute.chunked_loss is in the memory plan of the native engine only: leave it out, to plan without"
+        )
+    stages = axis_with(Role.PIPELINE)
+    if config.compute.chunked_loss and getattr(config.dist, stages).size > 1:
+        raise ConfigError(
+            f"config.compute.chunked_loss beside config.dist.{stages}.size is not in the memory plan, as what "
+            "microbatches keep for backward was not shown to be right: leave it out, to plan without"
         )
     if config.memory.gc_policy != "full" and not backend.runs_eagerly:
         raise ConfigError(

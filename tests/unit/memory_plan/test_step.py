@@ -326,6 +326,12 @@ def test_products_that_are_kept_are_not_planned_under_xla():
         study(Language(), {}, config, num_states=0)
 
 
+def test_chunked_loss_is_not_planned_in_stages():
+    config = Config(compute={"chunked_loss": True}, dist={"pp": {"size": 2}})
+    with pytest.raises(ConfigError, match="beside config.dist.pp.size is not in the memory plan"):
+        study(Language(), {}, config, num_states=0, backend="native")
+
+
 def test_chunked_loss_is_not_planned_under_xla():
     config = Config(compute={"chunked_loss": True})
     with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):

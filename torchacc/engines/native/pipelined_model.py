@@ -178,7 +178,7 @@ class PipelinedModel(NativeModel):
         if unknown is not None:
             raise self._refuse(f"the output {unknown!r}")
         if logits is None:
-            logits = MissingOutput("logits", _NO_LOGITS)
+            logits = MissingOutput("logits", _NO_LOGITS if torch.is_grad_enabled() else _NO_LOGITS_IN_CHUNKS)
         others = {name: _NO_CACHE for name in CACHES if name in names}
         assert made is not None
         output = made(loss=loss, logits=logits, **others)
@@ -522,6 +522,10 @@ def norm_over_stages(gradients: Sequence[torch.Tensor], norm_type: float) -> tor
 _NO_LOGITS = (
     "the logits of a forward that records gradients are on the last stage only (config.dist.pp.size): call the model "
     "under torch.no_grad(), where all ranks get them"
+)
+_NO_LOGITS_IN_CHUNKS = (
+    "compute.chunked_loss: the logits of a forward with labels were never there as a whole: call the model without "
+    "labels, under torch.no_grad()"
 )
 _NO_CACHE = MissingOutput(
     "past_key_values",

@@ -50,7 +50,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
         "config.compute.fp16 = True": compute.fp16,
-        f"config.compute.chunked_loss = {compute.chunked_loss!r}": bool(compute.chunked_loss),
         "config.memory.offload_activations = True": memory.offload_activations,
     }
     refuse_beside(asked, refused)

@@ -44,6 +44,9 @@ class Microbatches:
         self._dtypes: dict[int, torch.dtype] = {}
         """In which hidden states come to each stage."""
         self.has_labels = "labels" in given
+        is_in_chunks = self.has_labels and bool(owner.engine.config.compute.chunked_loss)
+        self.returns_logits = not (torch.is_grad_enabled() or is_in_chunks)
+        """Whether the last stage has logits that stay."""
         self.output_type: type | None = None
         """Of what the model's forward returns."""
         self.output_names: tuple[str, ...] = ()
@@ -66,7 +69,7 @@ class Microbatches:
 
         Returns:
             The last stage's loss, where there are labels, or what stands in the graph for what is sent; the last
-            stage's logits where no gradients are recorded. More would stay for all microbatches.
+            stage's logits, where they stay.
         """
         link, modules, microbatch = self.link, self.owner.modules, self._parts[number]
         is_last = stage == link.num_stages - 1
@@ -79,7 +82,7 @@ class Microbatches:
         self.output_type, self.output_names = type(output), tuple(output)
         hidden, modules.receive, modules.computed = modules.computed, None, None
         if is_last:
-            return output.get("loss"), None if torch.is_grad_enabled() else output.logits
+            return output.get("loss"), output.logits if self.returns_logits else None
         assert hidden is not None, "a layer of the next stage has been called"
         if number == 0:
             link.send_dtype(hidden.dtype, stage)
@@ -92,7 +95,7 @@ class Microbatches:
 
 
 def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Run all forwards of a batch; return its loss, where there are labels, and its logits without gradients."""
+    """Run all forwards of a batch; return its loss, where there are labels, and its logits, where they stay."""
     owner, link = microbatches.owner, microbatches.link
     actions = owner.plan.pipeline.forwards(link.place, len(microbatches))
     with owner.keeping_weights(until_backward=True, ahead=not link.has_first):
@@ -104,7 +107,7 @@ def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch
         absent = [each for each in owner.absent if each.requires_grad]
         loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses, *absent)
     logits = None
-    if not torch.is_grad_enabled():
+    if microbatches.returns_logits:
         own: Any = [each for _, each in outputs if each is not None]
         logits = link.from_last(torch.cat(own) if link.has_last else None)
     link.finish()
