@@ -90,6 +90,19 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: 
     check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
 
 
+MORE_FAMILIES: Mapping[str, dict[str, Any]] = {
+    "gemma": {"family": "gemma", "head_dim": 8, "num_key_value_heads": 1},
+    "gemma3": {
+        "family": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "granite": {"family": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "olmo2": {"family": "olmo2"},
+    "phi3": {"family": "phi3", "pad_token_id": 0},
+    "smollm3": {"family": "smollm3", "pad_token_id": 0},
+}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2"},
     "gpt2-untied": {"family": "gpt2", "tie_word_embeddings": False},
@@ -98,6 +111,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": 5},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    **MORE_FAMILIES,
 }
 
 
@@ -169,7 +183,7 @@ def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any
         "one-head": {"model": {"num_key_value_heads": 1}},
         "mixtral": {"model": {"family": "mixtral", "num_local_experts": 4}, "memory": {"gc": True}},
     },
-    left_out=("gpt2-untied", "qwen2"),
+    left_out=("gpt2-untied", "qwen2", *MORE_FAMILIES),
 )
 def stages_of_split_samples_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
     model = make(**how.pop("model", {}))

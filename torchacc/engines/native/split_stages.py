@@ -25,7 +25,21 @@ from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.pipeline_plan import PipelinePlan
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
 
-_FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_FAMILIES = (
+    "gemma",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 """Model families that tests show to match the unsharded run, by transformers' `model_type`."""
 _MODULES = (transformers_attention.LIBRARY, "torch.nn.")
 """Packages of which all modules have to be."""
