@@ -81,7 +81,7 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: 
         assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
         with torch.no_grad():
             inputs = part_of(model, batches[0])
-            if "compute" in how:  # with labels the loss in chunks has no logits
+            if how.get("compute", {}).get("chunked_loss"):  # with labels the loss in chunks has no logits
                 with pytest.raises(torchacc.EngineError, match="never there as a whole"):
                     model(**inputs).logits[0]
                 inputs.pop("labels")
@@ -226,6 +226,24 @@ def a_checkpoint_of_stages_of_split_samples_loads_in(after: dict[str, Any]) -> N
 def stages_train_with_the_loss_in_chunks(how: dict[str, Any]) -> None:
     model = make(**how.pop("model"))
     compare(model, WINDOW, in_windows=True, compute={"chunked_loss": 3}, **how)
+
+
+COMPILED: Mapping[str, dict[str, Any]] = {
+    "gpipe": {"model": {"family": "gpt2"}},
+    "1f1b-recomputed": {"schedule": "1f1b", "memory": {"gc": True}, "model": {"tie_word_embeddings": True}},
+    "interleaved": {"schedule": "interleaved", "microbatches": 3, "model": {"layers": 4}},
+    "split-layers": {"tp": 2, "model": {}},
+    "split-samples": {"sp": 2, "schedule": "1f1b", "model": {"family": "gpt2"}},
+    "chunks": {"compute": {"chunked_loss": 3}, "model": {}},
+}
+
+
+@case([NATIVE], num_devices=4, each=COMPILED)
+def compiled_stages_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
+    model = make(**how.pop("model"))
+    compute = {"compile": True, "compile_backend": "aot_eager", **how.pop("compute", {})}
+    compare(model, WINDOW, in_windows=True, pp=2, compute=compute, **how)
+    assert torchacc.compile_report().graphs
 
 
 class Saved:
@@ -616,8 +634,6 @@ def unscale(model: nn.Module) -> None:
 @case([NATIVE])
 def what_stages_cannot_do_is_refused() -> None:
     for options, expected in (
-        ({"compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
-        ({"compute": {"chunked_loss": True}}, "compute.chunked_loss"),
         ({"compute": {"fp16": True}}, "compute.fp16"),
         ({"fsdp": {"cpu_offload": True}}, "cpu_offload"),
         ({"memory": {"offload_activations": True}}, "offload_activations"),

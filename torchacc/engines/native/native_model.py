@@ -143,7 +143,7 @@ class NativeModel(ShardedModel):
 
     def _compile_units(self) -> None:
         if self.engine.config.compute.compile:
-            self._compiled = compiled_units.CompiledUnits(self.model, self.plan, self.engine.config)
+            self._compiled = compiled_units.CompiledUnits(self.model, self._own_plan, self.engine.config)
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""

@@ -77,10 +77,6 @@ class PipelinedModel(NativeModel):
         pipeline, place = self.plan.pipeline, self.link.place
         self.absent: list[nn.Parameter] = []
         """The parameters of other stages, without elements."""
-        loss: Any = self.model
-        self._loss: Callable[..., torch.Tensor] = loss.loss_function
-        if self.link.has_last:
-            loss.loss_function = self._loss_of_batch
         shards = super()._shard(optimizer)
         shared = [each for each in self.plan.parameters if len(pipeline.places_of(each.names)) > 1]
         held = [each for each in shared if place in pipeline.places_of(each.names)]
@@ -132,6 +128,14 @@ class PipelinedModel(NativeModel):
             "gradients in each stage by itself, so that some would step and others not. Leave it out, as "
             f"config.compute.bf16 needs none, {_WITHOUT}"
         )
+
+    def _compile_units(self) -> None:
+        """Compile what is to be, the loss of a microbatch with it, of which this model then counts the labels."""
+        super()._compile_units()
+        model: Any = self.model
+        self._loss: Callable[..., torch.Tensor] = model.loss_function
+        if self.link.has_last:
+            model.loss_function = self._loss_of_batch
 
     def _prepare_parameters(self) -> None:
         """Leave out the parameters of other stages, and what their modules compute, as split layers or not."""
