@@ -45,6 +45,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WINDOW = [labelled_unevenly(), padded(left=True)]
+KEPT = {"gc": True, "gc_policy": "save_matmuls"}
 
 
 def accelerate(
@@ -89,6 +90,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "recomputed": {"ep": 2, "memory": {"gc": True}},
     "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
     "kept": {"ep": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
     "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
     "with-the-loss-in-chunks": {"ep": 2, "compute": {"chunked_loss": 3}},
     "fewer-than-devices": {"ep": 2, "num_local_experts": 2},
@@ -115,6 +117,9 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
+    "split-layers-but-for-products": ("deepseek-v3", {**beside(tp=2), "memory": KEPT}),
+    "split-samples-but-for-products": ("qwen3-moe", {**beside(sp=2), "memory": KEPT}),
+    "stages-but-for-products": ("mixtral", {**beside(pp=2), "memory": KEPT}),
     "stages": ("mixtral", beside(pp=2)),
     "stages-recomputed": ("qwen3-moe", {**beside(pp=2), "memory": {"gc": True}}),
     "stages-with-backwards-between": ("mixtral", {"ep": 2, "dist": {"pp": {"size": 2, "schedule": "1f1b"}}}),
@@ -293,7 +298,6 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     mixtral = partial(make, **FAMILIES["mixtral"])
     for options, expected in (
         ({"ep": 2, "compute": {"compile": True, "compile_backend": "eager"}}, "compute.compile"),
-        ({"ep": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
         ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
         ({"ep": 2, "fsdp": {"cpu_offload": True}}, "cpu_offload"),
         ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),

@@ -204,6 +204,19 @@ def compiled_layers_train_as_unsharded(how: tuple[dict[str, Any], dict[str, Any]
     assert torchacc.compile_report().graphs > before
 
 
+SELECTIVE: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "of-a-window": (FAMILIES["mistral"], {"sp": 2}),
+    "beside-split-layers": (FAMILIES["llama"], {"sp": 2, "tp": 2}),
+    "on-more-devices-than-heads": (FAMILIES["qwen2"], {"sp": 4}),
+}
+
+
+@case(each=SELECTIVE)
+def layers_whose_products_are_kept_train_as_unsharded(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    options, axes = how
+    compare(make(**options), [*WINDOW, packed()], **axes, memory={"gc": True, "gc_policy": "save_matmuls"})
+
+
 @case(each=BATCHES)
 def trains_the_same_on_more_devices_than_heads_with_a_batch(make_batch: Callable[[], Batch]) -> None:
     compare(make(heads=2, kv_heads=1), [make_batch()], sp=4, steps=1)
@@ -340,7 +353,6 @@ def what_would_see_a_part_only_is_refused() -> None:
     for options, expected in (
         ({"sp": 2, "compute": {"fp8": True, "fp8_emulate": True}}, "compute.fp8"),
         ({"sp": 2, "compute": {"attention": "flex_attention"}}, "compute.attention"),
-        ({"sp": 2, "memory": {"gc": True, "gc_policy": "save_matmuls"}}, "gc_policy"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(make(), **options)

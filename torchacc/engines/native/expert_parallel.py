@@ -41,7 +41,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     Raises:
         ConfigError: It would not.
     """
-    dist_, compute, memory = config.dist, config.compute, config.memory
+    dist_, compute = config.dist, config.compute
     asked = f"config.dist.ep.size = {mesh.size(Role.EXPERT)}"
     refused = {
         "config.dist.tp.plan": dist_.tp.plan is not None,
@@ -49,7 +49,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         "config.compute.compile = True": compute.compile,
         "config.compute.fp8 = True": compute.fp8,
         "config.compute.fp16 = True": compute.fp16,
-        f"config.memory.gc_policy = {memory.gc_policy!r}": memory.gc_policy != "full",
     }
     refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model

@@ -91,7 +91,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     refused = {
         "config.compute.fp8 = True": compute.fp8,
         f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,
-        f"config.memory.gc_policy = {config.memory.gc_policy!r}": config.memory.gc_policy != "full",
     }
     refuse_beside(asked, refused)
     if type(model) is nn.Module:  # the trainer asks before it has a model
