@@ -21,7 +21,13 @@ from torchacc.engines import quantized_state
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.sharded_model import ShardedModel, sharded_model
 from torchacc.errors import CheckpointError
+from torchacc.logging import get_logger
 from torchacc.parallel.sharding import LocalShard
+
+_log = get_logger(__name__)
+
+_SETTINGS = ("lr", "weight_decay")
+"""Of optimizers, what scripts change between runs."""
 
 
 @path_first("torchacc.checkpoint.load(folder, model=model, optimizer=optimizer)")
@@ -286,6 +292,7 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
     for own, saved in zip(optimizer.param_groups, described["groups"], strict=False):
         own = {name: value for name, value in own.items() if name not in ("params", "param_names")}
         check_alike(plan.folder.path / "optimizer.json", "optimizer", own, saved)
+        _say_what_counts(own, saved)
     names = [group["parameters"] for group in described["groups"]]
     groups = optimizer_state.match_groups(plan.sharded, optimizer, names)
     stored: dict[str, dict[str, StoredTensor]] = {}
@@ -305,6 +312,20 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
                 plan.states[own_id] = {
                     key: _plan_state(parameter, local_shard, key, values) for key, values in entries.items()
                 }
+
+
+def _say_what_counts(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Say of settings of a script's that differ which are those of the checkpoint, as they replace them."""
+    for name in _SETTINGS:
+        before = [group.get(f"initial_{name}", group.get(name)) for group in (own, saved)]
+        if all(isinstance(value, int | float) for value in before) and before[0] != before[1]:
+            _log.info(
+                "the optimizer's %s goes on as in the checkpoint, from %g, not %g as in the script; set it in "
+                "optimizer.param_groups afterwards to change it",
+                name,
+                before[1],
+                before[0],
+            )
 
 
 def _check_quantized(

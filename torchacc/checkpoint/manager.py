@@ -132,6 +132,7 @@ class CheckpointManager:
         self._saving: Future[None] | None = None
         """What is being written in the background."""
         self._saved_step: int | None = None
+        self._restored_step: int | None = None
         self._logged_at: float | None = None
         self._agreement = _StepAgreement()
         self._lock = FolderLock(self.folder)
@@ -181,7 +182,7 @@ class CheckpointManager:
                 self._warn("%s is not restored: %s", path.name, error)
                 continue
             _log.info("restored %s", path)
-            self._saved_step = step
+            self._saved_step = self._restored_step = step
             progress.resumed(step)
             return Restored(step=step, extra=extra, path=path)
         if reasons:
@@ -292,6 +293,14 @@ class CheckpointManager:
         else:
             self._log_save(save_silently(path, **contents))
             self._prune(step)
+        if self._restored_step is not None and step < self._restored_step:
+            self._warn(
+                "step %d was saved, and step %d had been restored, which a restart will restore again: begin to count "
+                "at restored.step",
+                step,
+                self._restored_step,
+            )
+            self._restored_step = None
         self._saved_step = step
         self._late_evaluation.on_save(step)
 

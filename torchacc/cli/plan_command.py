@@ -27,6 +27,8 @@ EXAMPLES = (
     "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for v5e:2x4 --html gpt2.html",
 )
 PLATFORMS = ("cpu", "cuda", "tpu")
+_OF_CLIPPING = "gradients: all of them wait for their norm, of which the trainer clips; that much at most"
+_WITHOUT_CLIPPING = "not planned: clipping, whose norm waits for all gradients; add the column parameters once more"
 _PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
 
 
@@ -94,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         backend=args.engine,
         platform=args.platform or "cuda",
         adds_gradients=training.adds_gradients,
+        clips=training.clips,
     )
     found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args, step)}
     fewest = {}
@@ -170,7 +173,7 @@ def _as_text(
             "XLA's CPU client holds bfloat16 in float32. For TPUs: --platform tpu; for GPUs, natively: --engine native",
         ]
     if not PLANNED_BACKENDS[args.engine].runs_eagerly:
-        lines += ["", "not planned: clipping, whose norm waits for all gradients; add the column parameters once more"]
+        lines += ["", _OF_CLIPPING if training.clips else _WITHOUT_CLIPPING]
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_gibibytes(args.memory)} each"]
         if None in fewest.values() and not plan.recomputed:

@@ -47,5 +47,6 @@ def _checked_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
     for model in _norms:
         if any(id(parameter.grad) in given for parameter in model.model.parameters()):
             model.status.check_window("clip_grad_norm_()")
+            model.expect_clipping("torch.nn.utils.clip_grad_norm_()")
     found = (total_norm(gradients, norm_type) for _, total_norm in sorted(set(_norms.values()), key=itemgetter(0)))
     return next((norm for norm in found if norm is not None), None)

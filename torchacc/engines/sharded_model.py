@@ -200,10 +200,14 @@ class ShardedModel(ABC):
             EngineError: The gradients are those of an accumulation window that was not completed.
         """
         self.status.check_clipping("clip_grad_norm_()")
-        if not self._has_clipped:  # on some processes only it would be so from the first step on
-            self._has_clipped = True
-            self.expect_all("model.clip_grad_norm_()")
+        self.expect_clipping("model.clip_grad_norm_()")
         return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def expect_clipping(self, call: str) -> None:
+        """Wait, the first time, until every process clips: on some only it would be so from the first step on."""
+        if not self._has_clipped:
+            self._has_clipped = True
+            self.expect_all(call)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

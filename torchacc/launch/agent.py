@@ -159,6 +159,12 @@ class Attempt:
         return [record for record in found if record is not None]
 
     @property
+    def places(self) -> dict[int, Progress]:
+        """How far each rank of this machine has said it is, those that have ended included."""
+        found = ((process.rank, progress.read(self.folder, process.local_rank)) for process in self.processes)
+        return {rank: record for rank, record in found if record is not None}
+
+    @property
     def furthest_step(self) -> int:
         """The largest number of steps that a process has made."""
         found = (progress.read(self.folder, process.local_rank) for process in self.processes)

@@ -1,7 +1,7 @@
 """Find the process that hangs, when none makes progress."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchacc.launch.progress import Phase, Progress
@@ -40,6 +40,11 @@ def is_stuck(records: Sequence[Progress], now: float, limit_secs: float) -> bool
     """
     going = [record for record in records if record.phase is not Phase.ENDING]
     return any(r.own_steps for r in going) and all(now - record.since > limit_secs for record in going)
+
+
+def are_apart(records: Iterable[Progress]) -> bool:
+    """Return whether processes that go on are in different steps, or parts of one."""
+    return len({(record.step, record.phase) for record in records if record.phase is not Phase.ENDING}) > 1
 
 
 def find_hung_rank(statuses: Sequence[RankStatus]) -> RankStatus | None:

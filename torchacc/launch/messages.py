@@ -5,11 +5,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchacc.launch.hang import RankStatus, describe, find_hung_rank
 from torchacc.launch.options import LaunchOptions
+from torchacc.launch.progress import Progress
 
 _TRACEBACKS = ("Traceback (most recent call last)", "Fatal Python error")
 _CHAINED = (
@@ -19,6 +20,7 @@ _CHAINED = (
 _RANK = re.compile(r"^\[rank\d+\]: ")  # what PyTorch puts before each line of an exception
 _NUM_LINES = 60
 _MAX_LINES = 200
+_MOST_RANKS = 8
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -73,6 +75,22 @@ def hang(statuses: Sequence[RankStatus], *, is_alone: bool) -> None:
         "each of them waits for others: not all have called the same collectives"
         if is_alone
         else f"those on {hostname()} wait for others: see what the launchers of the other nodes say"
+    )
+
+
+def apart(places: Mapping[int, Progress], before: str) -> None:
+    """Tell where ranks are that have not made the same calls, as far as is known.
+
+    Args:
+        places: How far the ranks of this node are.
+        before: What has been seen of them.
+    """
+    now = time.monotonic()
+    listed = "; ".join(f"rank {rank} {places[rank].where(now)}" for rank in sorted(places)[:_MOST_RANKS])
+    more = "; …" if len(places) > _MOST_RANKS else ""
+    say(
+        f"{before}: {listed}{more}. Every rank has to make the same forwards, steps and saves, an evaluation, too, and "
+        "not under `if rank == 0:`"
     )
 
 

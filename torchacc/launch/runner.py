@@ -30,6 +30,10 @@ HUNG = 124
 """The exit status of a job that did not get on, as that of `timeout`."""
 
 _LOOK_SECS = 0.05
+_APART_SECS = 60.0
+"""How long ranks may stay at different places before that is said."""
+_STILL_SECS = 240.0
+"""How long they may stay at one."""
 _WAIT_SECS = (5.0, 30.0)
 """How long a node waits for others before it says so, and says so again; then twice as long each time."""
 _MEETING_SECS = 600.0
@@ -127,7 +131,7 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         reason = _watch(attempt, options, signals)
         if reason is _Reason.HUNG:
             messages.hang(attempt.rank_statuses(), is_alone=options.num_nodes == 1)
-        failed = attempt.failed  # before others fail because they are killed
+        failed, places = attempt.failed, attempt.places  # before others fail because they are killed
         gone = [process.rank for process in attempt.processes if process.status == 0]
     finally:
         attempt.end()
@@ -142,6 +146,8 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         output = "" if is_shown else attempt.output_of(first)
         is_out_of_memory = messages.count_oom_kills() > oom_kills
         messages.failure(first.rank, status, output, gone=gone, is_out_of_memory=is_out_of_memory)
+        if status == -signal.SIGABRT and hang.are_apart(places.values()):
+            messages.apart(places, "the ranks may have been in different collectives")
         return Ended(_as_exit_status(status), step, is_fault=is_fault(first))
     if reason is _Reason.LEFT:
         messages.left()
@@ -211,6 +217,10 @@ class _Notices:
             self._say(messages.started, options.node_rank, [p.rank for p in attempt.processes], attempt.num_ranks)
         if attempt.num_ranks != options.num_processes * options.num_nodes:
             self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
+        limit = _APART_SECS if hang.are_apart(attempt.progress) else _STILL_SECS
+        if secs < math.inf and hang.is_stuck(attempt.progress, now, limit):
+            found = f"no rank has gone on for {limit:.0f} s (--heartbeat-secs ends such a job)"
+            self._say(messages.apart, attempt.places, found)
         several = attempt.num_ranks > 1 and options.node_rank == 0 and not attempt.other_nodes.failed
         if several and secs > _UNUSED_SECS and not attempt.uses_torchacc:
             self._say(messages.not_used)

@@ -90,6 +90,8 @@ class Step:
     num_states: int
     """Tensors in a parameter's shape that the optimizer keeps for it."""
     backend: PlannedBackend
+    clips: bool = False
+    """Whether gradients are clipped by their norm, which waits for all of them."""
 
     @property
     def num_inner(self) -> int:
@@ -117,7 +119,12 @@ class Step:
             )
             for each in self.devices
         ]
-        return max(found, key=lambda needed: needed.total)
+        needed = max(found, key=lambda needed: needed.total)
+        if self.backend.runs_eagerly or not self.clips:
+            return needed
+        trained = sum(each.numel for each in plan.parameters if each.trainable)
+        waiting = needed.parameters * trained // plan.numel  # as large as the parameters at rest, at most
+        return replace(needed, gradients=needed.gradients + waiting)
 
     def plan_on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> ShardingPlan:
         """Return the plan of the model on so many devices.
@@ -188,6 +195,7 @@ def study(
     backend: str = "xla",
     platform: str = "cuda",
     adds_gradients: bool = False,
+    clips: bool = False,
 ) -> Step:
     """Run a training step on the meta device, and note what it takes.
 
@@ -204,6 +212,7 @@ def study(
         platform: Of the devices, `cpu`, `cuda` or `tpu`: XLA's CPU client holds bfloat16 in float32, and autocast on a
             GPU computes norms, powers and the like in float32.
         adds_gradients: Whether a step is of several batches, all but the last inside of `torchacc.accumulate()`.
+        clips: Whether gradients are clipped by their norm: under XLA all of them wait for it, which is added whole.
 
     Raises:
         ConfigError: The model cannot run there, or the config asks for what is not planned.
@@ -221,7 +230,7 @@ def study(
     batch_bytes = sum(tensor.nbytes for tensor in (*batch.values(), *model.buffers()))
     look = partial(_study_stage, model, batch, config, plan, chosen, platform=platform, adds_gradients=adds_gradients)
     devices = [DeviceStep(tuple(map(look, plan.pipeline.stages_at(place))), batch_bytes) for place in _places(plan)]
-    return Step(plan, tuple(devices), num_states, chosen)
+    return Step(plan, tuple(devices), num_states, chosen, clips)
 
 
 def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients: bool) -> None:
