@@ -230,6 +230,8 @@ class DistributedConfig(Section):
 class StageConfig(Section):
     """One stage: `training_stages.<name>`."""
 
+    elsewhere = TrainingConfig.elsewhere
+
     model: Name | None = Field(default=None, alias="model_config")
     """Name of the top-level section `model_config_…` that describes the model; the command's `--model-config` wins."""
     init_from: StrictStr | None = None

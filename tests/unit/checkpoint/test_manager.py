@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from tests.logged import heard
 from tests.unit.checkpoint.manager_run import Run, flip, names
 from torchacc.checkpoint import loader, saver
 from torchacc.checkpoint import manager as manager_module
@@ -54,6 +55,34 @@ def test_a_run_that_saves_after_each_step_logs_one_of_many_saves(tmp_path, caplo
         monkeypatch.setattr(manager_module, "_LOG_EVERY_SECS", 0.0)
         run.train(until=6)
         assert len(said()) == 2
+
+
+def test_a_run_that_counts_from_zero_after_a_restore_is_told(tmp_path):
+    with (first := Run(tmp_path, every_steps=3)).manager:
+        first.train(until=6)
+    with (again := Run(tmp_path, every_steps=3)).manager as manager, heard() as lines:
+        assert again.restore().step == 6
+        manager.save(6)
+        assert not any("had been restored" in line for line in lines)
+        assert manager.save_if_due(3)
+        assert manager.save_if_due(3)
+    (warned,) = [line for line in lines if "had been restored" in line]
+    assert "step 3 was saved, and step 6 had been restored" in warned
+    assert "begin to count at restored.step" in warned
+
+
+def test_a_rate_that_the_checkpoint_replaces_is_named(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torchacc")
+    with (first := Run(tmp_path, every_steps=3)).manager:
+        first.train(until=3)
+    for factor, num_lines in ((1, 0), (3, 1)):
+        with (again := Run(tmp_path)).manager, heard() as lines:
+            (group,) = again.optimizer.param_groups
+            group["lr"] = group["initial_lr"] = group["lr"] * factor
+            again.restore()
+            assert again.optimizer.param_groups[0]["lr"] == 0.025
+        found = [line for line in lines if "the optimizer's lr goes on as in the checkpoint" in line]
+        assert len(found) == num_lines
 
 
 def test_nothing_to_restore(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from torchacc.launch.hang import RankStatus, describe, find_hung_rank, is_stuck
+from torchacc.launch.hang import RankStatus, are_apart, describe, find_hung_rank, is_stuck
 from torchacc.launch.progress import Phase, Progress
 
 IN_COLLECTIVE = """Thread 0x00007f0000000001 (most recent call first):
@@ -40,6 +40,12 @@ def test_of_several_the_culprit_is_the_least_far():
     free = [standing(0, ELSEWHERE, step=58), standing(1, ELSEWHERE), standing(2, ELSEWHERE, phase=Phase.BACKWARD)]
     assert find_hung_rank(free).rank == 1
     assert find_hung_rank([standing(0, ELSEWHERE), standing(1, ELSEWHERE, since=99.0)]).rank == 1
+
+
+def test_ranks_are_apart_in_other_steps_or_parts_of_one():
+    assert are_apart([record(), record(phase=Phase.BACKWARD)])
+    assert are_apart([record(), record(step=58)])
+    assert not are_apart([record(), record(since=7.0), record(phase=Phase.ENDING)])
 
 
 def test_nobody_is_blamed_where_each_waits_for_others():

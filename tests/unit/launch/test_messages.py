@@ -2,6 +2,7 @@ import pytest
 
 from torchacc.launch import messages
 from torchacc.launch.options import LaunchOptions
+from torchacc.launch.progress import Phase, Progress
 
 CHAINED = """step 1
 Traceback (most recent call last):
@@ -37,6 +38,20 @@ def test_last_words_without_a_traceback_are_the_last_lines():
 def test_a_traceback_of_long_ago_is_none_of_the_last_words():
     words = messages.last_words(CHAINED + "a line\n" * 300)
     assert words.splitlines() == ["a line"] * 60
+
+
+def test_ranks_that_are_apart_are_told_with_what_to_write(capsys):
+    places = {
+        rank: Progress(step=2, own_steps=2, phase=phase, since=0.0)
+        for rank, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, *[Phase.BACKWARD] * 9))
+    }
+    messages.apart(places, "no rank has gone on")
+    said = capsys.readouterr().err
+    assert "no rank has gone on: rank 0 in the forward pass of step 3 for" in said
+    assert "rank 1 between the forward pass and the optimizer's step of step 3 for" in said
+    assert "rank 7 " in said
+    assert "rank 8 " not in said
+    assert "not under `if rank == 0:`" in said
 
 
 def test_a_killed_process_is_named_as_such():

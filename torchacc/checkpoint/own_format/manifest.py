@@ -113,7 +113,8 @@ def locate(path: Path) -> Path:
     for other in leftovers(path, "incomplete", "replaced"):
         if (other / MANIFEST).exists():
             return other
-    raise CheckpointError(f"there is no checkpoint {path}{beside(path)}")
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise CheckpointError(f"there is no checkpoint {path}{where}{beside(path)}")
 
 
 def beside(path: Path) -> str:
