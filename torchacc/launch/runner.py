@@ -208,6 +208,7 @@ class _Notices:
         if now - self._read > _READ_SECS:
             self._read = now
             messages.pass_on(attempt.own_lines())
+            self._look_for_stop(now)
         if options.num_nodes > 1 and not attempt.processes and secs > self._next_wait:
             self._next_wait = next(self._waits)
             messages.waiting(options, secs)
@@ -217,13 +218,17 @@ class _Notices:
             self._say(messages.started, options.node_rank, [p.rank for p in attempt.processes], attempt.num_ranks)
         if attempt.num_ranks != options.num_processes * options.num_nodes:
             self._say(messages.uneven, options.num_processes, options.num_nodes, attempt.num_ranks)
-        limit = _APART_SECS if hang.are_apart(attempt.progress) else _STILL_SECS
-        if secs < math.inf and hang.is_stuck(attempt.progress, now, limit):
-            found = f"no rank has gone on for {limit:.0f} s (--heartbeat-secs ends such a job)"
-            self._say(messages.apart, attempt.places, found)
         several = attempt.num_ranks > 1 and options.node_rank == 0 and not attempt.other_nodes.failed
         if several and secs > _UNUSED_SECS and not attempt.uses_torchacc:
             self._say(messages.not_used)
+
+    def _look_for_stop(self, now: float) -> None:
+        """Say where the ranks are that run where none has gone on for long."""
+        records = self._attempt.progress
+        limit = _APART_SECS if hang.are_apart(records) else _STILL_SECS
+        if math.isfinite(now) and hang.is_stuck(records, now, limit):
+            found = f"no rank has gone on for {limit:.0f} s (--heartbeat-secs ends such a job)"
+            self._say(messages.apart, self._attempt.places, found)
 
     def _say(self, message: Callable[..., None], *given: object) -> None:
         """Say a message, once."""
