@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from _machine import OtherWork, checkout_environment
@@ -79,7 +80,7 @@ def measure(
     folder: Path | None = None,
     processes: Callable[[Any], int] = lambda case: getattr(case, "processes", 1),
     environment: Callable[[Any], Mapping[str, str]] = lambda case: {},
-    starts: Mapping[str, int] | None = None,
+    starts: Mapping[str, int] = MappingProxyType({}),
     cannot_run: Callable[[Any], str | None] = lambda case: None,
     questions: Callable[[Any], Sequence[str]] = lambda case: (),
     asks_before: bool = False,
@@ -116,8 +117,8 @@ def measure(
             if results[case.name].takes_part
         }
         with running(list(teams.values())):
-            for turn in range(1, max((starts or {}).values(), default=1)):
-                first_steps([team for team in teams.values() if turn < (starts or {}).get(team.name, 1)], results)
+            for turn in range(1, max(starts.values(), default=1)):
+                take_first_steps([team for team in teams.values() if turn < starts.get(team.name, 1)], results)
             warm_up(list(teams.values()), results)
             if asks_before:
                 _ask(cases, teams, results, lambda case: questions(case)[:1])
@@ -258,13 +259,24 @@ def running(teams: Sequence[Team]) -> Iterator[None]:
             team.stop(patience_secs=20.0 if sys.exc_info()[0] is None else 0.0)
 
 
-def first_steps(teams: Sequence[Team], results: Results) -> None:
+def take_first_steps(teams: Sequence[Team], results: Results) -> None:
     """Start each case, alone, for its first step only."""
     for team in progress(teams, "more first steps"):
         with noting_failure(team, results[team.name]):
-            if team.start()[0].get("cannot_run") is None:
-                results[team.name].first_steps.append(max(answer["secs"] for answer in team.take(1)))
+            _start(team, results[team.name])
         team.stop()
+
+
+def _start(team: Team, result: Result) -> list[dict[str, Any]]:
+    """Start a case, and take its first step; return the answers of that, none where it cannot run."""
+    answers = team.start()
+    result.cannot_run = answers[0].get("cannot_run")
+    if result.cannot_run is not None:
+        return []
+    result.setup_secs = max(answer["setup_secs"] for answer in answers)
+    answers = team.take(1)
+    result.first_steps.append(max(answer["secs"] for answer in answers))
+    return answers
 
 
 def warm_up(teams: Sequence[Team], results: Results) -> None:
@@ -272,13 +284,9 @@ def warm_up(teams: Sequence[Team], results: Results) -> None:
     for team in progress(teams, "first steps"):
         result = results[team.name]
         with noting_failure(team, result):
-            answers = team.start()
-            result.cannot_run = answers[0].get("cannot_run")
-            if result.cannot_run is not None:
+            answers = _start(team, result)
+            if not answers:
                 continue
-            result.setup_secs = max(answer["setup_secs"] for answer in answers)
-            answers = team.take(1)
-            result.first_steps.append(max(answer["secs"] for answer in answers))
             result.losses += mean_losses(answers)
             answers = team.take(SETTLING_STEPS)
             result.losses += mean_losses(answers)

@@ -80,7 +80,7 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: 
         expected = step(plain_model, whole, plain_optimizer)
         assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
         with torch.no_grad():
-            inputs = part_of(model, batches[0])
+            inputs = own[0]
             if how.get("compute", {}).get("chunked_loss"):  # with labels the loss in chunks has no logits
                 with pytest.raises(torchacc.EngineError, match="never there as a whole"):
                     model(**inputs).logits[0]

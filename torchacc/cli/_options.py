@@ -18,7 +18,8 @@ def size(text: str) -> int:
     if not 1 <= nbytes < 2**63:
         instead = "write a number and a unit, such as 16GiB or 500MB"
         if found and found[2].upper() in ("K", "M", "G", "T"):
-            instead = f"write {found[1]}{found[2].upper()}iB (2^10 times) or {found[1]}{found[2].upper()}B (10^3 times)"
+            number = f"{found[1]}{found[2].upper()}"
+            instead = f"write {number}iB (in powers of 1024) or {number}B (of 1000)"
         raise argparse.ArgumentTypeError(f"{shown(text)} is no size: {instead}")
     return int(nbytes)
 

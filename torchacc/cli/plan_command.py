@@ -153,7 +153,7 @@ def _as_text(
 ) -> str:
     plan = step.plan
     precision = f"{plan.compute_dtype}{_recomputed(plan)}"
-    trained = _num_trained(plan)
+    trained = plan.num_trained
     parameters = f"{plan.numel:,} parameters{f', {trained:,} of them trained,' if trained < plan.numel else ''}"
     title = f"{training.name}: {parameters} in {len(plan.units)} units, {training.optimizer}, {precision}"
     each = f"each of {args.devices} devices" if args.devices > 1 else "one device"
@@ -181,10 +181,6 @@ def _as_text(
     return "\n".join(lines)
 
 
-def _num_trained(plan: ShardingPlan) -> int:
-    return sum(parameter.numel for parameter in plan.parameters if parameter.trainable)
-
-
 def _fits(num_devices: int | None) -> str:
     if num_devices is None:
         return "on no number"
@@ -205,7 +201,7 @@ def _as_json(
     described = {
         "model": training.name,
         "num_parameters": step.plan.numel,
-        "num_trained": _num_trained(step.plan),
+        "num_trained": step.plan.num_trained,
         "devices": args.devices,
         "batch": training.batch,
         "seq": training.length,

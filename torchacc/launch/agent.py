@@ -167,8 +167,7 @@ class Attempt:
     @property
     def furthest_step(self) -> int:
         """The largest number of steps that a process has made."""
-        found = (progress.read(self.folder, process.local_rank) for process in self.processes)
-        return max((record.step for record in found if record is not None), default=0)
+        return max((record.step for record in self.places.values()), default=0)
 
     def is_over(self) -> bool:
         """Look which processes have ended, and return whether all have and the other machines know it."""

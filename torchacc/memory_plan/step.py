@@ -122,8 +122,7 @@ class Step:
         needed = max(found, key=lambda needed: needed.total)
         if self.backend.runs_eagerly or not self.clips:
             return needed
-        trained = sum(each.numel for each in plan.parameters if each.trainable)
-        waiting = needed.parameters * trained // plan.numel  # as large as the parameters at rest, at most
+        waiting = needed.parameters * plan.num_trained // plan.numel  # as large as the parameters at rest, at most
         return replace(needed, gradients=needed.gradients + waiting)
 
     def plan_on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> ShardingPlan:

@@ -155,6 +155,11 @@ class ShardingPlan:
         return sum(unit.numel for unit in self.units)
 
     @property
+    def num_trained(self) -> int:
+        """Number of elements that are trained, of those."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
+
+    @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names that are one parameter."""
         return tuple(parameter.names for parameter in self.parameters if parameter.aliases)

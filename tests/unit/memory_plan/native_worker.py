@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from peft import LoraConfig, inject_adapter_in_model
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import torchacc
@@ -47,6 +46,8 @@ def make_mixtral():
 
 
 def make_adapted():
+    from peft import LoraConfig, inject_adapter_in_model
+
     return inject_adapter_in_model(LoraConfig(r=8), make_llama())
 
 

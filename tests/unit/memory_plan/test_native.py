@@ -8,7 +8,6 @@ import pytest
 from tests import forkrun
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 WORKER = Path(__file__).with_name("native_worker.py")
 CASES = {

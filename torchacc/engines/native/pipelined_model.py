@@ -110,7 +110,6 @@ class PipelinedModel(NativeModel):
         """Whether processes may have other losses: all stages have that of the last one."""
         return self._replicas_of_stage is not None
 
-    @property
     def _returns_outputs(self) -> bool:
         return self.modules.runs_last
 

@@ -38,22 +38,6 @@ from torchacc.parallel.sequence_split import IGNORED, SequenceSplit, head_parts,
 
 _log = get_logger(__name__)
 
-_FAMILIES = (
-    "gemma",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Model families that tests show to match the unsharded run, by transformers' `model_type`."""
 _KERNELS = ("auto", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math")
 _ROTATIONS_OF_A_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on how many tokens there are."""
@@ -112,8 +96,9 @@ def _why_it_cannot(model: Any) -> str | None:
     if not is_for_installed("sequence_attention"):
         return f"torchacc knows how with transformers{PATCHES['sequence_attention'].versions} only"
     config, forward = model.config, inspect.unwrap(type(model).forward)
-    if config.model_type not in _FAMILIES:
-        return f"the families whose samples are split are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
+    if config.model_type not in transformers_attention.SPLIT_FAMILIES:
+        known = ", ".join(transformers_attention.SPLIT_FAMILIES)
+        return f"the families whose samples are split are {known}, and this is {config.model_type!r}"
     if not forward.__module__.startswith(transformers_attention.LIBRARY):
         return f"its forward is the script's own ({forward.__module__}), which may look at tokens of other devices"
     if not (type(model).__name__.endswith(transformers_attention.PREDICTS_NEXT_TOKENS) or model.base_model is model):

@@ -25,22 +25,6 @@ from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.pipeline_plan import PipelinePlan
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
 
-_FAMILIES = (
-    "gemma",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Model families that tests show to match the unsharded run, by transformers' `model_type`."""
 _MODULES = (transformers_attention.LIBRARY, "torch.nn.")
 """Packages of which all modules have to be."""
 
@@ -79,8 +63,9 @@ def _why_it_cannot(model: Any) -> str | None:
     if model not in transformers_attention.models_of(model):
         return "it is no model of transformers, of which it is known what runs before and after the layers"
     config, forward = model.config, inspect.unwrap(type(model).forward)
-    if config.model_type not in _FAMILIES:
-        return f"the families that are split into stages are {', '.join(_FAMILIES)}, and this is {config.model_type!r}"
+    if config.model_type not in transformers_attention.SPLIT_FAMILIES:
+        known = ", ".join(transformers_attention.SPLIT_FAMILIES)
+        return f"the families that are split into stages are {known}, and this is {config.model_type!r}"
     if not type(model).__name__.endswith(transformers_attention.PREDICTS_NEXT_TOKENS):
         return "it does not predict each next token by transformers' own head"
     if not forward.__module__.startswith(transformers_attention.LIBRARY) or "forward" in vars(model):

@@ -18,6 +18,22 @@ EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
 """Implementations, by their names in transformers."""
 LIBRARY = "transformers."
 """How the names of the library's modules begin."""
+SPLIT_FAMILIES = (
+    "gemma",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Families that tests show to match the unsharded run, with samples or layers split, by transformers' `model_type`."""
 PREDICTS_NEXT_TOKENS = ("ForCausalLM", "LMHeadModel")
 """How the classes end that predict each next token."""
 
