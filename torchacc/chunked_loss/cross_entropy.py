@@ -66,7 +66,7 @@ class LossChunks:
             of_hidden: Whether that of the hidden states is.
         """
         count = (labels != self.ignore_index).sum() if self.is_mean else None
-        scale = None if count is None else 1.0 / count.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))
+        scale = None if count is None else 1.0 / count.clamp(min=1).to(_accurate(hidden.dtype))
         total: torch.Tensor | None = None
         of_tokens: list[torch.Tensor] = []
         sums: list[torch.Tensor | None] = [None] * len(wanted)
@@ -98,19 +98,25 @@ class LossChunks:
         # The hooks of the forward around this one, which note or move what it saves for its backward, are not for what
         # is used up right here.
         with torch.set_grad_enabled(with_gradients), saved_tensors_hooks(_as_it_is, _as_it_is):
-            logits = self.logits_of(tokens.reshape(-1, tokens.shape[-1]))
-            loss = F.cross_entropy(
-                logits.to(torch.promote_types(logits.dtype, torch.float32)),
-                labels.reshape(-1),
-                ignore_index=self.ignore_index,
-                reduction="sum",
-                label_smoothing=self.label_smoothing,
-            )
+            loss = self._summed_loss(self.logits_of(tokens.reshape(-1, tokens.shape[-1])), labels.reshape(-1))
             if not with_gradients:
                 return loss, []
             asked = [*([tokens] if of_hidden else []), *wanted]
             _refuse_others(loss, asked)
             return loss.detach(), list(torch.autograd.grad(loss, asked, scale, allow_unused=True))
+
+    def _summed_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tokens' losses, in float32 at least."""
+        if logits.device.type != "xla":
+            loss: torch.Tensor = _CrossEntropy.apply(logits, labels, self.ignore_index, self.label_smoothing)
+            return loss
+        return F.cross_entropy(  # whose backward XLA makes into a single loop
+            logits.to(_accurate(logits.dtype)),
+            labels,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
 
     def _chunks(self, hidden: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield hidden states and labels of each chunk, as many tokens of each device's, as alike in size as can be."""
@@ -120,6 +126,43 @@ class LossChunks:
         size = max(ceil(length / max(ceil(length / self.size), 1)), 1)
         for start in range(0, max(length, 1), size):
             yield hidden[:, start : start + size], labels[:, start : start + size]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The sum of cross entropies, as `F.cross_entropy()` has it, that holds one tensor of the logits' shape.
+
+    Its gradient is written over the logarithms of probabilities, as Liger's kernels do: backward can run once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float
+    ) -> torch.Tensor:
+        logs = F.log_softmax(logits, dim=-1, dtype=_accurate(logits.dtype))
+        counts = labels != ignore_index
+        classes = labels.where(counts, 0).unsqueeze(1)
+        losses = -logs.gather(1, classes).squeeze(1)
+        if label_smoothing:
+            losses = (1 - label_smoothing) * losses - label_smoothing * logs.mean(dim=1)
+        ctx.save_for_backward(logs, classes, counts)
+        ctx.label_smoothing, ctx.dtype = label_smoothing, logits.dtype
+        return losses.where(counts, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logs, classes, counts = ctx.saved_tensors
+        gradient = logs.exp_()
+        if ctx.label_smoothing:
+            gradient -= ctx.label_smoothing / logs.shape[1]
+        gradient.scatter_add_(1, classes, torch.full_like(classes, ctx.label_smoothing - 1, dtype=gradient.dtype))
+        gradient *= (counts * grad).unsqueeze(1)
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or a dtype with more digits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +189,7 @@ def _refuse_others(loss: torch.Tensor, asked: Sequence[torch.Tensor]) -> None:
 def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """Add a chunk's gradient to the sum, which has float32's digits at least."""
     if total is None:
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        return gradient.to(_accurate(gradient.dtype), copy=True)
     return total.add_(gradient)
 
 

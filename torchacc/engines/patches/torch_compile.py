@@ -20,6 +20,15 @@ _COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 _OLDEST_GPU = (7, 0)
 """The compute capability that Triton needs."""
+_LOAD_VECTOR_CODE = """
+from ctypes import CDLL
+try:
+    CDLL({library!r})
+except OSError:  # what it needs lies where only PyTorch finds it
+    import torch
+CDLL("__lib_path__")
+"""
+"""A program that ends well where the library at `__lib_path__`, which PyTorch fills in, can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,20 @@ def prepare() -> None:
     set_compilation_metrics_limit(_MOST_ENTRIES)
     # With donated buffers a compiled backward writes over what it has read, and raises where it is to run again.
     config.donated_buffer = False
+    _try_vector_code_without_import()
+
+
+def _try_vector_code_without_import() -> None:
+    """Let PyTorch try each kind of a CPU's vector code in a process that loads its library, and does not import it.
+
+    It tries them when a process first compiles, also where all that is to be compiled is on disk, and importing PyTorch
+    anew for each takes seconds. Newer versions do not import it either.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    if "\nimport torch\n" in getattr(VecISA, "_avx_py_load", ""):
+        library = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+        VecISA._avx_py_load = _LOAD_VECTOR_CODE.format(library=library)
 
 
 def is_refusal(error: Exception) -> bool:
