@@ -60,7 +60,9 @@ def split_stages(model: Any, tokens: torch.Tensor, batch_size: int, schedule: st
 
     part = Part()
     stage = Stage(part, rank, PROCESSES, torch.device("cpu"))
-    runs = getattr(pipelining, schedule)(stage, microbatches, loss_of)
+    kind = getattr(pipelining, schedule)
+    takes_several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+    runs = kind([stage] if takes_several else stage, microbatches, loss_of)
     optimizer = make_optimizer(part)
     for batch in tokens.split(batch_size):
         optimizer.zero_grad()

@@ -64,6 +64,10 @@ PAIRS = (
     (Case("tp-2", "tp"), Case("parallelize_module-2", "tp", by_hand="parallelize_module()")),
     (Case("pp-2-gpipe", "pp", "gpipe"), Case("ScheduleGPipe-2", "pp", by_hand="ScheduleGPipe")),
     (Case("pp-2-1f1b", "pp", "1f1b"), Case("Schedule1F1B-2", "pp", by_hand="Schedule1F1B")),
+    (
+        Case("pp-2-zero-bubble", "pp", "zero_bubble"),
+        Case("ScheduleInterleavedZeroBubble-2", "pp", by_hand="ScheduleInterleavedZeroBubble"),
+    ),
     (Case("sp-2", "sp"), Case("ulysses-2", "sp", by_hand="DeepSpeed-Ulysses' algorithm")),
 )
 """Ours, and that by hand."""

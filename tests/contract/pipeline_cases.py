@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.checkpoint import checkpoint
 
 import torchacc
+from torchacc.engines.native import split_backward
 
 
 def make(family: str = "llama", layers: int = 3, **options: Any) -> nn.Module:
@@ -120,6 +121,7 @@ def a_family_in_two_stages_trains_as_the_unsharded_model(options: dict[str, Any]
     compare(make(**options), [padded(14, left=True)], pp=2)
 
 
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 BATCHES: Mapping[str, Callable[[], Batch]] = {
     "uneven-labels": labelled_unevenly,
     "packed": packed,
@@ -312,6 +314,66 @@ def backwards_between_forwards_of_four_devices_train_with(how: dict[str, Any]) -
     compare(make(family, layers=5), WINDOW, in_windows=True, schedule="1f1b", **how)
 
 
+@case(
+    [NATIVE],
+    each={
+        "packed": (packed, {}, {}),
+        "uneven-labels-recomputed": (labelled_unevenly, {"tie_word_embeddings": False}, {"memory": {"gc": True}}),
+        "kept-weights": (plain, {"family": "qwen2"}, {"fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}),
+        "chunks": (plain, {"family": "llama", "tie_word_embeddings": True}, {"compute": {"chunked_loss": 3}}),
+    },
+)
+def stages_that_split_backwards_train_the_same_with(how: tuple[Callable[..., Batch], Any, Any]) -> None:
+    make_batch, model, more = how
+    window = [make_batch(), plain()]
+    compare(make(**{"family": "gpt2", **model}), window, pp=2, schedule="zero_bubble", in_windows=True, **more)
+
+
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={
+        "shards-recomputed": {"pp": 2, "memory": {"gc": True}, "family": "llama"},
+        "replicas": {"pp": 2, "dp": 2},
+        "split-layers": {"pp": 2, "tp": 2, "family": "llama"},
+        "split-samples": {"pp": 2, "sp": 2},
+        "four": {"pp": 4, "microbatches": 7},
+        "four-with-few": {"pp": 4, "microbatches": 2},
+    },
+)
+def stages_of_four_devices_that_split_backwards_train_with(how: dict[str, Any]) -> None:
+    family = how.pop("family", "gpt2")
+    compare(make(family, layers=5), WINDOW, in_windows=True, schedule="zero_bubble", **how)
+
+
+@case([NATIVE])
+def weights_get_their_gradients_after_a_backward_that_is_split() -> None:
+    model, is_early = make("gpt2"), []
+    torchacc.accelerate(model, None, config(2, microbatches=4, schedule="zero_bubble"))
+
+    def note(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        is_early.append(torch._C._current_graph_task_id() != -1)
+        add(parameter, gradient)
+
+    add = split_backward._add
+    with mock.patch.object(split_backward, "_add", note):
+        model(**plain()).loss.backward()
+    own_layers = len(model._torchacc.plan.pipeline.layers_of(RANK))
+    # A weight and a bias of four linear layers; of one row a microbatch; the head has no bias.
+    assert is_early == [False] * len(plain()["labels"]) * (8 * own_layers + RANK)
+
+
+@case([NATIVE])
+def split_backwards_sum_in_the_dtype_of_the_reduction() -> None:
+    gradients = []
+    for schedule in ("1f1b", "zero_bubble"):
+        model = make("llama")
+        torchacc.accelerate(model, None, config(2, microbatches=4, schedule=schedule, compute={"bf16": True}))
+        model(**plain()).loss.backward()
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
+
+
 @case([NATIVE])
 def a_stage_with_backwards_between_forwards_holds_activations_of_few_microbatches() -> None:
     held = {}
@@ -326,7 +388,7 @@ def a_stage_with_backwards_between_forwards_holds_activations_of_few_microbatche
     assert held["1f1b"] < 0.4 * held["gpipe"], held
 
 
-@case([NATIVE], each={"gpipe": "gpipe", "1f1b": "1f1b"})
+@case([NATIVE], each={each: each for each in SCHEDULES})
 def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(schedule: str) -> None:
     model, plain_model = make("gpt2"), make("gpt2")
     torchacc.accelerate(model, None, config(2, schedule=schedule))
@@ -380,7 +442,13 @@ def interrupted(model: nn.Module) -> None:
     """Raise on both stages, where neither waits for the other, with a hidden state on its way that nobody receives."""
     calls: list[None] = []
     sharded = getattr(model, "_torchacc", None)
-    number = 1 if sharded is None else 2 if RANK else {"gpipe": 4, "1f1b": 3}[sharded.plan.pipeline.schedule]
+    number = (
+        1
+        if sharded is None
+        else 2
+        if RANK
+        else {"gpipe": 4, "1f1b": 3, "zero_bubble": 3}[sharded.plan.pipeline.schedule]
+    )
 
     def interrupt(*unused: Any) -> None:
         calls.append(None)
@@ -399,7 +467,7 @@ def interrupted(model: nn.Module) -> None:
     each={
         f"{order.__name__}-{schedule}": (order, schedule)
         for order in (in_a_window, between_forwards, before_two_backwards, twice, interrupted)
-        for schedule in ("gpipe", "1f1b")
+        for schedule in SCHEDULES
     },
 )
 def stages_compute_the_gradients_of(how: tuple[Callable[[nn.Module], None], str]) -> None:
@@ -636,6 +704,7 @@ def what_stages_cannot_do_is_refused() -> None:
     for options, expected in (
         ({"compute": {"fp16": True}}, "compute.fp16"),
         ({"fsdp": {"cpu_offload": True}}, "cpu_offload"),
+        ({"schedule": "zero_bubble", "compute": {"compile": True}}, "compute.compile = True is not available"),
         ({"memory": {"offload_activations": True}}, "offload_activations"),
         ({"memory": {"gc": True, "gc_cls": ["GPT2Model"]}}, "which is no layer"),
     ):

@@ -389,7 +389,8 @@ class PPConfig(Section):
     schedule: PipelineSchedule = "gpipe"
     """`"gpipe"`: all forwards, then all backwards. `"1f1b"`: the model's forward runs both in turn, so that a stage has
     activations of no more microbatches than there are stages; all processes have to scale the loss alike.
-    `"interleaved"`: so do several stages of each device, which wait less for one another, and send more."""
+    `"interleaved"`: so do several stages of each device, which wait less for one another, and send more.
+    `"zero_bubble"`: as `"1f1b"`, with the gradients of linear layers' weights computed while a stage would wait."""
     stages_per_device: Count | None = None
     """With `"interleaved"` the number of stages of each device, 2 or more. None for 2."""
 

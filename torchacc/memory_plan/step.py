@@ -259,6 +259,11 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
             f"config.compute.chunked_loss beside config.dist.{stages}.size is not in the memory plan, as what "
             "microbatches keep for backward was not shown to be right: leave it out, to plan without"
         )
+    if config.dist.pp.schedule == "zero_bubble":
+        raise ConfigError(
+            "config.dist.pp.schedule = 'zero_bubble' is not in the memory plan: plan with '1f1b', and leave room for "
+            "inputs and output gradients of linear layers, which stay longer"
+        )
     if config.memory.gc_policy != "full" and not backend.runs_eagerly:
         raise ConfigError(
             f"config.memory.gc_policy = {config.memory.gc_policy!r} is in the memory plan of the native engine only: "

@@ -28,10 +28,12 @@ class Pass(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
+    """What a backward that was split has left: the gradients of weights."""
 
 
 class Action(NamedTuple):
-    """One forward or backward of a microbatch through a stage."""
+    """One pass of a microbatch through a stage."""
 
     kind: Pass
     stage: int
@@ -105,6 +107,11 @@ class PipelinePlan:
         """Whether the model's forward runs the backwards, too."""
         return self.schedule != "gpipe"
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed in a pass of their own."""
+        return self.schedule == "zero_bubble"
+
     def actions(self, place: int, count: int) -> list[Action]:
         """Return what one of the devices runs in turn.
 
@@ -117,6 +124,8 @@ class PipelinePlan:
                 return all_forwards_first(place, count)
             case "1f1b":
                 return one_forward_one_backward(place, self.size, count)
+            case "zero_bubble":
+                return zero_bubble(place, self.size, count)
             case "interleaved":
                 return interleaved(self.stages_at(place), self.num_devices, count)
 
@@ -159,6 +168,26 @@ def one_forward_one_backward(stage: int, num_stages: int, count: int) -> list[Ac
     """
     turns = [(stage, number) for number in range(count)]
     return _alternating(turns, turns, ahead=num_stages - 1 - stage)
+
+
+def zero_bubble(stage: int, num_stages: int, count: int) -> list[Action]:
+    """Return what a stage runs in turn in the zero bubble schedule ZB-H1.
+
+    It is 1F1B whose backwards compute the gradients that the stage before waits for. Those of weights follow as many
+    microbatches later as there are stages before, so that no stage holds more than `num_stages` microbatches; late
+    stages have them left for the end, where early ones still run backwards (Qi et al., https://arxiv.org/abs/2401.10241).
+
+    Args:
+        stage: The stage.
+        num_stages: How many there are.
+        count: The number of microbatches.
+    """
+    actions = []
+    for action in one_forward_one_backward(stage, num_stages, count):
+        actions.append(action)
+        if action.kind is Pass.BACKWARD and action.number >= stage:
+            actions.append(Action(Pass.WEIGHTS, stage, action.number - stage))
+    return [*actions, *(Action(Pass.WEIGHTS, stage, number) for number in range(max(0, count - stage), count))]
 
 
 def interleaved(stages: Sequence[int], num_devices: int, count: int) -> list[Action]:

@@ -151,6 +151,8 @@ def test_what_the_engine_refuses_is_not_planned():
         plan(sp=8)
     with pytest.raises(ConfigError, match="in the memory plan of the native engine only"):
         plan(sp=2, backend="xla")
+    with pytest.raises(ConfigError, match="'zero_bubble' is not in the memory plan"):
+        plan(pp=2, schedule="zero_bubble")
     with pytest.raises(ConfigError, match=r"3 devices cannot hold 1 replicas, each of a multiple of 2 devices"):
         plan(sp=2).on(3, "FULL_SHARD")
 

@@ -21,8 +21,11 @@ from torchacc.parallel.pipeline_plan import (
     all_forwards_first,
     interleaved,
     one_forward_one_backward,
+    zero_bubble,
 )
 from torchacc.parallel.plan import ShardingPlan, make_plan
+
+PASSES = (Pass.FORWARD, Pass.BACKWARD)
 
 
 class Layer(nn.Module):
@@ -101,11 +104,32 @@ def test_a_device_has_several_stages_when_they_are_interleaved():
 def test_a_stage_holds_no_more_microbatches_than_there_are_stages_behind_it(size, count):
     devices = [one_forward_one_backward(stage, size, count) for stage in range(size)]
     for stage, actions in enumerate(devices):
-        of_forwards, of_backwards = ([a.number for a in actions if a.kind is kind] for kind in Pass)
+        of_forwards, of_backwards = ([a.number for a in actions if a.kind is kind] for kind in PASSES)
         assert of_forwards == of_backwards == list(range(count))
         assert most_held(actions) == min(size - stage, count)
     assert runs_to_its_end(devices, size, size)
     assert runs_to_its_end([all_forwards_first(stage, count) for stage in range(size)], size, size)
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_a_stage_that_splits_backwards_holds_no_more_microbatches_than_there_are_stages(size, count):
+    devices = [zero_bubble(stage, size, count) for stage in range(size)]
+    for stage, actions in enumerate(devices):
+        without = [action for action in actions if action.kind is not Pass.WEIGHTS]
+        assert without == one_forward_one_backward(stage, size, count)
+        assert [action.number for action in actions if action.kind is Pass.WEIGHTS] == list(range(count))
+        for number in range(count):
+            passes = [action.kind for action in actions if action.number == number]
+            assert passes == [Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHTS]
+        ends = accumulate({Pass.FORWARD: 1, Pass.BACKWARD: 0, Pass.WEIGHTS: -1}[action.kind] for action in actions)
+        assert max(ends) == min(size, count)
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_a_split_backward_leaves_a_third_of_the_waiting(size, more):
+    count = size + more
+    assert time_of([one_forward_one_backward(stage, size, count) for stage in range(size)]) == 3 * (count + size - 1)
+    assert time_of([zero_bubble(stage, size, count) for stage in range(size)]) == 3 * count + size - 1
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 17))
@@ -114,12 +138,12 @@ def test_interleaved_stages_run_all_microbatches_in_order_and_to_their_end(size,
     for place, actions in enumerate(devices):
         assert Counter(actions) == Counter(
             Action(kind, stage, number)
-            for kind in Pass
+            for kind in PASSES
             for stage in range(place, size * each, size)
             for number in range(count)
         )
         for stage in range(place, size * each, size):
-            for kind in Pass:
+            for kind in PASSES:
                 assert [a.number for a in actions if (a.kind, a.stage) == (kind, stage)] == list(range(count))
         together = -(-count // max(1, count // size))
         assert most_held(actions) <= min(count * each, (each - 1) * together + 2 * (size - 1 - place) + 1)
@@ -136,6 +160,26 @@ def test_interleaved_stages_run_in_the_order_of_pytorchs_own_schedule(size, each
         kinds = {schedules.FORWARD: Pass.FORWARD, schedules.FULL_BACKWARD: Pass.BACKWARD}
         expected = [Action(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in order]
         assert interleaved(range(place, size * each, size), size, rounds * size) == expected
+
+
+def time_of(devices: Sequence[Sequence[Action]]) -> int:
+    """Return when all have run, where each half of a backward takes as long as a forward, and sending takes no time."""
+    is_split = any(action.kind is Pass.WEIGHTS for actions in devices for action in actions)
+    ends: dict[Action, int] = {}
+    left, now = [list(actions) for actions in devices], [0] * len(devices)
+    while any(left):
+        for place, actions in enumerate(left):
+            while actions:
+                action = actions[0]
+                step = {Pass.FORWARD: -1, Pass.BACKWARD: 1, Pass.WEIGHTS: None}[action.kind]
+                source = None if step is None else action._replace(stage=action.stage + step)
+                is_needed = source is not None and 0 <= source.stage < len(devices)
+                if is_needed and source not in ends:
+                    break
+                takes = 2 if action.kind is Pass.BACKWARD and not is_split else 1
+                now[place] = max(now[place], ends[source] if is_needed else 0) + takes
+                ends[actions.pop(0)] = now[place]
+    return max(now)
 
 
 def most_held(actions: Sequence[Action]) -> int:

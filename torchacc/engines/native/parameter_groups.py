@@ -136,6 +136,16 @@ class Groups:
         for group in self._all_groups():
             group.reduce_grads = group.all_reduce_grads = reduces
 
+    def sum_gradients(self) -> None:
+        """Add the gradients that unsharded weights were given outside of a backward to those that wait."""
+        for group in self._all_groups():
+            group.sum_gradients()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that wait, as the end of a backward does."""
+        self._finish_backward()
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
         for group in self._all_groups():

@@ -21,6 +21,7 @@ from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.engines.native.native_model import NativeModel, local_tensor
 from torchacc.engines.native.shard_arithmetic import is_of_model
+from torchacc.engines.native.split_backward import SplitBackward
 from torchacc.engines.native.split_stages import StageModules, leave_out
 from torchacc.engines.native.stage_collectives import StageLink, num_groups
 from torchacc.engines.native.stage_schedules import (
@@ -70,6 +71,7 @@ class PipelinedModel(NativeModel):
         self._ends = engine.group.own_subgroup(ends)
         """The processes of the first and of the last stage, which share tied parameters; None in other stages."""
         self._in_window = False
+        self._split_backward = SplitBackward(model) if plan.pipeline.splits_backward else None
         _models.add(self)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
@@ -309,6 +311,25 @@ class PipelinedModel(NativeModel):
             torch.autograd.backward(loss, gradient, retain_graph=keeps_graph)
 
     @contextmanager
+    def splitting_backward(self, number: int) -> Iterator[None]:
+        """Hold a context in which the backward of a microbatch leaves what `compute_weight_gradients()` computes."""
+        with nullcontext() if self._split_backward is None else self._split_backward.splitting(number):
+            yield
+
+    def compute_weight_gradients(self, number: int, *, is_last: bool) -> None:
+        """Compute the gradients of weights that the backward of a microbatch has left.
+
+        Args:
+            number: The number of the microbatch.
+            is_last: Whether it is the last of the batch, after which gradients are reduced.
+        """
+        assert self._split_backward is not None
+        self._split_backward.compute(number)
+        self._groups.sum_gradients()
+        if is_last:
+            self._groups.reduce_gradients()
+
+    @contextmanager
     def _summing_tied(self) -> Iterator[None]:
         """Hold a context of a backward; sum its gradients of tied parameters over the stages that hold them."""
         tied = [each for each in self._tied if each.requires_grad]
@@ -359,6 +380,8 @@ class PipelinedModel(NativeModel):
                 yield computed
             except BaseException:
                 self._groups.drop_gradients()  # of the microbatches before
+                if self._split_backward is not None:
+                    self._split_backward.clear()
                 raise
         for parameter in self._tied:
             if parameter.requires_grad:

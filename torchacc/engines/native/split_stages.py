@@ -50,6 +50,8 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         "config.memory.offload_activations = True": memory.offload_activations,
     }
     refuse_beside(asked, refused)
+    if dist.pp.schedule == "zero_bubble":  # a graph computes the gradients of weights with the others
+        refuse_beside("config.dist.pp.schedule = 'zero_bubble'", {"config.compute.compile = True": compute.compile})
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
     why = _why_it_cannot(model)

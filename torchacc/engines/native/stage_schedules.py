@@ -2,8 +2,8 @@
 
 In GPipe's schedule the script's `loss.backward()` runs the backward of all microbatches. In 1F1B ("one forward, one
 backward"), interleaved or not, the model's forward runs both, so that a stage holds the activations of a few
-microbatches only. Gradients then wait beside those of the parameters until the script's backward says by what to scale
-them.
+microbatches only; without a bubble it computes the gradients of weights while it would wait. Gradients then wait beside
+those of the parameters until the script's backward says by what to scale them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -155,13 +155,18 @@ def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
     with owner.computing_gradients() as computed, kept:
         for action in actions:
             kind, stage, number = action
+            is_last = action is actions[-1]
             if kind is Pass.FORWARD:
                 loss, _ = owner.run_root(partial(microbatches.run, stage, number))
                 losses[stage, number] = loss
                 total += loss.detach()
                 continue
-            with torch.autocast(device.type, enabled=False):  # as in a script's own backward
-                owner.run_backward(losses.pop((stage, number)), is_last=action is actions[-1])
+            if kind is Pass.WEIGHTS:
+                owner.compute_weight_gradients(number, is_last=is_last)
+                continue
+            # Without autocast, as in a script's own backward.
+            with torch.autocast(device.type, enabled=False), owner.splitting_backward(number):
+                owner.run_backward(losses.pop((stage, number)), is_last=is_last)
     link.finish()
     value = link.scalar_from_last(total)
     scaled: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, computed)

@@ -184,6 +184,13 @@ class Group(FSDPParamGroup):
             for parameter in self.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)
 
+    def sum_gradients(self) -> None:
+        """Add the gradients that unsharded weights were given outside of a backward to those that wait."""
+        for parameter in self.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced over the devices yet."""
         self._partial_reduce_output = None

@@ -128,6 +128,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "to_unsharded": "modules show the weights that waited for backward",
         "reset_sharded_param": "after a script gave a parameter other memory",
         "_setattr_on_modules": "modules show the shards while weights wait for backward",
+        "accumulate_unsharded_grad_if_needed": "adds gradients of a split backward",
+        "to_accumulated_grad_if_needed": "adds gradients of a split backward in the dtype of their reduction",
     }),
     *_of(_PARAMETER, _UNIT, {
         "sharded_param": "the parameter that a script sees",
