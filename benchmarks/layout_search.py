@@ -72,8 +72,8 @@ CASES = tuple(
         "fsdp 4 x pp 2, FULL_SHARD",
         "fsdp 2 x pp 4, FULL_SHARD",
         "fsdp 2 x tp 4, FULL_SHARD, recompute",
-        "fsdp 2 x sp 2 x tp 2, FULL_SHARD",
-        "fsdp 2 x pp 2 x tp 2, FULL_SHARD",
+        "fsdp 2 x tp 2 x sp 2, FULL_SHARD",
+        "fsdp 2 x tp 2 x pp 2, FULL_SHARD",
     )
 )
 QUICK = ("fsdp 2, FULL_SHARD",)
@@ -189,7 +189,8 @@ def build(args: Any) -> "Steps":
     found = json.loads(args.found.read_text())
     plan = next((plan for plan in found["fitting"] if plan["layout"] == args.worker.name), None)
     if plan is None:
-        raise SystemExit(f"the search has no layout {args.worker.name}: {found['refused']}")
+        names = "; ".join(plan["layout"] for plan in found["fitting"])
+        raise SystemExit(f"the search has no layout {args.worker.name!r}, and has {names}")
     share_cores(args.worker.processes)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(SIZE.vocabulary, (args.total_steps * SIZE.batch, SIZE.length), generator=generator)

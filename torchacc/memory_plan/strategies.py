@@ -178,9 +178,8 @@ def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Inter
             continue
         if not is_shard or in_turn:
             yield _Interval("gradients", shards, done, end, is_last=True)
-        if in_turn:  # scaled and added to those of the parameters when the script calls backward
-            before = lifetimes.adds_gradients
-            yield _Interval("gradients", shards, 0 if before else end - 1, end - 1, is_one=before, is_last=not before)
+        if in_turn and lifetimes.adds_gradients:  # to those of the parameters, when the script calls backward
+            yield _Interval("gradients", shards, 0, end - 1, is_one=True)
 
 
 def _plain_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
