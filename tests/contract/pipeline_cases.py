@@ -346,6 +346,55 @@ def stages_of_four_devices_that_split_backwards_train_with(how: dict[str, Any]) 
     compare(make(family, layers=5), WINDOW, in_windows=True, schedule="zero_bubble", **how)
 
 
+def with_adapters(model: nn.Module, *, layers: list[int] | None = None) -> nn.Module:
+    """Return a model that trains adapters of LoRA alone, which begin as something else than zero."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    names = ["c_attn"] if hasattr(model, "transformer") else ["q_proj", "down_proj"]
+    options = {"target_modules": names, "layers_to_transform": layers, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+
+
+@case(
+    [NATIVE],
+    each={
+        "gpipe": ({"family": "gpt2"}, {"compute": {"chunked_loss": 3}}),
+        "1f1b-recomputed": ({}, {"schedule": "1f1b", "memory": {"gc": True}}),
+        "interleaved": ({"layers": 4}, {"schedule": "interleaved"}),
+        "zero-bubble": ({"family": "qwen3", "head_dim": 8}, {"schedule": "zero_bubble"}),
+    },
+)
+def stages_train_adapters(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    options, more = how
+    model = with_adapters(make(**options), layers=None if "family" in options else [0])  # or in the first stage alone
+    compare(model, WINDOW, in_windows=True, pp=2, **more)
+
+
+@case([NATIVE], num_devices=4)
+def stages_of_shards_train_adapters_and_keep_them_in_a_checkpoint() -> None:
+    model = with_adapters(make(tie_word_embeddings=True))
+    compare(model, WINDOW, pp=2, schedule="1f1b")
+    folder = Path(sys.argv[2]) / "pp-adapters"
+    torchacc.checkpoint.save(folder, model=model)
+    loaded = with_adapters(make(tie_word_embeddings=True))
+    torchacc.accelerate(loaded, None, config(1))
+    torchacc.checkpoint.load(folder, model=loaded)
+    expected, found = (torchacc.full_state_dict(each) for each in (model, loaded))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@case([NATIVE])
+def adapters_that_stages_cannot_train_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    head = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"])
+    for kind, expected in (
+        (head, "'base_model.model.lm_head' has an adapter of peft, and is no part of a layer"),
+        (peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]), "these are IA3"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            torchacc.accelerate(peft.get_peft_model(make(), kind), None, config(2))
+
+
 @case([NATIVE])
 def weights_get_their_gradients_after_a_backward_that_is_split() -> None:
     model, is_early = make("gpt2"), []

@@ -22,7 +22,7 @@ from torchacc.engines.native.native_engine import NativeEngine
 from torchacc.engines.native.native_model import NativeModel, local_tensor
 from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_backward import SplitBackward
-from torchacc.engines.native.split_stages import StageModules, leave_out
+from torchacc.engines.native.split_stages import StageModules, language_model, leave_out
 from torchacc.engines.native.stage_collectives import StageLink, num_groups
 from torchacc.engines.native.stage_schedules import (
     OF_LOSS,
@@ -93,6 +93,10 @@ class PipelinedModel(NativeModel):
         return self.plan.of_stages(self.plan.pipeline.stages_at(self.link.place))
 
     @cached_property
+    def _language_model(self) -> Any:
+        return language_model(self.model)
+
+    @cached_property
     def _root(self) -> nn.Module:
         return _StageRoot(self.model)
 
@@ -133,7 +137,7 @@ class PipelinedModel(NativeModel):
     def _compile_units(self) -> None:
         """Compile what is to be, the loss of a microbatch with it, of which this model then counts the labels."""
         super()._compile_units()
-        model: Any = self.model
+        model = self._language_model
         self._loss: Callable[..., torch.Tensor] = model.loss_function
         if self.link.has_last:
             model.loss_function = self._loss_of_batch
@@ -155,7 +159,7 @@ class PipelinedModel(NativeModel):
 
     def _run_stages(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._by_name(inner, args, kwargs)
-        config: Any = self.model.config
+        config = self._language_model.config
         is_tuple = given.pop("return_dict", config.return_dict) is False
         if getattr(config, "output_router_logits", False):
             raise self._refuse("config.output_router_logits = True, set after accelerate()")

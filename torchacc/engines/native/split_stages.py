@@ -25,7 +25,9 @@ from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.pipeline_plan import PipelinePlan
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan, make_plan
 
-_MODULES = (transformers_attention.LIBRARY, "torch.nn.")
+_ADAPTERS = "peft.tuners.lora."
+"""The package of adapters that layers may have."""
+_MODULES = (transformers_attention.LIBRARY, "torch.nn.", _ADAPTERS)
 """Packages of which all modules have to be."""
 
 
@@ -54,10 +56,28 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         refuse_beside("config.dist.pp.schedule = 'zero_bubble'", {"config.compute.compile = True": compute.compile})
     if type(model) is nn.Module:  # the trainer asks before it has a model
         return
-    why = _why_it_cannot(model)
+    why = _why_adapters_cannot(model) or _why_it_cannot(language_model(model))
     if why is not None:
         raise ConfigError(f"{asked} with {type(model).__name__}: {why}. Use config.dist.fsdp.size")
     _check_plan(asked, model, make_plan(model, config, mesh))
+
+
+def language_model(model: nn.Module) -> Any:
+    """Return the model of transformers that computes: the model itself, or that to which peft has given adapters."""
+    has_adapters = type(model).__module__.startswith("peft.")
+    return next(iter(transformers_attention.models_of(model)), model) if has_adapters else model
+
+
+def _why_adapters_cannot(model: Any) -> str | None:
+    """Return why a model with adapters of peft cannot be split into stages; None where it can, or has none."""
+    kinds = {
+        str(getattr(each.peft_type, "value", each.peft_type)) for each in getattr(model, "peft_config", {}).values()
+    }
+    if type(model).__module__.startswith("peft.") and kinds != {"LORA"}:
+        return (
+            f"adapters of peft that are split into stages are those of LoRA, and these are {', '.join(sorted(kinds))}"
+        )
+    return None
 
 
 def _why_it_cannot(model: Any) -> str | None:
@@ -88,6 +108,14 @@ def _why_it_cannot(model: Any) -> str | None:
 
 
 def _check_plan(asked: str, model: nn.Module, plan: ShardingPlan) -> None:
+    holding_layers = f"{plan.pipeline.layers}."
+    for name, module in model.named_modules():
+        is_adapter = type(module).__module__.startswith(_ADAPTERS) and not holding_layers.startswith(f"{name}.")
+        if is_adapter and not plan.pipeline.is_layer(name):
+            raise ConfigError(
+                f"{asked}, and {name!r} has an adapter of peft, and is no part of a layer: leave it out of the "
+                "adapters' target_modules, or use config.dist.fsdp.size"
+            )
     around = next((name for name in plan.recomputed if not plan.pipeline.is_layer(name)), None)
     if around is not None:
         raise ConfigError(
