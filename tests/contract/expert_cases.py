@@ -10,6 +10,7 @@ from typing import Any
 
 import pipeline_cases
 import pytest
+import tensor_parallel_cases
 import torch
 import transformers
 from casekit import ADAM, NATIVE, RANK, RELATIVE
@@ -130,6 +131,23 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
     compare(with_random_numbers(make(**FAMILIES[family])), WINDOW, **options)
+
+
+ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "alone": ("mixtral", {"ep": 2}),
+    "latent-attention": ("deepseek-v3", {"ep": 2, "memory": {"gc": True}}),
+    "split-layers": ("qwen3-moe", beside(tp=2)),
+    "split-samples": ("mixtral", beside(sp=2)),
+    "stages": ("qwen3-moe", beside(pp=2)),
+}
+
+
+@case(each=ADAPTED)
+def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
+    family, options = how
+    model = with_random_numbers(make(**FAMILIES[family]))
+    names = ["kv_b_proj", "o_proj"] if family == "deepseek-v3" else ["q_proj", "v_proj", "o_proj"]
+    compare(tensor_parallel_cases.with_adapters(model, names), WINDOW, **options)
 
 
 @case()
@@ -371,3 +389,12 @@ def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
 @case(each=BESIDE)
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])
+
+
+@case()
+def adapters_of_the_experts_themselves_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    options = {"target_parameters": ["experts.gate_up_proj"], "target_modules": []}
+    model = peft.get_peft_model(make(**FAMILIES["mixtral"]), peft.LoraConfig(r=2, **options))
+    with pytest.raises(torchacc.ConfigError, match="a forward that is not transformers' own"):
+        compare(model, WINDOW, ep=2)

@@ -370,11 +370,15 @@ def stages_train_adapters(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
     compare(model, WINDOW, in_windows=True, pp=2, **more)
 
 
-@case([NATIVE], num_devices=4)
-def stages_of_shards_train_adapters_and_keep_them_in_a_checkpoint() -> None:
+@case(
+    [NATIVE],
+    num_devices=4,
+    each={"shards": {"schedule": "1f1b"}, "split-layers": {"tp": 2}, "split-samples": {"sp": 2}},
+)
+def stages_train_adapters_and_keep_them_in_a_checkpoint(how: dict[str, Any]) -> None:
     model = with_adapters(make(tie_word_embeddings=True))
-    compare(model, WINDOW, pp=2, schedule="1f1b")
-    folder = Path(sys.argv[2]) / "pp-adapters"
+    compare(model, WINDOW, pp=2, **how)
+    folder = Path(sys.argv[2]) / f"pp-adapters-{'-'.join(how)}"
     torchacc.checkpoint.save(folder, model=model)
     loaded = with_adapters(make(tie_word_embeddings=True))
     torchacc.accelerate(loaded, None, config(1))

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def make_llama(num_layers: int = 2, intermediate_size: int = 48, num_key_value_h
         tie_word_embeddings=True,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def make_gpt2() -> nn.Module:
+    torch.manual_seed(1)
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    size = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **dropouts, eos_token_id=1))
 
 
 def accelerate(model: nn.Module, *, fsdp: int, tp: int, **options: Any) -> nn.Module:
@@ -337,3 +345,29 @@ def other_memory_between_forward_and_backward_is_refused() -> None:
         each(input_ids=IDS, labels=IDS).loss.backward()
     norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (other, alone))
     assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)
+
+
+def with_adapters(model: nn.Module, names: list[str]) -> nn.Module:
+    """Return a model that trains adapters of LoRA alone, which begin as something else than zero."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+
+
+ADAPTED: Mapping[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "llama": (make_llama, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]),
+    "shared-heads": (lambda: make_llama(num_key_value_heads=1), ["q_proj", "k_proj", "v_proj"]),
+    "gpt2": (make_gpt2, ["c_attn", "c_proj", "c_fc"]),
+}
+
+
+@case(BOTH, each=ADAPTED)
+def adapters_of_split_layers_train_the_same(how: tuple[Callable[[], nn.Module], list[str]]) -> None:
+    make, names = how
+    model, plain = with_adapters(make(), names), with_adapters(make(), names)
+    accelerate(model, fsdp=2, tp=2)
+    train(model, put(IDS))
+    train(plain, IDS)
+    check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
+    split = [name for name, spec in sharded_model(model).plan.tensor_parallel.specs.items() if "lora" in name and spec]
+    assert len(split) >= len(names) - 2 * (make is not make_llama), split

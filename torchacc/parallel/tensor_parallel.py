@@ -45,6 +45,8 @@ _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _BY_OUTPUT, _BY_INPUT = (_TP, None), (None, _TP)  # of a weight (output, input), as nn.Linear and nn.Embedding have it
 SUMMED_GRADIENT = "replicated_with_grad_allreduce"
 """The style of a weight that each process has in full, and whose gradients of all processes are added up."""
+SHARED_HEADS = "shared_heads"
+"""The style of projections to fewer key-value heads than devices: several compute with the same head."""
 _GATHERED = "colwise_gather_output"
 _EXPERTS = "moe_tp_experts"
 _VOCABULARY = Rule(r"(embed_tokens|lm_head)\.weight$", _BY_OUTPUT, may_stay_unsplit=True, style=_GATHERED)
@@ -168,8 +170,6 @@ class TensorParallelPlan:
         return "\n".join(lines)
 
 
-SHARED_HEADS = "shared_heads"
-"""The style of projections to fewer key-value heads than devices: several compute with the same head."""
 OWN_PLAN = "config.dist.tp.plan"
 """Who declares a plan that the user has written."""
 
@@ -214,6 +214,39 @@ def plan_tensor_parallel(
     return TensorParallelPlan(size, declared_by, specs, unsplit, styles, num_key_value_heads, config.sequence_parallel)
 
 
+_ADAPTER = re.compile(r"\.lora_(A|B)\.[^.]+\.weight$")
+"""The two weights of peft's LoRA: the first is multiplied with the input of the layer beside it, the second adds to its
+output."""
+BASE_LAYER = ".base_layer"
+"""That layer, in the module that has both."""
+_SPLIT_ADAPTERS: Mapping[tuple[str, str], tuple[ParameterSpec, str]] = {
+    ("A", "rowwise"): (_BY_INPUT, "rowwise"),
+    ("B", "colwise"): (_BY_OUTPUT, "colwise"),
+    ("B", "packed_colwise"): (_BY_OUTPUT, "packed_colwise"),
+    ("B", SHARED_HEADS): ((), SHARED_HEADS),
+}
+"""Which of the two, and how the layer beside it computes with its part -> how the adapter is split, and computes."""
+STYLES_WITH_ADAPTERS = ("", _GATHERED, "rowwise_split_input", *(style for _, style in _SPLIT_ADAPTERS))
+"""How layers beside adapters compute. From the first three the adapter, which is not split, takes and gives all."""
+
+
+def _split_adapters(names: Iterable[str], specs: dict[str, ParameterSpec], styles: dict[str, str]) -> None:
+    """Add how weights of adapters are split, so that they take and give what the layers beside them do.
+
+    Args:
+        names: First names of all parameters.
+        specs: By the rules.
+        styles: By the rules.
+    """
+    for name in names:
+        found = _ADAPTER.search(name)
+        style = styles.get(f"{name[: found.start()]}{BASE_LAYER}.weight", "") if found else ""
+        split = _SPLIT_ADAPTERS.get((found[1], style)) if found else None
+        if split is not None:
+            styles[name] = split[1]
+            specs |= {name: split[0]} if split[0] else {}
+
+
 def _by_rules(
     rules: Sequence[Rule], size: int, described: Any, shapes: Shapes
 ) -> tuple[dict[str, ParameterSpec], dict[str, str], dict[str, str]]:
@@ -222,7 +255,8 @@ def _by_rules(
     unsplit: dict[str, str] = {}
     styles: dict[str, str] = {}
     for names, shape in shapes.items():
-        rule = next((rule for rule in rules if any(re.search(rule.pattern, name) for name in names)), None)
+        of_layers = [name.replace(BASE_LAYER, "") for name in names]
+        rule = next((rule for rule in rules if any(re.search(rule.pattern, name) for name in of_layers)), None)
         own = rule.spec if rule is not None else ()
         own = own[:1] if len(shape) == 1 and own[:1] == (_TP,) else own  # the rule of a weight, and a vector
         if rule is None or len(own) > len(shape):
@@ -246,6 +280,7 @@ def _by_rules(
                 "that divides, and put the other devices on config.dist.fsdp.size; or write a plan of your own into "
                 "config.dist.tp.plan"
             )
+    _split_adapters([first for first, *_ in shapes], specs, styles)
     return specs, unsplit, styles
 
 

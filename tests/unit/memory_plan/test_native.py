@@ -34,6 +34,7 @@ CASES = {
         "llama bf16 accumulated",
         "llama recomputed accumulated",
         "llama pp=2 interleaved",
+        "adapters pp=2 1f1b recomputed",
     ),
     4: (
         "llama pp=2",

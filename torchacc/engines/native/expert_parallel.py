@@ -56,14 +56,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if count_experts(module) is not None:
             _check_experts(asked, model, name, module)
-    adapted = next(
-        (name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None
-    )
-    if adapted is not None:
-        raise ConfigError(
-            f"{asked}: {adapted!r} is of peft, whose adapters with spread experts no test shows to be right: use "
-            "config.dist.fsdp.size"
-        )
 
 
 def _check_experts(asked: str, model: nn.Module, name: str, module: nn.Module) -> None:

@@ -21,9 +21,11 @@ from torchacc.errors import ConfigError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, restricted
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.tensor_parallel import (
+    BASE_LAYER,
     FAMILIES,
     OWN_PLAN,
     SHARED_HEADS,
+    STYLES_WITH_ADAPTERS,
     SUMMED_GRADIENT,
     TensorParallelPlan,
     find_config,
@@ -34,6 +36,9 @@ Forward = Callable[..., Any]
 _HEAD_WIDTHS = ("n_heads", "split_size")
 """The attributes by which the attention of T5 and of GPT-2 counts its heads, or their columns."""
 _KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
+_ADAPTED_LINEAR = "peft.tuners.lora.layer.Linear"
+_AROUND_ADAPTERS = ("peft.peft_model.", "peft.tuners.lora.model.")
+"""What holds a model whose layers have adapters."""
 _NORM_OF_HEADS = re.compile(r"(\.[qk])_(?:layer)?norm\.\w+$")
 
 
@@ -52,6 +57,7 @@ def check(model: nn.Module, plan: ShardingPlan) -> None:
     if tp.declared_by != OWN_PLAN:
         _check_options(model, plan, instead)
     _check_modules(model, tp, instead)
+    _check_adapters(model, tp)
     if tp.sequence_parallel:
         raise ConfigError(f"config.dist.tp.sequence_parallel = True is not available in the native engine: {instead}")
     is_ours = tp.declared_by in FAMILIES
@@ -72,19 +78,28 @@ def _check_modules(model: nn.Module, tp: TensorParallelPlan, instead: str) -> No
             f"config.dist.tp.size = {tp.size}, and the parameter {number!r} has no dimension, which the native "
             f"engine keeps on every device only where layers are not split: give it the shape (1,), or {instead}"
         )
-    adapter = next((type(m).__name__ for m in model.modules() if type(m).__module__.startswith("peft.")), None)
-    if adapter is not None:
-        raise ConfigError(
-            f"config.dist.tp.size = {tp.size} with an adapter of peft ({adapter}): the native engine splits the "
-            "layers of the family itself, and would leave those that have an adapter unsplit. Put these devices on "
-            "config.dist.fsdp.size, or split the merged model, model.merge_and_unload()"
-        )
     counting = (name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False))
     if (name := next((name for name in counting if f"{name}.weight" in tp.specs), None)) is not None:
         raise ConfigError(
             f"config.dist.tp.size = {tp.size}, and scale_grad_by_freq=True lets {name!r} count tokens by rows, also "
             f"those that another device looks up: write scale_grad_by_freq=False, or {instead}"
         )
+
+
+def _check_adapters(model: nn.Module, tp: TensorParallelPlan) -> None:
+    """Refuse adapters of peft but those of LoRA beside linear layers, which are split as these are."""
+    for name, module in model.named_modules():
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        if not kind.startswith("peft.") or kind.startswith(_AROUND_ADAPTERS):
+            continue
+        style = tp.styles.get(f"{name}{BASE_LAYER}.weight", "")
+        if kind != _ADAPTED_LINEAR or style not in STYLES_WITH_ADAPTERS or tp.declared_by == OWN_PLAN:
+            raise ConfigError(
+                f"config.dist.tp.size = {tp.size}, and {name!r} is a {kind}: of peft's adapters the native engine "
+                "splits those of LoRA in linear layers of the families that it knows. Leave this one out of "
+                "target_modules, put these devices on config.dist.fsdp.size, or split the merged model, "
+                "model.merge_and_unload()"
+            )
 
 
 def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> None:
@@ -161,7 +176,9 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     }
     names = {module: name for name, module in model.named_modules()}
     for module, style in styles.items():
-        _let_compute_with_part(module, style, model.get_submodule(names[module].rpartition(".")[0]), mesh)
+        beside = names[module].partition(".lora_")[0]  # of an adapter the layer that it adds to
+        layer = model.get_submodule(f"{beside}{BASE_LAYER}") if beside != names[module] else module
+        _let_compute_with_part(module, style, layer, model.get_submodule(names[module].rpartition(".")[0]), mesh)
     _split_head_counts(model, styles, tp)
     # A part may read another's weight, so that all of a unit, or of the model outside of units, find ordinary tensors
     # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
@@ -191,11 +208,17 @@ def _split_head_counts(model: nn.Module, styles: Mapping[nn.Module, str], tp: Te
     """
     for module in model.modules():
         for name in _HEAD_WIDTHS:
-            if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in module.children()):
+            if hasattr(module, name) and any(styles.get(child) in _GIVING_PARTS for child in _layers_in(module)):
                 setattr(module, name, getattr(module, name) // tp.size)
-        if any(styles.get(child) == SHARED_HEADS for child in module.children()):
+        counts_heads = hasattr(module, "num_key_value_groups")  # not what holds a layer and its adapter
+        if counts_heads and any(styles.get(child) == SHARED_HEADS for child in _layers_in(module)):
             attention: Any = module
             attention.num_key_value_groups = attention.num_key_value_groups * tp.num_key_value_heads // tp.size
+
+
+def _layers_in(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a module; in the place of one with an adapter the layer beside that."""
+    return [getattr(child, "base_layer", child) for child in module.children()]
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -229,15 +252,23 @@ def _style(module: nn.Module, spec: ParameterSpec, declared: str) -> str:
     return declared if is_for_layer else "colwise_gather_output" if by_output else "rowwise_split_input"
 
 
-def _let_compute_with_part(module: Any, style: str, parent: Any, mesh: Any) -> None:
-    """Put before and after a module what its style sends."""
+def _let_compute_with_part(module: Any, style: str, layer: Any, parent: Any, mesh: Any) -> None:
+    """Put before and after a module what its style sends.
+
+    Args:
+        module: The module.
+        style: Its style.
+        layer: That to whose output it adds, or the module itself.
+        parent: The module that it is in.
+        mesh: The DeviceMesh of the axis `tp`.
+    """
     if style == "embedding_rowwise":
         _wrap(module, _look_up_part, module, mesh)
         return
     if _is_conv1d(module) and "colwise" in style:
         module.nf //= mesh.size()
     width = parent.qk_rope_head_dim if style == "mla_kv_a_proj" else 0
-    parts = module.nf * mesh.size() // module.nx if _is_conv1d(module) else 2
+    parts = layer.nf * mesh.size() // layer.nx if _is_conv1d(layer) else 2
     before, after = _hooks(mesh, style, parts if style == "packed_colwise" else width)
     if style == "colwise_gather_output":  # in its forward, which compute.chunked_loss calls by itself
         _wrap(module, _multiply_part, before, after)

@@ -116,10 +116,27 @@ def test_what_may_compute_other_numbers_is_refused(make, options, match):
         checked(make(), **options)
 
 
-def test_adapters_of_peft_are_refused_until_they_are_merged():
+@pytest.mark.parametrize(
+    ("kind", "options", "match"),
+    [
+        (
+            "LoraConfig",
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"embed_tokens' is a peft.tuners.lora.layer.Embedding",
+        ),
+        ("LoraConfig", {"target_modules": ["o_proj"], "use_dora": True}, r"lora_magnitude_vector.*Dora"),
+        ("LoraConfig", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper"),
+        (
+            "IA3Config",
+            {"target_modules": ["k_proj"], "feedforward_modules": []},
+            r"is a peft.tuners.ia3.model.IA3Model",
+        ),
+    ],
+)
+def test_adapters_of_peft_that_are_not_split_are_refused_until_they_are_merged(kind, options, match):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_llama(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match=r"an adapter of peft \(PeftModel.*merge_and_unload\(\)"):
+    model = peft.get_peft_model(make_llama(), getattr(peft, kind)(**options))
+    with pytest.raises(ConfigError, match=rf"{match}.*merge_and_unload\(\)"):
         checked(model)
     checked(model.merge_and_unload())
 
