@@ -319,7 +319,7 @@ def what_spread_experts_cannot_do_is_refused() -> None:
         ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
         ({"ep": 2, "fsdp": {"cpu_offload": True}}, "cpu_offload"),
         ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
-        ({**beside(tp=2), "compute": {"fp8": True}}, "compute.fp8"),
+        ({**beside(tp=2), "compute": {"fp8": True}}, "fp8"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)

@@ -47,7 +47,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         "config.dist.tp.plan": dist_.tp.plan is not None,
         "config.dist.fsdp.cpu_offload = True": dist_.fsdp.cpu_offload,
         "config.compute.compile = True": compute.compile,
-        "config.compute.fp8 = True": compute.fp8,
         "config.compute.fp16 = True": compute.fp16,
     }
     refuse_beside(asked, refused)

@@ -186,12 +186,13 @@ class NativeModel(ShardedModel):
         shard_updates.install()
         units = [self._module_of(unit) for unit in self._own_plan.units]
         is_split, float8 = self.engine.mesh.size(Role.SHARD) > 1, self.plan.float8
+        gathered = float8.weights if float8 is not None and float8.are_gathered else ()
         self._groups = self._groups_class(
             self._root,
             units,
             self._agree,
             is_split,
-            float8=float8.weights if float8 is not None and float8.are_gathered else (),
+            float8=[self.model.get_parameter(name) for name in gathered],
             shard_group=self.engine.device_mesh.get_group(Role.SHARD.value) if is_split else None,
         )
 

@@ -47,7 +47,7 @@ class Groups:
         agree: Agree | None,
         is_split: bool,
         *,
-        float8: Collection[str] = (),
+        float8: Collection[nn.Parameter] = (),
         shard_group: Any = None,
     ) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
@@ -57,7 +57,7 @@ class Groups:
             units: All of them.
             agree: Returns the largest that any process has of each number of a list; None where there is one process.
             is_split: Whether several processes take part when a unit is gathered.
-            float8: Names of the weights that are gathered in float8.
+            float8: The weights that are gathered in float8.
             shard_group: The process group of those that take part; None where that is each by itself.
         """
         self._agree = agree
@@ -81,7 +81,7 @@ class Groups:
             group.owner = self
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
-        self._float8 = self._gather_in_float8(model, float8, shard_group) if float8 else None
+        self._float8 = self._gather_in_float8(float8, shard_group) if float8 else None
         install()
         take_part_in_backward(self)
         for unit in units:
@@ -89,10 +89,10 @@ class Groups:
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
 
-    def _gather_in_float8(self, model: nn.Module, names: Collection[str], shard_group: Any) -> "Float8Gathers":
+    def _gather_in_float8(self, float8: Collection[nn.Parameter], shard_group: Any) -> "Float8Gathers":
         from torchacc.engines.patches.float8_gather import Float8Gathers
 
-        weights = {id(model.get_parameter(name)) for name in names}
+        weights = set(map(id, float8))
         every = (parameter for group in self._all_groups() for parameter in group.fsdp_params)
         return Float8Gathers([each for each in every if id(each.sharded_param) in weights], shard_group)
 

@@ -73,7 +73,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     size = mesh.size(Role.SEQUENCE)
     asked, compute = f"config.dist.sp.size = {size}", config.compute
     refused = {
-        "config.compute.fp8 = True": compute.fp8,
         f"config.compute.attention = {compute.attention!r}": compute.attention not in _KERNELS,
     }
     refuse_beside(asked, refused)

@@ -47,7 +47,6 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     refused = {
         "config.dist.tp.plan": dist.tp.plan is not None,
         "config.dist.fsdp.cpu_offload = True": dist.fsdp.cpu_offload,
-        "config.compute.fp8 = True": compute.fp8,
         "config.compute.fp16 = True": compute.fp16,
         "config.memory.offload_activations = True": memory.offload_activations,
     }

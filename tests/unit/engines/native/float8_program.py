@@ -5,6 +5,7 @@ python float8_program.py out/ case ...     on one rank, or under torchrun
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,6 +244,76 @@ def window_adds_up():
     torch.testing.assert_close(norm, own, rtol=1e-5, atol=0)
 
 
+def split_over_two(model, recipe, **axis):
+    """Return a model on another axis, whose processes all see the rows of both."""
+    compute = {"fp8_recipe": recipe, "bf16": True, "fp8": True, "fp8_min_features": 16, "fp8_emulate": True}
+    config = {"backend": "native", "compute": compute, "dist": {"fsdp": {"size": NUM_RANKS // 2}, **axis}}
+    return torchacc.accelerate(model, None, torchacc.Config.from_dict(config))
+
+
+def losses_and_norms(model, ids):
+    """Train on the same rows in each step; return the losses and the norms of the gradients."""
+    optimizer, found = adamw(model), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.item(), model.clip_grad_norm_(1.0).item()])
+        optimizer.step()
+    return torch.tensor(found)
+
+
+def parts_of_samples_train_as_whole_ones(recipe):
+    found = losses_and_norms(split_over_two(llama(), recipe, sp={"size": 2}), IDS)
+    expected = losses_and_norms(accelerated(llama(), compute={"fp8_recipe": recipe}), IDS)
+    # A process rounds by the largest value of its own tokens; with "rowwise" that is of one token, but for gradients of
+    # weights, which are sums over tokens.
+    first, later = {"rowwise": (1e-6, 0.02), "tensorwise": (1e-3, 0.1)}[recipe]
+    torch.testing.assert_close(found[0, 0], expected[0, 0], rtol=first, atol=0)
+    torch.testing.assert_close(found[0, 1], expected[0, 1], rtol=first * 1000, atol=0)
+    torch.testing.assert_close(found, expected, rtol=later, atol=0)
+
+
+def mixtral():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape))
+
+
+def spread_experts_train_as_gathered_ones(recipe):
+    found = losses_and_norms(split_over_two(mixtral(), recipe, ep={"size": 2}), OWN)
+    expected = losses_and_norms(accelerated(mixtral(), compute={"fp8_recipe": recipe}), OWN)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)  # a token near two experts may go to the other
+
+
+def stages_train_as_shards(recipe, schedule):
+    rows = list(IDS.split(1))
+    staged = split_over_two(llama(), recipe, pp={"size": 2, "num_microbatches": len(rows), "schedule": schedule})
+    sharded = accelerated(llama(), compute={"fp8_recipe": recipe})  # each process sees all rows, as each stage does
+    count = IDS[:, 1:].numel()
+    optimizers = adamw(staged), adamw(sharded)
+    for _ in range(STEPS):
+        loss = staged(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        losses = []
+        for row in rows:
+            with torchacc.accumulate(sharded) if row is not rows[-1] else nullcontext():
+                own = sharded(input_ids=row, labels=row, num_items_in_batch=count).loss
+                own.backward()
+                losses.append(own.detach())
+        torch.testing.assert_close(loss.detach(), sum(losses), rtol=1e-6, atol=0)
+        norms = [each.clip_grad_norm_(1.0).item() for each in (staged, sharded)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = weights_of(sharded)
+    for name, tensor in weights_of(staged).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def evaluation_is_that_of_training():
     model = accelerated(llama())
     expected = model(input_ids=OWN, labels=OWN).loss.item()
@@ -388,7 +459,10 @@ def main(out: str) -> None:
         chunked_loss_leaves_the_head,
         rows_are_completed,
     ]
-    by_ranks = {1: [*on_any, *on_one], 2: on_any, 3: [shards_that_are_uneven]}
+    on_two = [named(stages_train_as_shards, *how) for how in (("tensorwise", "gpipe"), ("rowwise", "1f1b"))]
+    on_two += [named(parts_of_samples_train_as_whole_ones, recipe) for recipe in RECIPES]
+    on_two += [named(spread_experts_train_as_gathered_ones, recipe) for recipe in RECIPES]
+    by_ranks = {1: [*on_any, *on_one], 2: [*on_any, *on_two], 4: on_two, 3: [shards_that_are_uneven]}
     (folder / str(RANK)).mkdir()
     run_cases(by_ranks[NUM_RANKS], folder / str(RANK))
 

@@ -20,7 +20,7 @@ needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
 
 @needs_torchao
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_numbers_are_torchaos(num_ranks, tmp_path):
     done = forkrun.run(PROGRAM, tmp_path, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr[-3000:]
