@@ -417,6 +417,39 @@ def weights_get_their_gradients_after_a_backward_that_is_split() -> None:
 
 
 @case([NATIVE])
+def split_backwards_leave_changed_layers_as_they_are() -> None:
+    def scaled(module: nn.Linear, given: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(given, module.weight * 1.5, module.bias)
+
+    class Halved(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            return made / 2 if function is nn.functional.linear else made
+
+    how = {"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}
+    with mock.patch.object(nn.Linear, "forward", scaled):
+        compare(make(), [plain()], **how)
+    with Halved():
+        compare(make(), [plain()], **how)
+
+
+@case([NATIVE])
+def a_gradient_that_a_hook_changes_before_a_weight_needs_it_is_refused() -> None:
+    model = make()
+    torchacc.accelerate(model, None, config(2, microbatches=4, schedule="zero_bubble"))
+    layer = model.model.layers[2 * RANK].mlp.up_proj
+
+    def change(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        kept: list[torch.Tensor] = []
+        output.register_hook(kept.append)
+        args[0].register_hook(lambda gradient: kept[0].mul_(2)[:0].sum() * 0 + gradient)
+
+    layer.register_forward_hook(change)
+    with pytest.raises(torchacc.EngineError, match="a hook has written to a gradient"):
+        model(**plain()).loss.backward()
+
+
+@case([NATIVE])
 def split_backwards_sum_in_the_dtype_of_the_reduction() -> None:
     gradients = []
     for schedule in ("1f1b", "zero_bubble"):

@@ -107,10 +107,10 @@ class LossChunks:
 
     def _summed_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tokens' losses, in float32 at least."""
-        if logits.device.type != "xla":
+        if logits.device.type != "xla" and 0 <= self.label_smoothing <= 1:
             loss: torch.Tensor = _CrossEntropy.apply(logits, labels, self.ignore_index, self.label_smoothing)
             return loss
-        return F.cross_entropy(  # whose backward XLA makes into a single loop
+        return F.cross_entropy(  # whose backward XLA makes into a single loop, and which refuses other numbers
             logits.to(_accurate(logits.dtype)),
             labels,
             ignore_index=self.ignore_index,
@@ -140,13 +140,13 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         logs = F.log_softmax(logits, dim=-1, dtype=_accurate(logits.dtype))
         counts = labels != ignore_index
-        classes = labels.where(counts, 0).unsqueeze(1)
-        losses = -logs.gather(1, classes).squeeze(1)
+        loss = F.nll_loss(logs, labels, ignore_index=ignore_index, reduction="sum")
         if label_smoothing:
-            losses = (1 - label_smoothing) * losses - label_smoothing * logs.mean(dim=1)
-        ctx.save_for_backward(logs, classes, counts)
+            others = -logs.mean(dim=1).where(counts, 0).sum()
+            loss = (1 - label_smoothing) * loss + label_smoothing * others
+        ctx.save_for_backward(logs, labels.where(counts, 0).long().unsqueeze(1), counts)
         ctx.label_smoothing, ctx.dtype = label_smoothing, logits.dtype
-        return losses.where(counts, 0).sum()
+        return loss
 
     @staticmethod
     @once_differentiable

@@ -195,6 +195,8 @@ class PipelinedModel(NativeModel):
 
     def _by_name(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         signature = inspect.signature(type(self.model).forward)
+        if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # adapters of no task: as without
+            signature = inspect.signature(type(self._language_model).forward)
         bound = signature.bind(self.model, *args, **kwargs).arguments
         bound.pop("self")
         variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)

@@ -15,15 +15,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-_Forward = Callable[[torch.Tensor], torch.Tensor]
+from torchacc.errors import EngineError
 
 
 class SplitBackward:
     """The gradients of weights that the backwards of a model have left for later.
 
     Args:
-        model: Its linear layers get another forward. Weights that are split over devices, or cast by a script's
-            `torch.autocast`, still get their gradients at once.
+        model: Its linear layers get another forward. Weights that are split over devices, and those of layers whose
+            forward is not PyTorch's, or transformers', own, still get their gradients at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,14 +68,15 @@ class SplitBackward:
             self._left[self._number].append(add_gradients)
         return self._number is not None
 
-    def _run(self, module: Any, forward: _Forward, inputs: torch.Tensor) -> torch.Tensor:
+    def _run(self, module: Any, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stand for the forward of a linear layer."""
-        weight, device = module.weight, inputs.device.type
-        if torch.is_autocast_enabled(device):
-            inputs = inputs.to(torch.get_autocast_dtype(device))
+        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or not _is_pytorchs_own(module):
+            return forward(*args, **kwargs)
+        inputs, weight = args[0], module.weight
+        if torch.is_autocast_enabled(inputs.device.type):
+            inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
         # A weight that is something else than a parameter is a function of one, or a distributed one.
-        is_plain = type(weight) is nn.Parameter and weight.requires_grad and weight.dtype == inputs.dtype
-        if not is_plain or not torch.is_grad_enabled():
+        if type(weight) is not nn.Parameter or not weight.requires_grad or weight.dtype != inputs.dtype:
             return forward(inputs)
         output: torch.Tensor = _Linear.apply(self, inputs, weight, module.bias, not isinstance(module, nn.Linear))
         return output
@@ -106,11 +107,19 @@ class _Linear(torch.autograd.Function):
         returned = grad @ (weight.T if is_transposed else weight) if of_inputs else None
 
         def gradients() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            rows, columns = grad.flatten(0, -2), inputs.flatten(0, -2)
+            rows, columns = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
             left, right = (columns, rows) if is_transposed else (rows, columns)
             return left.T @ right if of_weight else None, rows.sum(0) if of_bias else None
 
+        version = grad._version
+
         def add_gradients() -> None:
+            if grad._version != version:
+                raise EngineError(
+                    "a hook has written to a gradient that a linear layer's weight still needs, with "
+                    "config.dist.pp.schedule = 'zero_bubble': return a new gradient from the hook, or set schedule = "
+                    "'1f1b'"
+                )
             for parameter, gradient in zip(parameters, gradients(), strict=True):
                 if gradient is not None:
                     _add(parameter, gradient)
@@ -127,5 +136,13 @@ def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, or transformers' of GPT-2, whose weight is transposed."""
-    kind = type(module)
-    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+    return (type(module).__module__, type(module).__name__) in _LINEAR
+
+
+def _is_pytorchs_own(module: nn.Module) -> bool:
+    """Return whether a linear layer computes what its class does, which a script may have changed for all layers."""
+    is_patched = type(module).forward.__module__ != type(module).__module__ or F.linear is not torch._C._nn.linear
+    return not is_patched and not torch._C._len_torch_function_stack()
+
+
+_LINEAR = (("torch.nn.modules.linear", "Linear"), ("transformers.pytorch_utils", "Conv1D"))

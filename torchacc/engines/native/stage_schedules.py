@@ -161,12 +161,12 @@ def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
                 losses[stage, number] = loss
                 total += loss.detach()
                 continue
-            if kind is Pass.WEIGHTS:
-                owner.compute_weight_gradients(number, is_last=is_last)
-                continue
-            # Without autocast, as in a script's own backward.
-            with torch.autocast(device.type, enabled=False), owner.splitting_backward(number):
-                owner.run_backward(losses.pop((stage, number)), is_last=is_last)
+            with torch.autocast(device.type, enabled=False):  # as in a script's own backward
+                if kind is Pass.WEIGHTS:
+                    owner.compute_weight_gradients(number, is_last=is_last)
+                    continue
+                with owner.splitting_backward(number):
+                    owner.run_backward(losses.pop((stage, number)), is_last=is_last)
     link.finish()
     value = link.scalar_from_last(total)
     scaled: torch.Tensor = _WithGradients.apply(value, link.anchor, owner, computed)

@@ -213,6 +213,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of("torch.optim:Optimizer", _STEPS, {
         "_optimizer_step_pre_hooks": "tells that a script has a hook before its step",
     }, of_instances=True),
+    *_of("torch._C", "native/split_backward.py", {
+        "_nn": "tells that a script has another `F.linear`",
+        "_len_torch_function_stack": "tells of a mode of a script's",
+    }),
+    *_of("torch:Tensor", "native/split_backward.py", {"_version": "whether a hook has changed it"}, of_instances=True),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch._C", "sharded_model.py", {"_functorch": "tells a transform of torch.func"}),
     *_of("torch._C._autograd", "native/stage_schedules.py", {
