@@ -1,10 +1,10 @@
-"""What the report of a compiled step says of its memory."""
+"""What the report of a compiled step says of its memory, and of time."""
 
 import dataclasses
 
 import pytest
 
-from torchacc.aot.step_report import StepReport
+from torchacc.aot.step_report import Exchange, StepReport
 
 GIB = 2**30
 REPORT = StepReport(
@@ -40,3 +40,14 @@ def test_only_what_a_device_holds_is_said_to_fit(peak: int, verdict: str) -> Non
     report = dataclasses.replace(REPORT, peak_bytes=peak)
     assert report.as_text().splitlines()[1].startswith(verdict)
     assert verdict in report.as_html("Step")
+
+
+def test_a_compiler_without_cycles_is_left_out_of_the_bounds() -> None:
+    exchange = Exchange("all-gather", 8, 3, GIB, 2, exposed_seconds=None)
+    report = dataclasses.replace(REPORT, cycles=None, cycle_seconds=None, exchanges=[exchange])
+    text = report.as_text()
+    assert "3 all-gather  of 8  1.00 GiB  2 beside work\n" in text
+    assert "bounds of a step, by published speeds. Estimates, never run" in text
+    assert "cycles" not in text
+    assert "exposed" not in text
+    assert "cycles" not in report.as_html("Step")
