@@ -80,7 +80,8 @@ def _costs(text: str) -> dict[str, float]:
     from jax._src.lib import _jax
     from jax._src.lib import xla_client as xc
 
-    return _jax.hlo_module_cost_analysis(xc.make_cpu_client(), _jax.hlo_module_from_text(text))
+    found: dict[str, float] = _jax.hlo_module_cost_analysis(xc.make_cpu_client(), _jax.hlo_module_from_text(text))
+    return found
 
 
 def _arguments(folder: Path, request: dict[str, Any], devices: list[Any]) -> tuple[Any, Any, Any]:

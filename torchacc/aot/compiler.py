@@ -26,7 +26,6 @@ _WORKER = Path(__file__).with_name("compile_deviceless.py")
 _PLUGIN = cuda.KNOWN_PAIRS["2.9"]
 _VARIABLES = {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # what is compiled is kept by its request, which says all options
     "TPU_SKIP_MDS_QUERY": "1",  # no machine of Google's is asked what it is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else two compilers wait for each other at a file
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -112,6 +111,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         "num_devices": topology.num_devices,
         "plugin": [_PLUGIN.wheel, _PLUGIN.library],
         "flags": dict(_COMPILERS[topology.chip.platform].flags),
+        "xla_flags": _flags_of_gpus(),
         "inputs": [asdict(each) for each in program.inputs],
         "versions": _installed(topology.chip.platform),
     }
@@ -124,6 +124,11 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         raise OutOfMemoryError(found["error"])
     memory = {name.removesuffix("_size_in_bytes") + "_bytes": size for name, size in found.pop("memory").items()}
     return CompiledStep(**found, **memory, text=(kept / "optimized.txt").read_text())
+
+
+def _flags_of_gpus() -> str:
+    """Return what the user has chosen for programs on GPUs; the other flags are of this machine's CPU."""
+    return " ".join(each for each in (env.get("XLA_FLAGS") or "").split() if each.startswith("--xla_gpu_"))
 
 
 def cache_folder() -> Path:
@@ -161,7 +166,8 @@ def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
-        status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, waited)
+        variables = {**_VARIABLES, "XLA_FLAGS": request["xla_flags"]}
+        status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, variables, waited)
         if status and _OUT_OF_MEMORY in printed:
             (folder / "compiled.json").write_text(json.dumps({"error": _explain_memory(printed)}))
         elif status:
@@ -184,7 +190,9 @@ def _new_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
         ) from None
 
 
-def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> tuple[int, str]:
+def _run(
+    command: list[str], folder: Path, variables: Mapping[str, str], waited: Callable[[float], None]
+) -> tuple[int, str]:
     """Run a command in a session of its own, which ends with this process's call."""
     output = folder / "output.txt"
     with output.open("wb") as file:
@@ -194,7 +202,7 @@ def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> t
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=env.with_variables(_VARIABLES),
+            env=env.with_variables(variables),
         )
     began = time.monotonic()
     try:

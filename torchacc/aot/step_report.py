@@ -10,6 +10,7 @@ from typing import Any
 from torchacc.aot.compiler import CompiledStep
 from torchacc.aot.scheduled_program import COLLECTIVES, Collective, Instruction, ScheduledProgram
 from torchacc.aot.topologies import Topology
+from torchacc.engines.xla import tpu
 
 NUM_VALUES = 12
 """How many of the largest values are listed."""
@@ -57,6 +58,8 @@ class StepReport:
     peak_bytes: int
     device_bytes: int
     """What a program may have of a device's memory."""
+    refuses_too_large: bool
+    """Whether the compiler refuses a program that it finds no room for, as that of TPUs does."""
     planned_bytes: int | None
     """What the memory plan says without a compiler; None where it cannot plan the step."""
     largest: Sequence[LargeValue]
@@ -90,8 +93,9 @@ class StepReport:
     def _summary(self) -> list[str]:
         parts = ", ".join(f"{name} {in_gibibytes(size)}" for name, size in self.memory.items())
         share = self.peak_bytes / self.device_bytes
-        # The compiler refuses what it finds no room for; what it sums up may be more than lives at one time.
-        verdict = "fits" if share <= 1 else "compiled, but sums up to more than a device has"
+        # What a compiler sums up that finds room for it may be more than lives at one time.
+        too_large = "compiled, but sums up to more than a device has" if self.refuses_too_large else "does not fit"
+        verdict = "fits" if share <= 1 else too_large
         lines = [
             f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
             f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
@@ -189,6 +193,7 @@ def make_report(compiled: CompiledStep, topology: Topology, device_bytes: int, p
         },
         peak_bytes=compiled.peak_bytes,
         device_bytes=device_bytes,
+        refuses_too_large=chip.platform == tpu.PLATFORM,
         planned_bytes=planned_bytes,
         largest=_largest(program),
         exchanges=exchanges,

@@ -14,6 +14,7 @@ REPORT = StepReport(
     memory={"arguments": 2 * GIB, "temporary": 10 * GIB, "outputs": 0},
     peak_bytes=12 * GIB,
     device_bytes=16 * GIB,
+    refuses_too_large=True,
     planned_bytes=None,
     largest=[],
     exchanges=[],
@@ -40,6 +41,11 @@ def test_only_what_a_device_holds_is_said_to_fit(peak: int, verdict: str) -> Non
     report = dataclasses.replace(REPORT, peak_bytes=peak)
     assert report.as_text().splitlines()[1].startswith(verdict)
     assert verdict in report.as_html("Step")
+
+
+def test_what_no_compiler_has_refused_does_not_fit() -> None:
+    report = dataclasses.replace(REPORT, peak_bytes=17 * GIB, refuses_too_large=False)
+    assert report.as_text().splitlines()[1].startswith("does not fit: 17.00 GiB of 16.00 GiB")
 
 
 def test_a_compiler_without_cycles_is_left_out_of_the_bounds() -> None:
