@@ -77,7 +77,9 @@ def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
         raise ConfigError(f"--compile-for compiles what XLA runs: leave --engine {args.engine} out")
     platform = topology.chip.platform.lower()
     if args.platform not in (None, platform):
-        raise ConfigError(f"--compile-for {topology.name} is for {platform}: leave --platform {args.platform} out")
+        raise ConfigError(
+            f"--compile-for {topology.name} is for {topology.chip.name}: leave --platform {args.platform} out"
+        )
     if len(args.strategy or ()) > 1:
         raise ConfigError("--compile-for compiles one strategy at a time, in minutes: name one")
     args.devices, args.platform = topology.num_devices, platform
