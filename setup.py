@@ -19,7 +19,10 @@ NO_XLA_WHEELS = (
 # that it calls, of the same CUDA as the other libraries, which torch's wheel brings.
 XLA_CUDA = [f"jax-cuda12-pjrt==0.7.1; {XLA_WHEELS}", f"nvidia-cuda-nvcc-cu12==12.8.*; {XLA_WHEELS}"]
 # The compiler of TPUs, for `torchacc plan --compile-for`, which runs it in a process of its own.
-PLAN_TPU = [f"{name}; {XLA_WHEELS}" for name in ("jax==0.8.0", "jaxlib==0.8.0", "libtpu==0.0.24")]
+JAX = [f"{name}; {XLA_WHEELS}" for name in ("jax==0.8.0", "jaxlib==0.8.0")]
+PLAN_TPU = [*JAX, f"libtpu==0.0.24; {XLA_WHEELS}"]
+# That of NVIDIA GPUs is the plugin by which torch_xla runs on them, so that what is compiled is what would run.
+PLAN_CUDA = [*JAX, *XLA_CUDA]
 # Float8 training: the one that is tested, whose Python code runs with torch 2.9; a later torch may take a later one.
 FLOAT8 = [f"torchao==0.16.*; {XLA_WHEELS}", f"torchao>=0.16; {NO_XLA_WHEELS}"]
 TORCH = [f"torch==2.9.0; {XLA_WHEELS}", f"torch_xla==2.9.0; {XLA_WHEELS}", f"torch>=2.9; {NO_XLA_WHEELS}"]
@@ -52,7 +55,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["torchacc", "torchacc.*"]),
-    package_data={"torchacc": ["py.typed", "train/*.html", "cli/quickstart_files/*"]},
+    package_data={"torchacc": ["py.typed", "aot/*.txtpb", "train/*.html", "cli/quickstart_files/*"]},
     data_files=list_examples(),
     entry_points={
         "console_scripts": [
@@ -65,6 +68,7 @@ setup(
     extras_require={
         "xla-cuda": XLA_CUDA,
         "plan-tpu": PLAN_TPU,
+        "plan-cuda": PLAN_CUDA,
         "fp8": FLOAT8,
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any
 from torchacc import env
 from torchacc.aot.scheduled_program import ScheduledProgram, parse
 from torchacc.aot.topologies import Topology
-from torchacc.engines.xla import tpu
+from torchacc.engines.xla import cuda, tpu
 from torchacc.engines.xla.recording import Program
 from torchacc.errors import ConfigError, EngineError
 
-_WORKER = Path(__file__).with_name("compile_for_tpu.py")
-_PACKAGES = ("jax", "jaxlib", "libtpu")
+_WORKER = Path(__file__).with_name("compile_deviceless.py")
+_PLUGIN = cuda.KNOWN_PAIRS["2.9"]
 _VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no machine of Google's is asked what it is
@@ -33,6 +33,28 @@ _VARIABLES = {
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LINES_OF_MEMORY = 25
 """Of the compiler's list: what is used, and three lines for each of eight allocations."""
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """What compiles for the devices of a platform."""
+
+    name: str
+    extra: str
+    """Of torchacc, which installs it."""
+    packages: tuple[str, ...]
+    flags: Mapping[str, Any]
+
+
+_COMPILERS: Mapping[str, _Compiler] = {
+    tpu.PLATFORM: _Compiler("the compiler of TPUs", "plan-tpu", ("jax", "jaxlib", "libtpu"), tpu.FLAGS),
+    cuda.PLATFORM: _Compiler(
+        "XLA's compiler of NVIDIA GPUs",
+        "plan-cuda",
+        ("jax", "jaxlib", _PLUGIN.wheel),
+        {"xla_gpu_autotune_level": 0},  # there is no GPU on which candidates could be timed
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -82,15 +104,18 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         OutOfMemoryError: The program needs more memory than a device has; the message lists its largest allocations.
         EngineError: The compiler has failed.
     """
-    versions = _installed()
     request = {
+        "platform": topology.chip.platform,
         "topology": topology.name,
         "topology_options": topology.options,
         "num_devices": topology.num_devices,
-        "flags": dict(tpu.FLAGS),
+        "plugin": [_PLUGIN.wheel, _PLUGIN.library],
+        "flags": dict(_COMPILERS[topology.chip.platform].flags),
+        "xla_flags": _flags_of_gpus(),
         "inputs": [asdict(each) for each in program.inputs],
+        "versions": _installed(topology.chip.platform),
     }
-    about = json.dumps([request, versions], sort_keys=True).encode()
+    about = json.dumps(request, sort_keys=True).encode()
     kept = cache_folder() / hashlib.sha256(program.hlo + about).hexdigest()[:32]
     if not (kept / "compiled.json").exists():
         _compile_into(kept, program, request, waited)
@@ -101,28 +126,37 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
     return CompiledStep(**found, **memory, text=(kept / "optimized.txt").read_text())
 
 
+def _flags_of_gpus() -> str:
+    """Return what the user has chosen for programs on GPUs; the other flags are of this machine's CPU."""
+    return " ".join(each for each in (env.get("XLA_FLAGS") or "").split() if each.startswith("--xla_gpu_"))
+
+
 def cache_folder() -> Path:
     """Return where compiled programs are kept; they may be deleted at any time."""
     base = env.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torchacc" / "compiled"
 
 
-def check_installed() -> None:
-    """Check that there is a compiler for TPUs, without importing it.
+def check_installed(platform: str) -> None:
+    """Check that there is a compiler for a platform's devices, without importing it.
+
+    Args:
+        platform: Of a chip.
 
     Raises:
         ConfigError: There is none.
     """
-    _installed()
+    _installed(platform)
 
 
-def _installed() -> dict[str, str]:
+def _installed(platform: str) -> dict[str, str]:
+    compiler = _COMPILERS[platform]
     try:
-        return {name: version(name) for name in _PACKAGES}
+        return {name: version(name) for name in compiler.packages}
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"--compile-for needs the compiler of TPUs, and {error.name} is not installed: "
-            "`pip install 'torchacc[plan-tpu]'`"
+            f"--compile-for needs {compiler.name}, and {error.name} is not installed: "
+            f"`pip install 'torchacc[{compiler.extra}]'`"
         ) from None
 
 
@@ -132,7 +166,8 @@ def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
-        status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, waited)
+        variables = {**_VARIABLES, "XLA_FLAGS": request["xla_flags"]}
+        status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, variables, waited)
         if status and _OUT_OF_MEMORY in printed:
             (folder / "compiled.json").write_text(json.dumps({"error": _explain_memory(printed)}))
         elif status:
@@ -155,7 +190,9 @@ def _new_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
         ) from None
 
 
-def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> tuple[int, str]:
+def _run(
+    command: list[str], folder: Path, variables: Mapping[str, str], waited: Callable[[float], None]
+) -> tuple[int, str]:
     """Run a command in a session of its own, which ends with this process's call."""
     output = folder / "output.txt"
     with output.open("wb") as file:
@@ -165,7 +202,7 @@ def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> t
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=env.with_variables(_VARIABLES),
+            env=env.with_variables(variables),
         )
     began = time.monotonic()
     try:

@@ -25,6 +25,7 @@ def record_step(
     make_optimizer: MakeOptimizer,
     *,
     num_devices: int,
+    platform: str,
     clips: bool = False,
 ) -> Program:
     """Record a training step of the SPMD engine.
@@ -37,6 +38,7 @@ def record_step(
         config: Its sizes together are `num_devices`.
         make_optimizer: Makes the optimizer of the sharded parameters.
         num_devices: All devices.
+        platform: Of the devices, as PJRT_DEVICE names it.
         clips: Whether the gradients are clipped by their norm, which reads all of them before the first update.
 
     Raises:
@@ -45,7 +47,7 @@ def record_step(
     config = deepcopy(config)
     config.backend, config.dist.fsdp.use_spmd = "xla", True
     config = resolve(config, Job(), num_devices=num_devices)
-    engine = RecordingEngine(config=config, mesh=from_config(config), job=Job())
+    engine = RecordingEngine(platform=platform, config=config, mesh=from_config(config), job=Job())
     rows = next(iter(batch.values())).shape[0]
     if rows % engine.mesh.num_data_shards:
         raise ConfigError(f"a batch of {rows} samples does not divide by {engine.mesh.num_data_shards} devices")

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchacc.aot.compiler import CompiledStep
-from torchacc.aot.scheduled_program import COLLECTIVES, Collective, ScheduledProgram
+from torchacc.aot.scheduled_program import COLLECTIVES, Collective, Instruction, ScheduledProgram
 from torchacc.aot.topologies import Topology
+from torchacc.engines.xla import tpu
 
 NUM_VALUES = 12
 """How many of the largest values are listed."""
@@ -41,8 +42,8 @@ class Exchange:
     """That one device sends, all together."""
     num_asynchronous: int
     """How many run while the device computes."""
-    exposed_seconds: float
-    """Of the wire's time at its published speed, what no computation covers, by the compiler's cycles."""
+    exposed_seconds: float | None
+    """Of the wire's time at its published speed, what no computation covers by the compiler's cycles, if any."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class StepReport:
     """Bytes: `arguments` (weights, optimizer state, batch), `temporary`, and `outputs` that are new."""
     peak_bytes: int
     device_bytes: int
+    """What a program may have of a device's memory."""
+    refuses_too_large: bool
+    """Whether the compiler refuses a program that it finds no room for, as that of TPUs does."""
     planned_bytes: int | None
     """What the memory plan says without a compiler; None where it cannot plan the step."""
     largest: Sequence[LargeValue]
@@ -68,9 +72,9 @@ class StepReport:
     """At the published bandwidth of its memory."""
     wire_seconds: float
     """Of all exchanges, at the published bandwidth of its links."""
-    cycles: int
-    """The compiler's own estimate."""
-    cycle_seconds: float
+    cycles: int | None
+    """The compiler's own estimate; None where it makes none, as that of GPUs."""
+    cycle_seconds: float | None
     compile_seconds: float
     versions: Mapping[str, str]
 
@@ -83,14 +87,15 @@ class StepReport:
         lines = self._summary()
         lines += ["", "largest values", *_table(self._values())]
         lines += ["", "exchanges between devices", *_table(self._exchanges())]
-        lines += ["", "bounds of a step, by published speeds; the last by the compiler. Estimates, never run"]
+        lines += ["", f"bounds of a step, {self._basis()}"]
         return "\n".join([*lines, *_table(self._bounds())])
 
     def _summary(self) -> list[str]:
         parts = ", ".join(f"{name} {in_gibibytes(size)}" for name, size in self.memory.items())
         share = self.peak_bytes / self.device_bytes
-        # The compiler refuses what it finds no room for; what it sums up may be more than lives at one time.
-        verdict = "fits" if share <= 1 else "compiled, but sums up to more than a device has"
+        # What a compiler sums up that finds room for it may be more than lives at one time.
+        too_large = "compiled, but sums up to more than a device has" if self.refuses_too_large else "does not fit"
+        verdict = "fits" if share <= 1 else too_large
         lines = [
             f"compiled for {self.topology}: {self.num_devices} x {self.chip}, in {self.compile_seconds:.0f} s "
             f"({', '.join(f'{name} {number}' for name, number in self.versions.items())})",
@@ -108,7 +113,7 @@ class StepReport:
         """Return it as a page of its own."""
         parts = [(name, float(size), in_gibibytes(size)) for name, size in self.memory.items()]
         parts.append(("free", float(max(0, self.device_bytes - self.peak_bytes)), ""))
-        times = [(row[0], seconds, row[1]) for row, seconds in zip(self._bounds(), self._seconds(), strict=True)]
+        times = [(what, seconds, _in_milliseconds(seconds)) for what, seconds in self._estimates()]
         body = [
             f"<h1>{html.escape(title)} on {self.topology}</h1>",
             f"<pre>{html.escape(chr(10).join(self._summary()))}</pre>",
@@ -123,7 +128,7 @@ class StepReport:
                     ),
                 ]
             ),
-            "<h2>Bounds of a step</h2><p>By published speeds; the last by the compiler. Estimates, never run.</p>",
+            f"<h2>Bounds of a step, {self._basis()}</h2>",
             _bars(times),
             "<h2>Largest values</h2>",
             _html_table(self._values()),
@@ -142,33 +147,40 @@ class StepReport:
                 f"of {each.group_size}" if each.group_size > 1 else "of two",
                 in_gibibytes(each.num_bytes),
                 f"{each.num_asynchronous} beside work",
-                f"{each.exposed_seconds * 1e3:.2f} ms exposed",
+                *([] if each.exposed_seconds is None else [f"{_in_milliseconds(each.exposed_seconds)} exposed"]),
             ]
             for each in self.exchanges
         ]
 
-    def _seconds(self) -> tuple[float, ...]:
-        return self.compute_seconds, self.memory_seconds, self.wire_seconds, self.cycle_seconds
+    def _basis(self) -> str:
+        last = "" if self.cycles is None else "; the last by the compiler"
+        return f"by published speeds{last}. Estimates, never run"
+
+    def _estimates(self) -> list[tuple[str, float]]:
+        found = [
+            (f"compute, {self.flops / 1e12:.2f} TFLOP", self.compute_seconds),
+            (f"memory, {in_gibibytes(self.bytes_accessed)} moved", self.memory_seconds),
+            (f"wire, {in_gibibytes(sum(each.num_bytes for each in self.exchanges))} sent", self.wire_seconds),
+        ]
+        if self.cycles is not None and self.cycle_seconds is not None:
+            found.append((f"compiler, {self.cycles / 1e6:.1f} M cycles", self.cycle_seconds))
+        return found
 
     def _bounds(self) -> list[list[str]]:
-        what = (
-            f"compute, {self.flops / 1e12:.2f} TFLOP",
-            f"memory, {in_gibibytes(self.bytes_accessed)} moved",
-            f"wire, {in_gibibytes(sum(each.num_bytes for each in self.exchanges))} sent",
-            f"compiler, {self.cycles / 1e6:.1f} M cycles",
-        )
-        return [[name, f"{seconds * 1e3:.2f} ms"] for name, seconds in zip(what, self._seconds(), strict=True)]
+        return [[what, _in_milliseconds(seconds)] for what, seconds in self._estimates()]
 
 
-def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int | None) -> StepReport:
+def make_report(compiled: CompiledStep, topology: Topology, device_bytes: int, planned_bytes: int | None) -> StepReport:
     """Return what a compiled step says of itself.
 
     Args:
         compiled: For the topology.
         topology: The devices.
+        device_bytes: What a program may have of a device's memory.
         planned_bytes: Of a device, by the memory plan.
     """
     program, chip = compiled.program(), topology.chip
+    cycles = None if chip.clock_hz is None else program.cycles
     exchanges = _sum_up(list(program.collectives()), topology)
     return StepReport(
         topology=topology.name,
@@ -180,7 +192,8 @@ def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int |
             "outputs": compiled.output_bytes - compiled.alias_bytes,
         },
         peak_bytes=compiled.peak_bytes,
-        device_bytes=chip.memory_bytes,
+        device_bytes=device_bytes,
+        refuses_too_large=chip.platform == tpu.PLATFORM,
         planned_bytes=planned_bytes,
         largest=_largest(program),
         exchanges=exchanges,
@@ -189,8 +202,8 @@ def make_report(compiled: CompiledStep, topology: Topology, planned_bytes: int |
         compute_seconds=compiled.flops / chip.flops_per_second,
         memory_seconds=compiled.bytes_accessed / chip.memory_bytes_per_second,
         wire_seconds=sum(each.num_bytes for each in exchanges) / chip.wire_bytes_per_second,
-        cycles=program.cycles,
-        cycle_seconds=program.cycles / chip.clock_hz,
+        cycles=cycles,
+        cycle_seconds=None if chip.clock_hz is None else program.cycles / chip.clock_hz,
         compile_seconds=compiled.seconds,
         versions=compiled.versions,
     )
@@ -201,10 +214,21 @@ def in_gibibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _in_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _makes_value(instruction: Instruction) -> bool:
+    """Return whether an instruction makes a value of its own: the end of an exchange does, that of a copy does not."""
+    if instruction.op.endswith(("-start", "-done")):
+        return instruction.op.removesuffix("-done") in COLLECTIVES
+    return instruction.op not in _IN_PLACE
+
+
 def _largest(program: ScheduledProgram) -> list[LargeValue]:
     found: Counter[tuple[int, str, str]] = Counter()
     for each, _ in program.runs():
-        if each.op not in _IN_PLACE and each.array_bytes and not each.op.endswith(("-start", "-done")):
+        if _makes_value(each) and each.array_bytes:
             size = max(each.array_bytes)
             shape = each.arrays[each.array_bytes.index(size)]
             found[size, shape, re.sub(r"\b\d+\b", "*", each.module) or _AFTER_FORWARD] += 1
@@ -217,8 +241,11 @@ def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Excha
     for each in collectives:
         groups.setdefault((each.kind, each.group_size), []).append(each)
 
-    def exposed(each: Collective) -> float:
-        return max(0.0, each.wire_bytes / chip.wire_bytes_per_second - each.cycles_beside / chip.clock_hz)
+    def exposed(found: Sequence[Collective], clock_hz: float | None) -> float | None:
+        if clock_hz is None:
+            return None
+        spent = ((each.wire_bytes / chip.wire_bytes_per_second, each.cycles_beside / clock_hz) for each in found)
+        return sum(max(0.0, wire - beside) for wire, beside in spent)
 
     order = sorted(groups, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
     return [
@@ -228,7 +255,7 @@ def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Excha
             count=len(found),
             num_bytes=int(sum(each.wire_bytes for each in found)),
             num_asynchronous=sum(each.is_asynchronous for each in found),
-            exposed_seconds=sum(map(exposed, found)),
+            exposed_seconds=exposed(found, chip.clock_hz),
         )
         for (kind, size), found in ((key, groups[key]) for key in order)
     ]

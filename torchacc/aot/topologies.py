@@ -1,13 +1,16 @@
-"""The TPUs that a program can be compiled for: names such as `v5e:2x4`, and what their chips are."""
+"""What a program can be compiled for: names such as `v5e:2x4` and `h100x8`, and what their chips are."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from torchacc.engines.xla import cuda, tpu
 from torchacc.errors import ConfigError, shown
+from torchacc.layouts import DEVICES
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,31 @@ class Chip:
     memory_bytes_per_second: float
     wire_bytes_per_second: float
     """Of all links to other chips together, in one direction."""
-    clock_hz: float
-    """Of the core, by which the compiler's cycles become seconds."""
+    clock_hz: float | None
+    """Of the core, by which the compiler's cycles become seconds; None where the compiler estimates none."""
     examples: tuple[str, ...]
     host: tuple[int, ...]
     """The chips of one machine, along each dimension."""
+    platform: str = tpu.PLATFORM
+    """As PJRT_DEVICE names it."""
+
+
+def _gpu(key: str) -> Chip:
+    """Return a GPU with the figures by which layouts are ranked, in machines of up to eight."""
+    figures = DEVICES[key]
+    assert figures.memory_bytes is not None, figures
+    return Chip(
+        name=f"NVIDIA {figures.name}",
+        num_dims=1,
+        flops_per_second=figures.flops_per_second,
+        memory_bytes=figures.memory_bytes,
+        memory_bytes_per_second=figures.memory_bytes_per_second,
+        wire_bytes_per_second=figures.near_bytes_per_second,
+        clock_hz=None,
+        examples=tuple(f"{key}x{number}" for number in (1, 2, 4, 8)),
+        host=(figures.devices_per_machine,),
+        platform=cuda.PLATFORM,
+    )
 
 
 CHIPS: Mapping[str, Chip] = {
@@ -38,9 +61,10 @@ CHIPS: Mapping[str, Chip] = {
         "TPU v5p", 3, 459e12, 95 * 2**30, 2765e9, 600e9, 1.75e9, ("v5p:2x2x1", "v5p:4x4x4", "v5p:8x8x8"), (2, 2, 1)
     ),
     "v6e": Chip("TPU v6e", 2, 918e12, 32 * 2**30, 1640e9, 448e9, 1.75e9, ("v6e:2x4", "v6e:4x4", "v6e:16x16"), (2, 2)),
+    "h100": _gpu("h100"),
 }
-"""By the first part of a topology's name. The numbers are those that Google publishes for each generation; the clock is
-that which makes the published FLOP/s of its matrix units."""
+"""By the first part of a topology's name. The numbers are those that Google and NVIDIA publish; a TPU's clock is that
+which makes the published FLOP/s of its matrix units."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +80,23 @@ class Topology:
         """How many chips there are."""
         return prod(self.shape)
 
+    def device_bytes(self, gpu_fraction: float | None) -> int:
+        """Return how much memory of each device a program may have.
+
+        Args:
+            gpu_fraction: Of a GPU's memory, by the config; None for what XLA takes by itself.
+        """
+        if self.chip.platform != cuda.PLATFORM:
+            return self.chip.memory_bytes
+        return int(self.chip.memory_bytes * (cuda.MEMORY_FRACTION if gpu_fraction is None else gpu_fraction))
+
     @property
     def options(self) -> dict[str, Any]:
-        """What JAX wants beside the name: a single chip is no host of its own in its tables."""
+        """What JAX wants beside the name."""
+        if self.chip.platform == cuda.PLATFORM:
+            described = Path(__file__).with_name(self.name.partition("x")[0] + ".txtpb")
+            return {"topology": f"1x1x{self.num_devices}", "target_config": described.read_text(encoding="utf-8")}
+        # A single chip is no host of its own in JAX's tables.
         return {"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {}
 
 
@@ -73,25 +111,41 @@ def find_topology(name: str) -> Topology:
     """Return a topology by its name.
 
     Args:
-        name: Such as `v5e:2x4` or `v5p:4x4x4`.
+        name: Such as `v5e:2x4`, `v5p:4x4x4` or `h100x8`.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    known = "; ".join(", ".join(chip.examples) for chip in CHIPS.values())
-    chip, _, shape = name.partition(":")
-    if chip not in CHIPS:
+    key = next((key for key in CHIPS if re.match(rf"{key}($|[:x])", name)), None)
+    if key is None:
+        known = "; ".join(", ".join(chip.examples) for chip in CHIPS.values())
         raise ConfigError(f"--compile-for {shown(name)}: there is no such chip; {_nearest(name)}there are {known}")
-    found = CHIPS[chip]
-    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape) or shape.count("x") != found.num_dims - 1:
+    chip = CHIPS[key]
+    shape = _shape_of_gpus(name, chip) if chip.platform == cuda.PLATFORM else _shape_of_tpus(name, chip)
+    return Topology(name, chip, shape)
+
+
+def _shape_of_gpus(name: str, chip: Chip) -> tuple[int, ...]:
+    if name not in chip.examples:
         raise ConfigError(
-            f"--compile-for {shown(name)}: {found.name}s are arranged in {found.num_dims} dimensions; write how many "
-            f"there are along each, such as {', '.join(found.examples)}"
+            f"--compile-for {shown(name)}: programs are compiled for one machine, which has {chip.host[0]} x "
+            f"{chip.name} at most: write one of {', '.join(chip.examples)}. For several machines `torchacc plan "
+            "--search` says what fits"
         )
-    topology = Topology(name, found, tuple(map(int, shape.split("x"))))
-    if topology.num_devices > 1 and any(size % each for size, each in zip(topology.shape, found.host, strict=True)):
+    return (int(name.rpartition("x")[2]),)
+
+
+def _shape_of_tpus(name: str, chip: Chip) -> tuple[int, ...]:
+    text = name.partition(":")[2]
+    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", text) or text.count("x") != chip.num_dims - 1:
         raise ConfigError(
-            f"--compile-for {shown(name)}: a machine has {'x'.join(map(str, found.host))} {found.name}s, and this is "
-            f"no number of machines along each dimension; write one such as {', '.join(found.examples)}"
+            f"--compile-for {shown(name)}: {chip.name}s are arranged in {chip.num_dims} dimensions; write how many "
+            f"there are along each, such as {', '.join(chip.examples)}"
         )
-    return topology
+    shape = tuple(map(int, text.split("x")))
+    if prod(shape) > 1 and any(size % each for size, each in zip(shape, chip.host, strict=True)):
+        raise ConfigError(
+            f"--compile-for {shown(name)}: a machine has {'x'.join(map(str, chip.host))} {chip.name}s, and this is "
+            f"no number of machines along each dimension; write one such as {', '.join(chip.examples)}"
+        )
+    return shape

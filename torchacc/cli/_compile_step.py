@@ -1,4 +1,4 @@
-"""`torchacc plan --compile-for v5e:2x4`: compile a training step by the compiler of TPUs that need not be there."""
+"""`torchacc plan --compile-for v5e:2x4`: compile a training step by the compiler of devices that need not be there."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the compiler says, and return the exit status."""
     topology = find_topology(args.compile_for)
     strategy = _take_devices(args, topology)
-    check_installed()
+    check_installed(topology.chip.platform)
     if args.html is not None:
         _check_folder(Path(args.html))
     training = _plan_input.read(args)
@@ -38,10 +38,17 @@ def run(args: argparse.Namespace) -> int:
     batch = training.make_batch(training.batch * shards)
     make_optimizer = optimizer_of(training)
     program = record_step(
-        training.model, batch, config, make_optimizer, num_devices=topology.num_devices, clips=training.clips
+        training.model,
+        batch,
+        config,
+        make_optimizer,
+        num_devices=topology.num_devices,
+        platform=topology.chip.platform,
+        clips=training.clips,
     )
     compiled = compile_program(program, topology, partial(_show_progress, topology.name))
-    report = make_report(compiled, topology, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
+    room = topology.device_bytes(config.memory.gpu_fraction)
+    report = make_report(compiled, topology, room, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
     title = f"{training.name}: {training.batch} x {training.length} tokens on each device, {strategy}"
     described = {"model": training.name, "batch": training.batch, "seq": training.length, "strategy": strategy}
     text = json.dumps(described | report.as_dict(), indent=2) if args.json else f"{title}\n{report.as_text()}"
@@ -68,11 +75,14 @@ def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
         raise ConfigError(f"--devices {args.devices}, and {topology.name} has {topology.num_devices}: leave it out")
     if args.engine is not None and PLANNED_BACKENDS[args.engine].runs_eagerly:
         raise ConfigError(f"--compile-for compiles what XLA runs: leave --engine {args.engine} out")
-    if args.platform not in (None, "tpu"):
-        raise ConfigError(f"--compile-for {topology.name} is for TPUs: leave --platform {args.platform} out")
+    platform = topology.chip.platform.lower()
+    if args.platform not in (None, platform):
+        raise ConfigError(
+            f"--compile-for {topology.name} is for {topology.chip.name}: leave --platform {args.platform} out"
+        )
     if len(args.strategy or ()) > 1:
         raise ConfigError("--compile-for compiles one strategy at a time, in minutes: name one")
-    args.devices, args.platform = topology.num_devices, "tpu"
+    args.devices, args.platform = topology.num_devices, platform
     return str(args.strategy[0]) if args.strategy else "FULL_SHARD"
 
 

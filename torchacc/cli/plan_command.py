@@ -25,6 +25,7 @@ EXAMPLES = (
     "torchacc plan --config config.yaml --model-config model_config_small --devices 8",
     "torchacc plan --search --model config.json --devices 64 --seq 131072 --bf16 --device h100",
     "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for v5e:2x4 --html gpt2.html",
+    "torchacc plan --model gpt2 --batch 8 --bf16 --compile-for h100x8",
 )
 PLATFORMS = ("cpu", "cuda", "tpu")
 _OF_CLIPPING = "gradients: all of them wait for their norm, of which the trainer clips; that much at most"
@@ -59,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=PLANNED_BACKENDS, help="whose memory is planned (default: the training file's, else xla)")
     add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
     add = parser.add_argument_group("a real compiler").add_argument
-    add("--compile-for", type=named, metavar="NAME", help="TPUs that need not be there, such as v5e:2x4: one strategy")
+    absent = "TPUs or GPUs that need not be there, such as v5e:2x4 or h100x8: one strategy"
+    add("--compile-for", type=named, metavar="NAME", help=absent)
     add("--html", type=path, metavar="FILE", help="write a page of what was compiled")
     add = parser.add_argument_group("every layout").add_argument
     add("--search", action="store_true", help="try all sizes of all axes, natively: which fit, and which is fastest")

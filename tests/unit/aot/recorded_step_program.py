@@ -75,7 +75,7 @@ def main():
     RecordingEngine.drops_barriers = SpmdEngine.drops_barriers  # as the real step was compiled for this machine
     texts, own = [], _XLAC._get_xla_tensors_hlo_proto
     _XLAC._get_xla_tensors_hlo_proto = lambda tensors: texts.append(_XLAC._get_xla_tensors_hlo(tensors)) or own(tensors)
-    program = record_step(without_values, batch, configured(), optimizer_of, num_devices=2, clips=True)
+    program = record_step(without_values, batch, configured(), optimizer_of, num_devices=2, platform="TPU", clips=True)
     shardings = Counter((each.sharding, each.is_donated) for each in program.inputs)
     found = {
         "real": real,

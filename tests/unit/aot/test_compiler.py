@@ -1,4 +1,4 @@
-"""The compiler of TPUs, which `pip install 'torchacc[plan-tpu]'` brings; what needs it is skipped without it."""
+"""The compilers of TPUs and GPUs, of the extras `plan-tpu` and `plan-cuda`; what needs one is skipped without it."""
 
 import json
 import os
@@ -17,9 +17,15 @@ pytestmark = [pytest.mark.xla, pytest.mark.slow]
 MODEL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
 MODEL |= {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 
-needs_compiler = pytest.mark.skipif(
-    installed_version("libtpu") is None, reason="no compiler of TPUs is installed: pip install 'torchacc[plan-tpu]'"
-)
+WHEELS = {"plan-tpu": "libtpu", "plan-cuda": "jax-cuda12-pjrt"}
+
+
+def is_installed(extra):
+    return all(installed_version(wheel) is not None for wheel in ("jax", "jaxlib", WHEELS[extra]))
+
+
+def needs(extra):
+    return pytest.mark.skipif(not is_installed(extra), reason=f"no compiler: pip install 'torchacc[{extra}]'")
 
 
 @pytest.fixture
@@ -40,27 +46,29 @@ def start(model, cache, *arguments):
     )
 
 
-def compiled(model, cache, *arguments):
-    process = start(model, cache, "--compile-for", "v5e:2x2", "--bf16", *arguments)
+def compiled(model, cache, name, *arguments):
+    process = start(model, cache, "--compile-for", name, "--bf16", *arguments)
     out, errors = process.communicate(timeout=500)
     return process.returncode, out, errors
 
 
-@pytest.mark.skipif(installed_version("libtpu") is not None, reason="a compiler is installed")
-def test_without_a_compiler_the_message_says_how_to_install_it(model, tmp_path):
-    status, _, errors = compiled(model, tmp_path)
+@pytest.mark.parametrize(("extra", "name"), [("plan-tpu", "v5e:2x2"), ("plan-cuda", "h100x2")])
+def test_without_a_compiler_the_message_says_how_to_install_it(model, tmp_path, extra, name):
+    if is_installed(extra):
+        pytest.skip("a compiler is installed")
+    status, _, errors = compiled(model, tmp_path, name)
     assert status == 2
-    assert "pip install 'torchacc[plan-tpu]'" in errors
+    assert f"pip install 'torchacc[{extra}]'" in errors
 
 
-@needs_compiler
+@needs("plan-tpu")
 def test_a_step_is_compiled_once_and_told_as_text_json_and_a_page(model, tmp_path):
     page = tmp_path / "page.html"
-    status, out, errors = compiled(model, tmp_path / "cache", "--html", str(page))
+    status, out, errors = compiled(model, tmp_path / "cache", "v5e:2x2", "--html", str(page))
     assert status == 0, errors
     assert "compiled for v5e:2x2: 4 x TPU v5e" in out
     assert "<svg" in page.read_text()
-    status, out, errors = compiled(model, tmp_path / "cache", "--json")  # which finds the program
+    status, out, errors = compiled(model, tmp_path / "cache", "v5e:2x2", "--json")  # which finds the program
     assert status == 0, errors
     found = json.loads(out)
     assert 0 < found["peak_bytes"] < 1e7
@@ -70,7 +78,24 @@ def test_a_step_is_compiled_once_and_told_as_text_json_and_a_page(model, tmp_pat
     assert len(list((tmp_path / "cache" / "torchacc" / "compiled").iterdir())) == 1
 
 
-@needs_compiler
+@needs("plan-cuda")
+@pytest.mark.parametrize("name", ["h100x1", "h100x2"])
+def test_a_step_is_compiled_for_gpus(model, tmp_path, name):
+    status, out, errors = compiled(model, tmp_path, name, "--json")
+    assert status == 0, errors
+    found = json.loads(out)
+    assert found["chip"] == "NVIDIA H100 SXM"
+    assert 0 < found["peak_bytes"] < 1e7
+    assert found["cycles"] is None
+    assert found["flops"] > 0
+    assert found["bytes_accessed"] > 0
+    assert any(each["module"].startswith("transformer") for each in found["largest"])
+    assert ("all-gather" in {each["kind"] for each in found["exchanges"]}) is (name != "h100x1")
+    (kept,) = (tmp_path / "torchacc" / "compiled").iterdir()
+    assert {path.name for path in kept.iterdir()} == {"compiled.json", "optimized.txt", "output.txt", "request.json"}
+
+
+@needs("plan-tpu")
 def test_an_interrupt_ends_the_compiler_and_leaves_nothing(model, tmp_path):
     folder = tmp_path / "torchacc" / "compiled"
     process = start(model, tmp_path, "--compile-for", "v5e:2x4")

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests import forkrun
+from torchacc.config import Config, resolve
+from torchacc.engines.xla.recording import RecordingEngine
+from torchacc.env import Job
+from torchacc.parallel.mesh import from_config
 
 pytestmark = pytest.mark.xla
 
@@ -37,3 +41,10 @@ def test_weights_and_state_are_donated_as_they_lie(found):
 
 def test_operations_bear_the_names_of_modules(found):
     assert found["names"] == ["transformer.h.1.mlp"]
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("TPU", True), ("CUDA", False)])
+def test_kernels_of_tpus_are_recorded_for_tpus_alone(platform, expected):
+    config = resolve(Config(), Job(), num_devices=1)
+    engine = RecordingEngine(platform=platform, config=config, mesh=from_config(config), job=Job())
+    assert engine.has_tpu_kernels is expected

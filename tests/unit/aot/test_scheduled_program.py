@@ -1,4 +1,4 @@
-"""Programs as a TPU's compiler prints them: lines of real ones, shortened."""
+"""Programs as the compilers of TPUs and of GPUs print them: lines of real ones, shortened."""
 
 import pytest
 
@@ -73,6 +73,43 @@ def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter(program):
 
 def test_a_loop_exchanges_as_often_as_it_runs(program):
     assert sum(each.kind == "collective-permute" for each in program.collectives()) == 3
+
+
+GATHERED = "all-gather-start(%p0, %p1), replica_groups=[1,8]<=[8], dimensions={0}"
+GPU_TEXT = f"""HloModule IrToHlo.12, is_scheduled=true
+
+%async_computation (param: bf16[64,32]) -> bf16[8,32] {{
+  %param = bf16[64,32]{{1,0}} parameter(0)
+  ROOT %reduce-scatter = bf16[8,32]{{1,0}} reduce-scatter(%param), replica_groups=[1,8]<=[8], dimensions={{0}}
+}}
+
+ENTRY %main (p0: bf16[4,32], p1: f32[2,8]) -> f32[] {{
+  %p0 = bf16[4,32]{{1,0}} parameter(0)
+  %p1 = f32[2,8]{{1,0}} parameter(1)
+  %g = ((bf16[4,32]{{1,0}}, f32[2,8]{{1,0}}), (bf16[32,32]{{1,0}}, f32[16,8]{{1,0}})) {GATHERED}, x={{"is_sync":true}}
+  %all-gather-done = (bf16[32,32]{{1,0}}, f32[16,8]{{1,0}}) all-gather-done(%g)
+  %reduce-scatter-start = ((bf16[64,32]{{1,0}}), bf16[8,32]{{1,0}}) async-start(%p0), calls=%async_computation
+  %work = f32[] fusion(%p1), kind=kInput, calls=%nothing
+  %reduce-scatter-done = bf16[8,32]{{1,0}} async-done(%reduce-scatter-start)
+  %all-reduce-start = (f32[3]{{0}}, f32[5]{{0}}) all-reduce-start(%work, %work), replica_groups=[1,8]<=[8]
+  ROOT %all-reduce-done = (f32[3]{{0}}, f32[5]{{0}}) all-reduce-done(%all-reduce-start)
+}}
+"""
+
+
+def test_exchanges_of_several_arrays_between_gpus_are_whole():
+    found = {each.kind: each for each in parse(GPU_TEXT).collectives()}
+    assert {kind: each.num_bytes for kind, each in found.items()} == {
+        "all-gather": 32 * 32 * 2 + 16 * 8 * 4,
+        "reduce-scatter": 8 * 32 * 2,
+        "all-reduce": (3 + 5) * 4,
+    }
+    assert {each.group_size for each in found.values()} == {8}
+
+
+def test_an_exchange_that_a_gpu_waits_for_is_marked():
+    found = {each.kind: each.is_asynchronous for each in parse(GPU_TEXT).collectives()}
+    assert found == {"all-gather": False, "reduce-scatter": True, "all-reduce": True}
 
 
 def test_a_text_without_a_program_is_refused():

@@ -1,10 +1,10 @@
-"""What the report of a compiled step says of its memory."""
+"""What the report of a compiled step says of its memory, and of time."""
 
 import dataclasses
 
 import pytest
 
-from torchacc.aot.step_report import StepReport
+from torchacc.aot.step_report import Exchange, StepReport
 
 GIB = 2**30
 REPORT = StepReport(
@@ -14,6 +14,7 @@ REPORT = StepReport(
     memory={"arguments": 2 * GIB, "temporary": 10 * GIB, "outputs": 0},
     peak_bytes=12 * GIB,
     device_bytes=16 * GIB,
+    refuses_too_large=True,
     planned_bytes=None,
     largest=[],
     exchanges=[],
@@ -40,3 +41,19 @@ def test_only_what_a_device_holds_is_said_to_fit(peak: int, verdict: str) -> Non
     report = dataclasses.replace(REPORT, peak_bytes=peak)
     assert report.as_text().splitlines()[1].startswith(verdict)
     assert verdict in report.as_html("Step")
+
+
+def test_what_no_compiler_has_refused_does_not_fit() -> None:
+    report = dataclasses.replace(REPORT, peak_bytes=17 * GIB, refuses_too_large=False)
+    assert report.as_text().splitlines()[1].startswith("does not fit: 17.00 GiB of 16.00 GiB")
+
+
+def test_a_compiler_without_cycles_is_left_out_of_the_bounds() -> None:
+    exchange = Exchange("all-gather", 8, 3, GIB, 2, exposed_seconds=None)
+    report = dataclasses.replace(REPORT, cycles=None, cycle_seconds=None, exchanges=[exchange])
+    text = report.as_text()
+    assert "3 all-gather  of 8  1.00 GiB  2 beside work\n" in text
+    assert "bounds of a step, by published speeds. Estimates, never run" in text
+    assert "cycles" not in text
+    assert "exposed" not in text
+    assert "cycles" not in report.as_html("Step")

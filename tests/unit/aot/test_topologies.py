@@ -1,4 +1,4 @@
-"""Names of TPUs."""
+"""Names of TPUs and GPUs."""
 
 import pytest
 
@@ -18,13 +18,32 @@ def test_a_single_chip_is_no_whole_machine():
     assert find_topology("v5e:2x4").num_devices == 8
 
 
+def test_gpus_are_those_of_one_machine_as_xla_describes_them():
+    options = find_topology("h100x4").options
+    assert options["topology"] == "1x1x4"
+    assert "major: 9" in options["target_config"]
+
+
+def test_a_program_has_what_xla_takes_of_a_gpu():
+    topology = find_topology("h100x8")
+    assert topology.device_bytes(None) == 60 * 10**9
+    assert topology.device_bytes(0.9) == 72 * 10**9
+    assert find_topology("v5e:2x4").device_bytes(None) == 16 * 2**30
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("v9:2x2", "no such chip"),
         ("V5E:2x4", "did you mean v5e:2x4"),
         ("v5litepod-8", "no such chip"),
-        ("h100x8", "no such chip"),
+        ("h200x8", "did you mean h100x8"),
+        ("H100x8", "did you mean h100x8"),
+        ("h100", "h100x1, h100x2, h100x4, h100x8"),
+        ("h100:8", "one machine, which has 8 x NVIDIA H100 SXM"),
+        ("h100x3", "write one of h100x1"),
+        ("h100x16", r"For several machines `torchacc plan --search`"),
+        ("v5ex4", "2 dimensions"),
         ("v5e", "2 dimensions"),
         ("v5e:2x2x2", "2 dimensions"),
         ("v5p:2x2", "3 dimensions"),
@@ -38,4 +57,4 @@ def test_a_single_chip_is_no_whole_machine():
 def test_others_are_refused_with_examples(name, says):
     with pytest.raises(ConfigError, match=says) as error:
         find_topology(name)
-    assert "v5e:2x4" in str(error.value) or "v5p:4x4x4" in str(error.value)
+    assert any(each in str(error.value) for each in ("v5e:2x4", "v5p:4x4x4", "h100x8"))

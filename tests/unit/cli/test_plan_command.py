@@ -162,7 +162,7 @@ def test_the_optimizer_has_the_options_of_a_training_file(tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_it_is_compiled(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(_compile_step, "check_installed", lambda: None)
+    monkeypatch.setattr(_compile_step, "check_installed", lambda platform: None)
     command = ("--model", model, "--compile-for", "v5e:2x2", "--html")
     assert "there is no folder" in refused(capsys, *command, str(tmp_path / "reports" / "x.html"))
     assert "cannot be written" in refused(capsys, *command, str(tmp_path))

@@ -19,6 +19,9 @@ from torchacc.errors import ConfigError, EngineError
 PLATFORM = "CUDA"
 """The value of PJRT_DEVICE, and the name by which torch_xla knows the plugin."""
 
+MEMORY_FRACTION = 0.75
+"""Of a GPU's memory: what the plugin's client takes where the config does not say."""
+
 
 @dataclass(frozen=True)
 class Plugin:

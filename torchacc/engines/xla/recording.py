@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from torchacc.engines.xla import runtime
+from torchacc.engines.xla import runtime, tpu
 from torchacc.engines.xla.partition import Spec
 from torchacc.engines.xla.spmd import SpmdEngine
 from torchacc.parallel.plan import ShardingPlan
@@ -40,8 +40,9 @@ class RecordingEngine(SpmdEngine):
 
     host: ClassVar[torch.device] = torch.device("meta")
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, platform: str, **options: Any) -> None:
         super().__init__(**options)
+        self._platform = platform
         self._shardings: dict[int, str] = {}
         """How each tensor that was placed on the devices lies there, by torch_xla's number of it."""
         self._batches: set[int] = set()
@@ -49,12 +50,12 @@ class RecordingEngine(SpmdEngine):
 
     @property
     def has_tpu_kernels(self) -> bool:
-        """Whether programs may hold kernels that are written for TPUs, which is what is recorded for."""
-        return True
+        """Whether programs may hold kernels that are written for TPUs: where that is what is recorded for."""
+        return self._platform == tpu.PLATFORM
 
     @property
     def drops_barriers(self) -> bool:
-        """Whether the compiler that is recorded for takes barriers away, which that of TPUs does not."""
+        """Whether the compiler that is recorded for takes barriers away, as that of the CPU alone does."""
         return False
 
     def setup(self, plan: ShardingPlan) -> None:

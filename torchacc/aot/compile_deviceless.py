@@ -1,14 +1,15 @@
-"""Compile a recorded program for TPUs that are not there.
+"""Compile a recorded program for TPUs or NVIDIA GPUs that are not there.
 
-It is a program of its own, `python -I compile_for_tpu.py FOLDER`, in a process of its own: it uses JAX's client of
-libtpu, and neither PyTorch nor torch_xla. FOLDER has `program.pb`, an HloModuleProto, and `request.json`; there it
-writes `optimized.txt` and `compiled.json`.
+It is a program of its own, `python -I compile_deviceless.py FOLDER`, in a process of its own: it uses JAX's clients of
+libtpu or of XLA's plugin for CUDA, and neither PyTorch nor torch_xla. FOLDER has `program.pb`, an HloModuleProto, and
+`request.json`; there it writes `optimized.txt` and `compiled.json`.
 """
 
 import json
+import shutil
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,70 @@ MEMORY = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes
 
 def main(folder: Path) -> None:
     """Compile what lies in a folder."""
-    from jax.experimental import topologies
-
     request = json.loads((folder / "request.json").read_text())
-    topology = topologies.get_topology_desc(request["topology"], platform="tpu", **request["topology_options"])
-    devices = sorted(topology.devices, key=lambda device: device.id)
+    is_gpu = request["platform"] == "CUDA"
+    dump = folder / "dump"
+    if is_gpu:  # an executable for GPUs that are not there tells neither its program nor its costs
+        request["flags"] |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    devices = sorted(_gpus(request) if is_gpu else _tpus(request), key=lambda device: device.id)
     began = time.monotonic()
     executable = devices[0].client.compile(*_arguments(folder, request, devices))
     took = time.monotonic() - began
     memory = executable.get_compiled_memory_stats()
-    costs = executable.cost_analysis()
-    (folder / "optimized.txt").write_text(executable.hlo_modules()[0].to_string())
+    text, costs = _read_dump(dump) if is_gpu else _ask(executable)
+    (folder / "optimized.txt").write_text(text)
     found = {
         "seconds": took,
         "device_kind": devices[0].device_kind,
         "memory": {name: getattr(memory, name) for name in MEMORY},
-        "flops": costs.get("flops"),
-        "bytes_accessed": costs.get("bytes accessed"),
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "libtpu")},
+        **costs,
+        "versions": request["versions"],
     }
     (folder / "compiled.json").write_text(json.dumps(found))
+
+
+def _tpus(request: dict[str, Any]) -> list[Any]:
+    from jax.experimental import topologies
+
+    found = topologies.get_topology_desc(request["topology"], platform="tpu", **request["topology_options"])
+    return list(found.devices)
+
+
+def _gpus(request: dict[str, Any]) -> list[Any]:
+    """Return what the plugin describes. Its package, which would look for CUDA and a driver, is not imported."""
+    from jax._src.lib import _jax
+    from jax._src.lib import xla_client as xc
+
+    wheel, library = request["plugin"]
+    plugin = _jax.load_pjrt_plugin("cuda", str(distribution(wheel).locate_file(library)), None)
+    found = xc.make_c_api_device_topology(plugin, request["topology"], **request["topology_options"])
+    return list(found._make_compile_only_devices())
+
+
+def _ask(executable: Any) -> tuple[str, dict[str, Any]]:
+    """Return the text of a program for TPUs, and what it computes and moves."""
+    costs = executable.cost_analysis()
+    text = executable.hlo_modules()[0].to_string()
+    return text, {"flops": costs.get("flops"), "bytes_accessed": costs.get("bytes accessed")}
+
+
+def _read_dump(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text of a program for GPUs, and what it computes and moves.
+
+    Products are counted as one device has them before they are fused, or made calls of a library.
+    """
+    plain = [*folder.glob("*.after_spmd_partitioner.txt"), *folder.glob("*.before_optimizations.txt")][0].read_text()
+    text = next(folder.glob("*.*_gpu_after_optimizations.txt")).read_text()
+    shutil.rmtree(folder)
+    return text, {"flops": _costs(plain)["flops"], "bytes_accessed": _costs(text)["bytes accessed"]}
+
+
+def _costs(text: str) -> dict[str, float]:
+    from jax._src.lib import _jax
+    from jax._src.lib import xla_client as xc
+
+    found: dict[str, float] = _jax.hlo_module_cost_analysis(xc.make_cpu_client(), _jax.hlo_module_from_text(text))
+    return found
 
 
 def _arguments(folder: Path, request: dict[str, Any], devices: list[Any]) -> tuple[Any, Any, Any]:
