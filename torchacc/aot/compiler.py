@@ -24,12 +24,13 @@ from torchacc.errors import ConfigError, EngineError
 
 _WORKER = Path(__file__).with_name("compile_for_tpu.py")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
-_VARIABLES = {
+VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no machine of Google's is asked what it is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else two compilers wait for each other at a file
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+"""Of a process that loads libtpu where no TPU is."""
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LINES_OF_MEMORY = 25
 """Of the compiler's list: what is used, and three lines for each of eight allocations."""
@@ -165,7 +166,7 @@ def _run(command: list[str], folder: Path, waited: Callable[[float], None]) -> t
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=env.with_variables(_VARIABLES),
+            env=env.with_variables(VARIABLES),
         )
     began = time.monotonic()
     try:
