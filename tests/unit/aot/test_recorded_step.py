@@ -37,3 +37,7 @@ def test_weights_and_state_are_donated_as_they_lie(found):
 
 def test_operations_bear_the_names_of_modules(found):
     assert found["names"] == ["transformer.h.1.mlp"]
+
+
+def test_layers_in_a_loop_are_recorded_with_a_counter_that_a_tpu_has(found):
+    assert found["loops"] == ["s32", "s32"]
