@@ -20,13 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "fsdp"
-GATHERED = "gathered"
-"""The name of what backward is to gather again."""
 RATE, DECAY, BETAS, EPSILON = 1e-3, 0.01, (0.9, 0.999), 1e-8
 """Of AdamW, as PyTorch has it."""
 BLOCK = 512
@@ -76,17 +73,18 @@ class Gpt2:
 
     def loss(self, weights: Weights, tokens: Any) -> Any:
         """Return the mean loss of the next tokens."""
-        table = self._gathered(weights["wte"], self.step.between)  # once, as the head needs it first in backward
-        positions = self._gathered(weights["wpe"], self.step.between)
+        table = self._gathered(weights["wte"])  # once, as the head needs it first in backward
+        positions = self._gathered(weights["wpe"])
         hidden = self._by_samples(table[tokens] + positions[: tokens.shape[1]])
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         for layer in range(self.step.layers):
             own = {name: weights[f"{layer}.{name}"] for name in _shapes_of_block(self.step.width)}
-            hidden = jax.checkpoint(self._block, policy=policy)(own, hidden)
+            hidden = self._block(own, hidden)
         hidden = _layer_norm(hidden, weights["ln_f"], weights["ln_f_bias"])
-        logits = (hidden.astype(jnp.bfloat16) @ table.astype(jnp.bfloat16).T).astype(jnp.float32)[:, :-1]
-        of_target = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        return (jax.nn.logsumexp(logits, -1) - of_target).mean()
+        logits = (hidden.astype(jnp.bfloat16) @ table.astype(jnp.bfloat16).T).astype(jnp.float32)
+        is_next = jnp.roll(tokens, -1, 1)[..., None] == jnp.arange(self.step.vocabulary)
+        losses = jax.nn.logsumexp(logits, -1) - jnp.where(is_next, logits, 0).sum(-1)
+        has_next = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
+        return jnp.where(has_next, losses, 0).sum() / (tokens.shape[0] * (tokens.shape[1] - 1))
 
     def _block(self, weights: Weights, hidden: Any) -> Any:
         product = partial(self._product, weights)
@@ -99,13 +97,33 @@ class Gpt2:
         return self._by_samples(hidden + product("mlp_c_proj", inner))
 
     def _product(self, weights: Weights, name: str, values: Any) -> Any:
-        weight = self._gathered(weights[name], jnp.bfloat16)
-        return values.astype(jnp.bfloat16) @ weight + weights[f"{name}_bias"].astype(jnp.bfloat16)
+        """Return values times a weight, which backward gathers again, plus its bias."""
 
-    def _gathered(self, weight: Any, dtype: Any) -> Any:
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        split = jax.lax.with_sharding_constraint(weight.astype(dtype), self.sharding(weight.shape))
-        return checkpoint_name(jax.lax.with_sharding_constraint(split, whole), GATHERED)
+        @jax.custom_vjp
+        def multiply(values: Any, shard: Any) -> Any:
+            return values @ self._whole(shard)
+
+        def backward(kept: tuple[Any, Any], gradient: Any) -> tuple[Any, Any]:
+            values, shard = kept
+            # Without the barrier XLA would keep what forward has gathered.
+            weight = self._whole(jax.lax.optimization_barrier(shard))
+            return gradient @ weight.T, self._split(jnp.einsum("bti,bto->io", values, gradient))
+
+        multiply.defvjp(lambda *given: (multiply(*given), given), backward)
+        shard = self._split(weights[name].astype(jnp.bfloat16))
+        return multiply(values.astype(jnp.bfloat16), shard) + weights[f"{name}_bias"].astype(jnp.bfloat16)
+
+    def _gathered(self, weight: Any) -> Any:
+        """Return a weight whole; its gradient is split again, which makes XLA reduce and scatter it."""
+        gather = jax.custom_vjp(self._whole)
+        gather.defvjp(lambda shard: (gather(shard), None), lambda _, gradient: (self._split(gradient),))
+        return gather(self._split(weight.astype(self.step.between)))
+
+    def _whole(self, weight: Any) -> Any:
+        return jax.lax.with_sharding_constraint(weight, NamedSharding(self.mesh, PartitionSpec()))
+
+    def _split(self, weight: Any) -> Any:
+        return jax.lax.with_sharding_constraint(weight, self.sharding(weight.shape))
 
     def _by_samples(self, values: Any) -> Any:
         return jax.lax.with_sharding_constraint(values, NamedSharding(self.mesh, PartitionSpec(AXIS)))
@@ -139,17 +157,16 @@ def lower(model: Gpt2) -> tuple[Any, list[dict[str, Any]]]:
     kept = (weights, weights, weights, count)
     shardings = jax.tree.map(lambda each: each.sharding, (kept, count))
     trained = jax.jit(partial(_train, model), donate_argnums=0, out_shardings=shardings)
-    inputs = [_input(each, is_donated=True) for each in jax.tree.leaves(kept)] + [_input(tokens, is_donated=False)]
-    return trained.lower(kept, tokens), inputs
+    return trained.lower(kept, tokens), [_input(each) for each in jax.tree.leaves((kept, tokens))]
 
 
-def _input(value: jax.ShapeDtypeStruct, *, is_donated: bool) -> dict[str, Any]:
-    """Return an input as torchacc's recorder describes one."""
+def _input(value: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """Return an input as torchacc's recorder describes one; JAX itself notes in the program which it may write to."""
     over = [value.sharding.mesh.size if name else 1 for name in value.sharding.spec]
     over += [1] * (len(value.shape) - len(over))
     is_split = any(size > 1 for size in over)
     tiles = f"{{devices=[{','.join(map(str, over))}]<=[{value.sharding.mesh.size}]}}"
-    return {"sharding": tiles if is_split else "{replicated}", "is_donated": is_donated}
+    return {"sharding": tiles if is_split else "{replicated}", "is_donated": False}
 
 
 def _train(model: Gpt2, kept: Any, tokens: Any) -> Any:

@@ -5,7 +5,7 @@ A patch of another library is a context, entered for one forward of a sharded mo
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchacc.engines.patches import transformers_masks
+from torchacc.engines.patches.softmax_lowerings import all_rows_see_something
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -60,7 +61,9 @@ def _attention_in_one_dtype(replace_attention: Callable[[Attention], Attention] 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_autocast_enabled("xla"):
             args, kwargs = tuple(map(lowered, args)), {name: lowered(value) for name, value in kwargs.items()}
-        return compute(*args, **kwargs)
+        has_mask = kwargs.get("attn_mask") is not None or any(value is not None for value in args[3:4])
+        with nullcontext() if has_mask else all_rows_see_something():
+            return compute(*args, **kwargs)
 
     functional.scaled_dot_product_attention = attention
     try:
