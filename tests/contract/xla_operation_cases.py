@@ -153,7 +153,12 @@ def classified(x: torch.Tensor) -> torch.Tensor:
     """Return rows times losses of classes by number, of which some do not count."""
     entropy, target = nn.functional.cross_entropy, torch.arange(len(x), device=x.device) * 3 % 8
     some = torch.where(target == 3, -100, target)
-    found = [entropy(x, target), entropy(x * 2, some), entropy(x, some, reduction="sum"), entropy(x, target, x.detach()[0] ** 2)]
+    found = [
+        entropy(x, target),
+        entropy(x * 2, some),
+        entropy(x, some, reduction="sum"),
+        entropy(x, target, x.detach()[0] ** 2),
+    ]
     found += [entropy(x, target, ignore_index=0), entropy(x, target, label_smoothing=0.1)]
     return x * (sum(found) + entropy(x, some, reduction="none").square().sum())
 
