@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _machine import median_cores, run_alone
+from _machine import run_alone
 from _memory_cases import Workload
 from _programs import missing_extra
 from _results import Check, Comparison, Limit, Report, Series, Table, compare, emit
@@ -197,7 +197,6 @@ def make_report(found: Found, failed: Mapping[str, str], size: Workload, *, judg
         setting=f"GPT-2 of {size} over {DEVICES} devices, a vocabulary of {size.vocabulary:,}, bfloat16 over float32 "
         f"weights, AdamW, FULL_SHARD, no dropout, compiled for {TOPOLOGY}{f' by {compiler}' if compiler else ''}; "
         "nothing was run on a TPU.",
-        other_cores=median_cores(each.get("other_cores") for each in found.values()),
         tables=[
             Table(
                 title="What the compiler says of one device, and how often it exchanges",
@@ -211,6 +210,7 @@ def make_report(found: Found, failed: Mapping[str, str], size: Workload, *, judg
         ],
         comparisons=list(comparisons(found)) if judges else [],
         series=list(bars(found)),
+        reading=list(readings(found)),
     )
 
 
@@ -218,6 +218,9 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
     """Return one case's cells under `HEADER`."""
     numbers = [f"{found[each.key] / each.scale:.2f}" for each in MEASURES]
     return [name, *numbers, found["exchanges"], f"{found['secs']:.0f}"]
+
+
+ATTENTION_NAMES = {"plain": "plain attention", "kernel": "the attention kernel"}
 
 
 def pairs(found: Found) -> Iterator[tuple[Case, Case]]:
@@ -242,7 +245,7 @@ def comparisons(found: Found) -> Iterator[Comparison]:
         if ours.between == theirs.between:
             for each in MEASURES:
                 own, other = ([found[case.name][each.key] / each.scale] for case in (ours, theirs))
-                yield compare(f"{each.name}, {ours.attention} attention", "plain JAX", own, other, each.unit)
+                yield compare(f"{each.name}, {ATTENTION_NAMES[ours.attention]}", "plain JAX", own, other, each.unit)
 
 
 def bars(found: Found) -> Iterator[Series]:
@@ -251,12 +254,20 @@ def bars(found: Found) -> Iterator[Series]:
         if ours.between == theirs.between:
             yield Series(
                 plot="A step compiled for TPUs, over plain JAX's",
-                label=f"{ours.attention} attention",
+                label=ATTENTION_NAMES[ours.attention],
                 x=[each.name for each in MEASURES],
                 y=[ratio(found, ours, theirs, each) for each in MEASURES],
                 x_label="what the compiler says",
                 y_label="ratio to plain JAX",
             )
+
+
+def readings(found: Found) -> Iterator[str]:
+    """Yield what torchacc's programs are of those of JAX in the same dtypes."""
+    for ours, theirs in pairs(found):
+        if ours.between == theirs.between:
+            parts = ", ".join(f"{ratio(found, ours, theirs, each):.2f} of the {each.name}" for each in MEASURES)
+            yield f"With {ATTENTION_NAMES[ours.attention]} torchacc's step has {parts} of plain JAX's."
 
 
 def ratio(found: Found, ours: Case, theirs: Case, measure: Measure) -> float:

@@ -100,7 +100,7 @@ def _keep_samples_and_tokens_apart(model: nn.Module) -> None:
     """
     for module in model.modules():
         if (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
-            module.forward = types.MethodType(_conv1d, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(_conv1d, module)
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
