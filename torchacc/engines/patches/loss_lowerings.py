@@ -28,11 +28,11 @@ def _cross_entropy(
     is_plain = x.dim() == 2 and x.dtype == torch.float32 and target.dtype == torch.int64 and x.numel() > 0
     if not is_plain or target.shape != x.shape[:1] or weight is not None or label_smoothing or not reduction:
         return original(x, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
-    loss: torch.Tensor = _CrossEntropy.apply(x, target, reduction, ignore_index)
+    loss: torch.Tensor = _LossOfClasses.apply(x, target, reduction, ignore_index)
     return loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _LossOfClasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int) -> torch.Tensor:
         counted = (target != ignore_index) & (target >= 0) & (target < x.shape[1])
