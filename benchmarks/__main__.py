@@ -8,7 +8,8 @@
     python -m benchmarks structure           # what the source is built of; measures nothing
     python -m benchmarks walks               # which files four calls walk through
 
-Needs `pip install -e '.[test]' -r benchmarks/requirements.txt`; a rival that is not installed is left out.
+Needs `pip install -e '.[test]' -r benchmarks/requirements.txt`; a rival that is not installed is left out, and so
+is what needs an extra of torchacc that is not, unless it is named.
 
 The report is docs/benchmarks.md with its plots, and the figures in the README. Each benchmark is also a program of its
 own: `python benchmarks/NAME.py --help`.
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the programs, 
 
 from _machine import ROOT, checkout_environment
 from _plots import draw
-from _programs import FOLDER, PROFILES, RESULTS, ResultsError, read_reports
+from _programs import FOLDER, PROFILES, RESULTS, ResultsError, missing_extra, read_reports
 from _render import IMAGES, plots_of, put_figures, render_figures, render_page
 from _results import keep_earlier, read, write
 from structure import main as print_structure
@@ -86,8 +88,17 @@ def parse_args() -> argparse.Namespace:
             other = next((profile for profile, names in PROFILES.items() if name in names), None)
             where = f"; that is of --profile {other}" if other else ""
             parser.error(f"no benchmark is called {name!r}{where}; there are {', '.join(known)}")
-    args.cases = [name for name in known if name in args.cases or not args.cases]
+    args.cases = [name for name in known if name in args.cases] or list(runnable(known))
     return args
+
+
+def runnable(names: Sequence[str]) -> Iterator[str]:
+    """Yield the programs whose extra is installed, and tell which are left out."""
+    for name in names:
+        if (extra := missing_extra(name)) is None:
+            yield name
+        else:
+            say(f"{name} is left out: it needs `pip install 'torchacc[{extra}]'`")
 
 
 def check_results(results: Path, names: list[str], *, again: bool) -> None:

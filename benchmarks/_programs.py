@@ -1,6 +1,7 @@
 """The benchmarks that there are, and where their committed results lie."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from _results import Report, read
@@ -22,14 +23,23 @@ PROFILES = {
         "axes_memory",
         "axes_time",
         "layout_search",
+        "compiled_for_tpu",
     ),
     "gpu": ("gpu",),
 }
 """The programs for a kind of machine, in the order in which they run and are reported."""
+EXTRAS = {"compiled_for_tpu": ("plan-tpu", ("jax", "jaxlib", "libtpu"))}
+"""The extra of torchacc that a program needs, and its packages."""
 
 
 class ResultsError(Exception):
     """A folder of results cannot be read or written."""
+
+
+def missing_extra(name: str) -> str | None:
+    """Return the extra of torchacc that a program needs and that is not installed; None where nothing is missing."""
+    extra, packages = EXTRAS.get(name, (None, ()))
+    return extra if any(find_spec(package) is None for package in packages) else None
 
 
 def read_reports(results: Path = RESULTS, *, leave_out: Sequence[str] = ()) -> list[Report]:

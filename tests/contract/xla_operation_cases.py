@@ -149,13 +149,38 @@ def convolved(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tanh(tall).mean((1, 2, 3))[:, None] + torch.tanh(alone).mean()
 
 
+def classified(x: torch.Tensor) -> torch.Tensor:
+    """Return rows times losses of classes by number, of which some do not count."""
+    entropy, target = nn.functional.cross_entropy, torch.arange(len(x), device=x.device) * 3 % 8
+    some = torch.where(target == 3, -100, target)
+    found = [
+        entropy(x, target),
+        entropy(x * 2, some),
+        entropy(x, some, reduction="sum"),
+        entropy(x, target, x.detach()[0] ** 2),
+    ]
+    found += [entropy(x, target, ignore_index=0), entropy(x, target, label_smoothing=0.1)]
+    return x * (sum(found) + entropy(x, some, reduction="none").square().sum())
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """Return rows and what attention makes of them without a mask, with a causal one, and where a token sees none."""
+    heads, attention = x.reshape(1, 2, 4, -1), nn.functional.scaled_dot_product_attention
+    sees = torch.arange(4, device=x.device)[:, None] > torch.arange(4, device=x.device)
+    found = [attention(heads, heads, heads), attention(heads, heads, heads, is_causal=True)]
+    found += [attention(heads, heads, heads, sees), attention(heads, heads, heads, attn_mask=sees)]
+    return x + sum(each.square() for each in found).reshape(x.shape)
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": lambda x: nn.functional.elu(x, 0.5) + nn.functional.selu(x) + nn.functional.celu(x, 2.0),
     "elu-in-place": lambda x: nn.functional.elu(x * 2, inplace=True),
     "at-bounds": at_bounds,
+    "attended": attended,
     "averaged": averaged,
     "by-group": by_group,
     "by-order": by_order,
+    "classified": classified,
     "convolved": convolved,
     "cumsum": lambda x: x.cumsum(1) * x.detach().long().cumsum(1),
     "boolean-index": lambda x: x[x > 0].sum() + x.masked_select(x < 1).square().sum() + replaced(x),

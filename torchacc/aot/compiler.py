@@ -24,12 +24,13 @@ from torchacc.errors import ConfigError, EngineError
 
 _WORKER = Path(__file__).with_name("compile_deviceless.py")
 _PLUGIN = cuda.KNOWN_PAIRS["2.9"]
-_VARIABLES = {
+VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no machine of Google's is asked what it is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else two compilers wait for each other at a file
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+"""Of a process that loads libtpu where no TPU is."""
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LINES_OF_MEMORY = 25
 """Of the compiler's list: what is used, and three lines for each of eight allocations."""
@@ -166,7 +167,7 @@ def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
-        variables = {**_VARIABLES, "XLA_FLAGS": request["xla_flags"]}
+        variables = {**VARIABLES, "XLA_FLAGS": request["xla_flags"]}
         status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, variables, waited)
         if status and _OUT_OF_MEMORY in printed:
             (folder / "compiled.json").write_text(json.dumps({"error": _explain_memory(printed)}))

@@ -55,12 +55,12 @@ def record_step(
     plan = make_plan(model, config, engine.mesh)
     registry.activate(engine, plan)
     _give_buffers_values(model)
-    sharded = engine.apply(model, plan, None)
-    sharded.status.mark_weights_loaded()
-    attach(sharded)
-    optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
-    inputs = dict(zip(batch, engine.to_device(list(batch.values())), strict=True))
-    with named_operations(model):
+    with named_operations(model):  # before the layers of a loop are sharded, which takes no further hook
+        sharded = engine.apply(model, plan, None)
+        sharded.status.mark_weights_loaded()
+        attach(sharded)
+        optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
+        inputs = dict(zip(batch, engine.to_device(list(batch.values())), strict=True))
         loss = model(**inputs).loss
         loss.backward()
         if clips:

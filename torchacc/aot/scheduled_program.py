@@ -93,11 +93,11 @@ class Instruction:
         counted = re.search(r"replica_groups=\[\d+,(\d+)\]", self.rest)
         return int(counted[1]) if counted else 1
 
-    @property
-    def trips(self) -> int:
-        """How often the body of a loop runs; 1 where that is not known."""
-        found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
-        return int(found[1]) if found else 1
+    def calls(self, role: str) -> str:
+        """Return the computation that it runs as its `body` or `condition`."""
+        found = re.search(rf"{role}=%?([\w.\-]+)", self.rest)
+        assert found is not None, self
+        return found[1]
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,17 @@ class ScheduledProgram:
         yield sequence, times
         for each in sequence:
             if each.op == "while":
-                body = re.search(r"body=%?([\w.\-]+)", each.rest)
-                assert body is not None, each
-                yield from self._sequences(body[1], times * each.trips)
+                yield from self._sequences(each.calls("body"), times * self._trips(each))
+
+    def _trips(self, loop: Instruction) -> int:
+        """Return how often a loop's body runs: as the compiler says, else what its counter stays below; else 1."""
+        if (known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest)) is not None:
+            return int(known[1])
+        condition = {each.name: each for each in self.computations[loop.calls("condition")]}
+        last = next(reversed(condition.values()))
+        below = condition[last.operands[-1]] if last.op == "compare" and "direction=LT" in last.rest else last
+        limit = re.match(r"\d+", below.rest) if below.op == "constant" else None
+        return int(limit[0]) if limit else 1
 
     @cached_property
     def cycles(self) -> int:

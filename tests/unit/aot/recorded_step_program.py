@@ -19,12 +19,14 @@ from torchacc.engines.xla.spmd import SpmdEngine
 SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
 
 
-def configured():
+def configured(**compute):
     config = torchacc.Config()
     config.backend = "xla"
     config.dist.fsdp.size, config.dist.fsdp.use_spmd = 2, True
     config.compute.bf16 = True
-    config.memory.gc = True
+    for name, value in compute.items():
+        setattr(config.compute, name, value)
+    config.memory.gc = not config.compute.scan_layers
     return config
 
 
@@ -66,7 +68,7 @@ def real_step(model, batch):
 def main():
     config = GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None, use_cache=False)
     with torch.device("meta"):
-        without_values = GPT2LMHeadModel(config).train()
+        without_values, looped = (GPT2LMHeadModel(copy.deepcopy(config)).train() for _ in range(2))
     tokens = torch.randint(0, 64, (4, 16))
     real = real_step(GPT2LMHeadModel(copy.deepcopy(config)).train(), {"input_ids": tokens, "labels": tokens})
     batch = {"input_ids": tokens.to("meta"), "labels": tokens.to("meta")}
@@ -84,6 +86,8 @@ def main():
         "parameters": len(list(without_values.parameters())),
         "names": sorted(set(re.findall(r'op_name="[^"]*?(transformer\.h\.1\.mlp)[.\d]*/', texts[0]))),
     }
+    record_step(looped, batch, configured(scan_layers=True), optimizer_of, num_devices=2, platform="TPU")
+    found["loops"] = re.findall(r" = \((\w+)\[\].* while\(", texts[-1])
     print(json.dumps(found))
 
 

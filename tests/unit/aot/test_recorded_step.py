@@ -48,3 +48,7 @@ def test_kernels_of_tpus_are_recorded_for_tpus_alone(platform, expected):
     config = resolve(Config(), Job(), num_devices=1)
     engine = RecordingEngine(platform=platform, config=config, mesh=from_config(config), job=Job())
     assert engine.has_tpu_kernels is expected
+
+
+def test_layers_in_a_loop_are_recorded_with_a_counter_that_a_tpu_has(found):
+    assert found["loops"] == ["s32", "s32"]

@@ -112,6 +112,28 @@ def test_an_exchange_that_a_gpu_waits_for_is_marked():
     assert found == {"all-gather": False, "reduce-scatter": True, "all-reduce": True}
 
 
+def test_a_loop_whose_count_is_not_told_runs_until_its_counter_reaches_its_limit():
+    program = parse(
+        """
+%below (state: (s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(32), metadata={op_name="xla__scan"}
+  %state = (s32[]{:T(128)}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %compare.87 = pred[]{:T(512)} compare(%counter, %limit), direction=LT
+}
+
+%body (state: (s32[])) -> (s32[]) {
+  ROOT %step = (s32[]) fusion(%state), backend_config={"estimated_cycles":"5"}
+}
+
+ENTRY %main (p0: s32[]) -> (s32[]) {
+  ROOT %while.7 = (s32[]{:T(128)}) while(%p0), condition=%below, body=%body
+}
+"""
+    )
+    assert program.cycles == 32 * 5
+
+
 def test_a_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no entry"):
         parse("HloModule nothing\n")

@@ -2,10 +2,24 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_searches_nan: bool = True
+
+
+@contextmanager
+def nan_shows_anyway() -> Iterator[None]:
+    """Hold a context in which the largest values may lack a NaN, as it is found again in what is made of them."""
+    global _searches_nan
+    was, _searches_nan = _searches_nan, False
+    try:
+        yield
+    finally:
+        _searches_nan = was
 
 
 def _amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
@@ -31,7 +45,7 @@ def _largest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest or smallest values and their places; torch_xla goes on without a NaN."""
     values, places = original(x, dim, keepdim)
-    if x.is_floating_point():
+    if x.is_floating_point() and _searches_nan:
         has_nan = x.isnan().any(dim, keepdim)
         values = torch.where(has_nan, torch.nan, values)
         places = torch.where(has_nan, _first_nan(x, dim, keepdim), places)

@@ -5,7 +5,7 @@ A patch of another library is a context, entered for one forward of a sharded mo
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from torchacc.engines.patches import transformers_masks
+from torchacc.engines.patches.softmax_lowerings import all_rows_see_something
+from torchacc.engines.patches.split_heads import in_autocast_dtype
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
@@ -31,6 +33,7 @@ def prepare(model: nn.Module, *, partitioned: bool) -> None:
     _use_static_experts(model)
     if partitioned:
         _use_partitionable_layer_norm(model)
+        _keep_samples_and_tokens_apart(model)
 
 
 @contextmanager
@@ -60,7 +63,9 @@ def _attention_in_one_dtype(replace_attention: Callable[[Attention], Attention] 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_autocast_enabled("xla"):
             args, kwargs = tuple(map(lowered, args)), {name: lowered(value) for name, value in kwargs.items()}
-        return compute(*args, **kwargs)
+        has_mask = kwargs.get("attn_mask") is not None or any(value is not None for value in args[3:4])
+        with nullcontext() if has_mask else all_rows_see_something():
+            return compute(*args, **kwargs)
 
     functional.scaled_dot_product_attention = attention
     try:
@@ -86,6 +91,21 @@ def _use_static_experts(model: nn.Module) -> None:
         if getattr(module.config, "_experts_implementation", None) != "batched_mm":
             _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
             module.set_experts_implementation("batched_mm")  # type: ignore[operator]
+
+
+def _keep_samples_and_tokens_apart(model: nn.Module) -> None:
+    """Compute transformers' Conv1D, the linear layer of GPT-2, without joining samples and tokens into one dimension.
+
+    Between a product of joined ones and a sum over a token's features XLA does not fuse, and writes what it could keep.
+    """
+    for module in model.modules():
+        if (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
+            module.forward = types.MethodType(_conv1d, module)
+
+
+def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
+    tokens, weight, bias = in_autocast_dtype(x, self.weight, self.bias)
+    return torch.einsum("...i,io->...o", tokens, weight) + bias
 
 
 def _use_partitionable_layer_norm(model: nn.Module) -> None:

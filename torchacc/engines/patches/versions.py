@@ -44,14 +44,17 @@ PATCHES: Mapping[str, PatchVersions] = {
     "splash_attention": PatchVersions("jax", ">=0.8,<0.9", "backward of its splash attention, a private function"),
     "transformers_masks": PatchVersions("transformers", ">=4.53,<6", "functions of transformers.masking_utils"),
     "split_heads": PatchVersions("torch", ">=2.9,<2.10", "nothing: a mode in which products keep heads apart"),
-    # of torch_xla: xla_lowerings.py, those beside it, and loop_seed.py
+    # of torch_xla: xla_lowerings.py, those beside it, loop_seed.py and loop_counter.py
     "xla_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of the dispatcher for XLA"),
     "activation_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "extreme_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
+    "loss_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "picture_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "random_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
+    "softmax_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "counter_random": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of torch_xla.core.xla_builder"),
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
+    "loop_counter": PatchVersions("torch_xla", ">=2.9,<2.10", "the type of the counter of torch_xla's scan"),
     # of safetensors: safetensors_writing.py
     "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),
     # of transformers: expert_balance.py, sequence_attention.py, transformers_attention.py

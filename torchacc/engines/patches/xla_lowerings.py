@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torchacc.engines.patches import picture_lowerings, random_lowerings
 from torchacc.engines.patches.activation_lowerings import ACTIVATIONS, WITH_NAN
 from torchacc.engines.patches.extreme_lowerings import AROUND_EXTREMES, EXTREMES
+from torchacc.engines.patches.loss_lowerings import AROUND_LOSSES
+from torchacc.engines.patches.softmax_lowerings import AROUND_SOFTMAX
 from torchacc.errors import EngineError
 
 _library: torch.library.Library | None = None  # what is registered lasts as long as this
@@ -470,7 +472,7 @@ _LOWERINGS: dict[str, dict[str, Callable[..., Any]]] = {
 """By the dispatcher's key, which says whether autograd has had its part yet."""
 
 _AROUND_ORIGINAL: dict[str, dict[str, Callable[..., Any]]] = {
-    "AutogradXLA": {**picture_lowerings.POOLS, "nll_loss_nd": _nll_loss},
+    "AutogradXLA": {**picture_lowerings.POOLS, "nll_loss_nd": _nll_loss, **AROUND_LOSSES, **AROUND_SOFTMAX},
     "XLA": {
         **picture_lowerings.POOLS,
         **picture_lowerings.POOL_GRADIENTS,

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchacc.data.tree import map_tensors
 from torchacc.engines.held_parameters import find_owners
+from torchacc.engines.patches.loop_counter import counter_has_32_bits
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import lost_edit, storage_and_edits
@@ -204,7 +205,7 @@ def _loop(
     """Record a loop over the first dimension of tensors; returns what is carried out of it, and stacked results."""
     from torch_xla.experimental.scan import _scan_impl_flat
 
-    with torch.no_grad(), seed_is_recognised():
+    with torch.no_grad(), seed_is_recognised(), counter_has_32_bits():
         carried, stacked = _scan_impl_flat(body, carry, slices, reverse=reverse)
     return carried, stacked
 
