@@ -4,10 +4,10 @@
     python benchmarks/compiled_for_tpu.py --layers 2 --cases "torchacc, plain attention" "JAX, plain attention"
 
 GPT-2 on eight v5e, bfloat16 over float32 weights, sharded by FULL_SHARD: recorded by torchacc, as `torchacc plan
---compile-for` does it, and written in plain JAX, `_jax_gpt2.py`. Both programs go through the same compiler with the
-same options, which says what each device holds, moves and sends; nothing of it was ever run on a TPU. The compiler
-gives no cycles for the attention kernel, on neither side. Needs `pip install 'torchacc[plan-tpu]'`, and minutes for
-each program that was not compiled before.
+--compile-for` does it, by torch_xla's FSDPv2 class, and written in plain JAX, `_jax_gpt2.py`. All programs go through
+the same compiler with the same options, which says what each device holds, moves and sends; nothing of it was ever run
+on a TPU. The compiler gives no cycles for the attention kernel, on neither side. Needs `pip install
+'torchacc[plan-tpu]'`, and minutes for each program that was not compiled before.
 
 Exits with 1 if a case fails; what is larger than it should be is reported, not an error.
 """
@@ -58,6 +58,7 @@ CASES = (
     Case("JAX, plain attention", "JAX", "plain"),
     Case("torchacc, kernel", "torchacc", "kernel"),
     Case("JAX, kernel", "JAX", "kernel"),
+    Case("FSDPv2, plain attention", "FSDPv2", "plain"),
     Case("JAX, plain attention, bfloat16 throughout", "JAX", "plain", between="bfloat16"),
     Case("JAX, kernel, bfloat16 throughout", "JAX", "kernel", between="bfloat16"),
 )
@@ -81,6 +82,8 @@ MEASURES = (
     Measure("estimated cycles", "cycles", "M", 1e6, 1.10),
     Measure("collective bytes", "sent", "MB", 1e6, 1.05),
 )
+OF_FSDP_V2 = {"memory": 0.85, "sent": 0.85}
+"""What two of them may be of torch_xla's FSDPv2 class, where activations weigh more than weights."""
 HEADER = ["case", *(f"{each.name} {each.unit}" for each in MEASURES), "collectives", "compiled in s"]
 
 Found = Mapping[str, Mapping[str, Any]]
@@ -131,7 +134,7 @@ def work(case: Case, size: Workload) -> int:
     from torchacc.aot.topologies import find_topology
 
     topology = find_topology(TOPOLOGY)
-    program = (record if case.by == "torchacc" else lower)(case, size)
+    program = {"torchacc": record, "JAX": lower, "FSDPv2": record_fsdp_v2}[case.by](case, size)
     compiled = compile_program(program, topology, lambda _: None)
     report = make_report(compiled, topology, topology.device_bytes(None), None)
     found = {
@@ -166,6 +169,52 @@ def record(case: Case, size: Workload) -> "Program":
     config.dist.fsdp.size = DEVICES
     batch = {"input_ids": tokens, "labels": tokens}
     return record_step(model, batch, config, partial(torch.optim.AdamW, lr=1e-3), num_devices=DEVICES, platform="TPU")
+
+
+def record_fsdp_v2(case: Case, size: Workload) -> "Program":
+    """Record the same step by torch_xla's FSDPv2 class, with weights and state on virtual devices of the CPU."""
+    from torchacc.engines.xla import runtime
+
+    runtime.prepare_import()
+    runtime.start(num_devices=DEVICES, spmd=True)
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    from _models import make_gpt2
+    from _rivals import wrap_fsdp_v2
+    from torch_xla import _XLAC
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import _prepare_spmd_partition_spec
+
+    from torchacc.engines.xla.recording import Input, Program
+
+    mesh = xs.Mesh(np.arange(DEVICES), (DEVICES,), ("fsdp",))
+    model = make_gpt2(size.layers, size.width, size.heads, size.vocabulary, size.length).to(torch_xla.device())
+    model.tie_weights()
+    wrapped = wrap_fsdp_v2(model, mesh)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    kept = list(wrapped.parameters())
+    for parameter in wrapped.parameters():
+        # Split as its parameter, which in a first step is left to the partitioner.
+        moments = [torch.zeros_like(parameter) for _ in range(2)]
+        for moment in moments:
+            xs.mark_sharding(moment, mesh, _prepare_spmd_partition_spec(parameter))
+        optimizer.state[parameter] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        optimizer.state[parameter]["step"] = torch.tensor(0.0)
+        kept += moments
+    tokens = torch.zeros(size.batch, size.length, dtype=torch.long, device=torch_xla.device())
+    xs.mark_sharding(tokens, mesh, ("fsdp", None))
+    torch_xla.sync()
+    shardings = {_XLAC._xla_get_tensor_id(each): _XLAC._get_xla_sharding_spec(each) for each in (*kept, tokens)}
+    donated = {_XLAC._xla_get_tensor_id(each) for each in kept}
+    with torch.autocast("xla", torch.bfloat16):
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    outputs = [loss.detach(), *kept]
+    numbers, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
+    inputs = [Input(shardings.get(number, "{replicated}"), number in donated) for number in numbers]
+    return Program(_XLAC._get_xla_tensors_hlo_proto(outputs), tuple(inputs))
 
 
 def lower(case: Case, size: Workload) -> "Program":
@@ -232,11 +281,23 @@ def pairs(found: Found) -> Iterator[tuple[Case, Case]]:
                 yield ours, theirs
 
 
+def beside_fsdp_v2(found: Found) -> Iterator[tuple[Case, Case]]:
+    """Yield the case of torchacc and that of FSDPv2, which has one attention."""
+    theirs = next((case for case in CASES if case.by == "FSDPv2" and case.name in found), None)
+    for ours in (case for case in CASES if case.by == "torchacc" and case.name in found):
+        if theirs is not None and ours.attention == theirs.attention:
+            yield ours, theirs
+
+
 def judgements(found: Found, failed: Mapping[str, str]) -> Iterator[Check]:
     """Yield a check of each number: it has a limit beside a program in the same dtypes, and is told beside another."""
     for ours, theirs in pairs(found):
         for each in MEASURES:
             limit = Limit(ours.name, theirs.name, each.part if ours.between == theirs.between else None)
+            yield limit.judge(each.name, [ratio(found, ours, theirs, each)], failed=bool(failed))
+    for ours, theirs in beside_fsdp_v2(found):
+        for each in (each for each in MEASURES if each.key in OF_FSDP_V2):
+            limit = Limit(ours.name, theirs.name, OF_FSDP_V2[each.key])
             yield limit.judge(each.name, [ratio(found, ours, theirs, each)], failed=bool(failed))
 
 
@@ -247,6 +308,10 @@ def comparisons(found: Found) -> Iterator[Comparison]:
             for each in MEASURES:
                 own, other = ([found[case.name][each.key] / each.scale] for case in (ours, theirs))
                 yield compare(f"{each.name}, {ATTENTION_NAMES[ours.attention]}", "plain JAX", own, other, each.unit)
+    for ours, theirs in beside_fsdp_v2(found):
+        for each in MEASURES:
+            own, other = ([found[case.name][each.key] / each.scale] for case in (ours, theirs))
+            yield compare(f"{each.name}, compiled for {TOPOLOGY}", "torch_xla's FSDPv2 class", own, other, each.unit)
 
 
 def bars(found: Found) -> Iterator[Series]:
