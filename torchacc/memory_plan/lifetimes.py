@@ -23,7 +23,8 @@ _SHAPING = {
     "fill_", "flip", "full", "full_like", "new_empty_strided", "new_zeros", "ones", "ones_like", "repeat",
     "rand_like", "roll", "scalar_tensor", "select_backward", "slice_backward", "stack", "tril", "triu", "zeros",
     "zeros_like", "_to_copy", "_unsafe_view", "native_layer_norm", "native_layer_norm_backward",
-    "native_dropout_backward", "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward",
+    "native_dropout_backward", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+    "nll_loss_backward",
     "native_group_norm", "native_group_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
     "split_with_sizes_copy",
 }  # fmt: skip
@@ -38,12 +39,10 @@ _OPERANDS_IN_MEMORY = {
 """Operations that read tensors in memory, in full and one after another, and not what is still to be computed."""
 _LOOKUPS = {"embedding_dense_backward"}
 """Operations whose result is rows that are added into something."""
-_MASKED = {"_safe_softmax"}
-"""Operations after which XLA makes rows of zeros, which are products' operands; backward reads what was before."""
+_SOFTMAX = {"_safe_softmax"}
+"""Operations whose result has memory twice where it is computed again in backward, or multiplied in another dtype."""
 _WITH_SIGMOID = {"silu", "silu_backward"}
 """Operations that are products of what they read and its sigmoid, which has memory."""
-_LOSS_INPUTS = {"_log_softmax"}
-"""Operations that the loss is computed from, last of all."""
 _ROW = 32
 """What takes this many times less than a value has a number for each of its rows, and is no reason to keep that."""
 _SMALL_BYTES = 1 << 10
@@ -169,8 +168,8 @@ class _Fusion:
         fused = (operation.is_pointwise or name in _SHAPING) and bool(operation.makes)
         operands = [self._operand(time, name, read.value, read.nbytes, read.offset) for read in operation.reads]
         sources = tuple(dict.fromkeys(source for found in operands for source in found))
-        if name in _MASKED:  # rows without any weight are made zero after it, where it is multiplied
-            self._masked(time, operation.makes[0], sources)
+        if name in _SOFTMAX and (time >= self._trace.num_forward or self._is_cast(operation.makes[0])):
+            self._make_twice(time, operation.makes[0], sources)
             return
         if name in _WITH_SIGMOID:
             sources = (*sources, self._sigmoid(time, operation, sources))
@@ -182,8 +181,6 @@ class _Fusion:
                 self._make(value, nbytes, time, sources)
         if not fused or any(value in self._buffers for value in operation.makes):
             self._read(time, sources)
-        if name in _LOSS_INPUTS:  # the loss itself is computed when all else is done
-            self._read(len(self._trace.operations) - 1, sources)
 
     def _cast_of(self, operation: Operation) -> str | None:
         """Return the parameter that an operation casts, where all that reads that parameter does the same."""
@@ -235,7 +232,11 @@ class _Fusion:
         """Return whether nothing in memory lies between a value and any of its readers, so that all can compute it."""
         return all(self._depths[user] <= self._depths[time] for user in users)
 
-    def _masked(self, time: int, value: int, sources: tuple[int, ...]) -> None:
+    def _is_cast(self, value: int) -> bool:
+        users = (self._trace.operations[user] for user in self._users.get(value, ()))
+        return any(_short(each) == "_to_copy" for each in users)
+
+    def _make_twice(self, time: int, value: int, sources: tuple[int, ...]) -> None:
         nbytes, key = self._trace.values[value].nbytes, self._extra()
         self._make(key, nbytes, time, sources)
         self._read(time, sources)
