@@ -273,20 +273,12 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
 ATTENTION_NAMES = {"plain": "plain attention", "kernel": "the attention kernel"}
 
 
-def pairs(found: Found) -> Iterator[tuple[Case, Case]]:
-    """Yield the cases of torchacc, each with that of JAX with the same attention, that in the same dtypes first."""
+def pairs(found: Found, by: str = "JAX") -> Iterator[tuple[Case, Case]]:
+    """Yield the cases of torchacc, each with a rival's with the same attention, that in the same dtypes first."""
     for ours in (case for case in CASES if case.by == "torchacc" and case.name in found):
-        for theirs in (case for case in CASES if case.by == "JAX" and case.name in found):
+        for theirs in (case for case in CASES if case.by == by and case.name in found):
             if ours.attention == theirs.attention:
                 yield ours, theirs
-
-
-def beside_fsdp_v2(found: Found) -> Iterator[tuple[Case, Case]]:
-    """Yield the case of torchacc and that of FSDPv2, which has one attention."""
-    theirs = next((case for case in CASES if case.by == "FSDPv2" and case.name in found), None)
-    for ours in (case for case in CASES if case.by == "torchacc" and case.name in found):
-        if theirs is not None and ours.attention == theirs.attention:
-            yield ours, theirs
 
 
 def judgements(found: Found, failed: Mapping[str, str]) -> Iterator[Check]:
@@ -295,7 +287,7 @@ def judgements(found: Found, failed: Mapping[str, str]) -> Iterator[Check]:
         for each in MEASURES:
             limit = Limit(ours.name, theirs.name, each.part if ours.between == theirs.between else None)
             yield limit.judge(each.name, [ratio(found, ours, theirs, each)], failed=bool(failed))
-    for ours, theirs in beside_fsdp_v2(found):
+    for ours, theirs in pairs(found, "FSDPv2"):
         for each in (each for each in MEASURES if each.key in OF_FSDP_V2):
             limit = Limit(ours.name, theirs.name, OF_FSDP_V2[each.key])
             yield limit.judge(each.name, [ratio(found, ours, theirs, each)], failed=bool(failed))
@@ -308,7 +300,7 @@ def comparisons(found: Found) -> Iterator[Comparison]:
             for each in MEASURES:
                 own, other = ([found[case.name][each.key] / each.scale] for case in (ours, theirs))
                 yield compare(f"{each.name}, {ATTENTION_NAMES[ours.attention]}", "plain JAX", own, other, each.unit)
-    for ours, theirs in beside_fsdp_v2(found):
+    for ours, theirs in pairs(found, "FSDPv2"):
         for each in MEASURES:
             own, other = ([found[case.name][each.key] / each.scale] for case in (ours, theirs))
             yield compare(f"{each.name}, compiled for {TOPOLOGY}", "torch_xla's FSDPv2 class", own, other, each.unit)

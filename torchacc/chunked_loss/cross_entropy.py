@@ -108,9 +108,9 @@ class LossChunks:
     def _summed_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tokens' losses, in float32 at least."""
         if logits.device.type != "xla" and 0 <= self.label_smoothing <= 1:
-            loss: torch.Tensor = _CrossEntropy.apply(logits, labels, self.ignore_index, self.label_smoothing)
+            loss: torch.Tensor = _InPlaceCrossEntropy.apply(logits, labels, self.ignore_index, self.label_smoothing)
             return loss
-        return F.cross_entropy(  # whose backward XLA makes into a single loop, and which refuses other numbers
+        return F.cross_entropy(  # XLA fuses its backward, and it refuses other numbers for smoothing
             logits.to(_accurate(logits.dtype)),
             labels,
             ignore_index=self.ignore_index,
@@ -128,7 +128,7 @@ class LossChunks:
             yield hidden[:, start : start + size], labels[:, start : start + size]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _InPlaceCrossEntropy(torch.autograd.Function):
     """The sum of cross entropies, as `F.cross_entropy()` has it, that holds one tensor of the logits' shape.
 
     Its gradient is written over the logarithms of probabilities, as Liger's kernels do: backward can run once.
