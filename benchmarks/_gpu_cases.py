@@ -59,6 +59,7 @@ CASES = (
     Case("NO_SHARD", "native", {"dist.fsdp.sharding_strategy": "NO_SHARD"}),
     Case("FULL_SHARD, no prefetch", "native", {"dist.fsdp.backward_prefetch": "NONE"}),
     Case("FULL_SHARD, forward prefetch too", "native", {"dist.fsdp.forward_prefetch": True}),
+    Case("FULL_SHARD, loss in chunks", "native", {"compute.chunked_loss": True}),
     Case("FULL_SHARD, torch.compile, fp8", "native", compiled=True, fp8=True),
     Case("FULL_SHARD, recompute", "native", recomputed=True),
     Case("torchtitan's recipe by hand", "torchtitan", compiled=True, recomputed=True),
@@ -68,6 +69,7 @@ CASES = (
     Case("FULL_SHARD, activations on the host", "native", {"memory.offload_activations": True}),
     Case("FULL_SHARD, shards on the host", "native", {"dist.fsdp.cpu_offload": True}),
     Case("XLA", "xla", {"dist.fsdp.use_spmd": True}),
+    Case("XLA, loss in chunks", "xla", {"dist.fsdp.use_spmd": True, "compute.chunked_loss": True}),
 )
 QUICK = ("FSDP2 by hand", "FULL_SHARD")
 BASE = "FULL_SHARD"

@@ -93,7 +93,7 @@ def trained(make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], **op
     model = make()
     accelerate(model, **options)
     engine = registry.active_engine()
-    engine.set_random_state({key: state if key == "torch" else RANK for key, state in engine.random_state().items()})
+    engine.set_random_state({key: RANK if isinstance(s, int) else s for key, s in engine.random_state().items()})
     optimizer = adamw(model)
     for _ in range(3):
         optimizer.zero_grad()
@@ -268,7 +268,7 @@ class Unlike(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kept is None:
-            self.kept = torch.eye(8) @ torch.eye(8)
+            self.kept = torch.eye(8, device=x.device) @ torch.eye(8, device=x.device)
         return torch.tanh(self.linear(x)) + self.kept[0]
 
 

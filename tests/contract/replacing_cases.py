@@ -30,6 +30,7 @@ from casekit import (
 from torch import nn
 
 import torchacc
+from torchacc.engines import registry
 
 USES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "clip-norm": lambda listed: nn.utils.clip_grad_norm_(listed, 1.0),
@@ -133,6 +134,7 @@ def modules_without_parameters_may_be_replaced() -> None:
 @case([NATIVE])
 def filled_by_torch_as_the_whole_is() -> None:
     model, plain = sharded_and_plain()
+    plain.to(registry.active_engine().device)
     fillers: list[Callable[[torch.Tensor], Any]] = [
         nn.init.uniform_,
         nn.init.kaiming_uniform_,

@@ -283,7 +283,7 @@ class Returning(MLP):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_sparse:
-            return super().forward(x), nn.functional.embedding(torch.zeros(1).long(), self.table, sparse=True)
+            return super().forward(x), nn.functional.embedding(x.new_zeros(1).long(), self.table, sparse=True)
         return super().forward(x), self.table
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from torchacc.errors import DataError
 
@@ -143,6 +144,8 @@ def _fields(tree: Any) -> dict[Any, Any] | None:
     """Return what a container holds, by key, or None for a leaf."""
     if isinstance(tree, MutableMapping):
         return dict(tree.items())
+    if isinstance(tree, PackedSequence):  # PyTorch reads `batch_sizes` on the host: it stays there, as it is
+        return {index: field for index, field in enumerate(tree) if tree._fields[index] != "batch_sizes"}
     if isinstance(tree, (list, tuple)):
         return dict(enumerate(tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -155,7 +158,8 @@ def _rebuild(tree: Any, fields: dict[Any, Any]) -> Any:
     if isinstance(tree, tuple):
         # A named tuple's own constructor may look at its fields, as that of a PackedSequence does.
         kind: Any = type(tree)
-        return kind._make(fields.values()) if _is_namedtuple(tree) else kind(fields.values())
+        values = [fields.get(index, value) for index, value in enumerate(tree)]
+        return kind._make(values) if _is_namedtuple(tree) else kind(values)
     # A copy keeps what no constructor takes back: BatchEncoding's encodings, a defaultdict's factory.
     new = copy.copy(tree)
     if isinstance(tree, (MutableMapping, list)):

@@ -94,6 +94,16 @@ def materialise_buffers(model: nn.Module) -> None:
             )
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to a device, a buffer that several modules share once."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                moved.setdefault(id(buffer), buffer.to(device))
+                module._buffers[name] = moved[id(buffer)]
+
+
 def _make_recorded_buffers(model: nn.Module) -> None:
     made = {buffer: take_values(buffer) for buffer in model.buffers()}
     for module in model.modules():

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.device_losses import average_scalars, mean_of_closure
 from torchacc.engines.fused_steps import fuse
-from torchacc.engines.initial_values import materialise_parameters
+from torchacc.engines.initial_values import materialise_parameters, move_buffers
 from torchacc.engines.native import (
     compiled_units,
     device_copies,
@@ -86,7 +86,7 @@ class NativeModel(ShardedModel):
         from torchacc.engines.native.gradients import average_ordinary_gradients
 
         _refuse_without_gradients(self.model)
-        self._move_buffers()
+        move_buffers(self.model, self.engine.device)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         if self.plan.float8 is not None:
             float8_training.convert(self.model, self.plan.float8)
@@ -233,12 +233,6 @@ class NativeModel(ShardedModel):
     def _has_numbers(self) -> bool:
         """Whether the model has parameters without dimensions."""
         return any(not planned.shape for planned in self.plan.parameters)
-
-    def _move_buffers(self) -> None:
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.engine.device)
 
     @property
     def _lowered(self) -> torch.dtype | None:

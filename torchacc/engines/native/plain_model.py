@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchacc.engines.device_losses import average_scalars
-from torchacc.engines.initial_values import materialise_parameters
+from torchacc.engines.initial_values import materialise_parameters, move_buffers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.averaged_gradients import AveragedGradients
@@ -33,7 +33,7 @@ class PlainModel(NativeModel):
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device."""
         device = self.engine.device
-        self._move_buffers()
+        move_buffers(self.model, device)
         originals = {planned.name: self.model.get_parameter(planned.name) for planned in self.plan.parameters}
         self._compile_units()
         self._install_forward(self._run)

@@ -22,7 +22,7 @@ from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
 from torchacc.engines.held_parameters import find_owners
-from torchacc.engines.initial_values import kept_dtype
+from torchacc.engines.initial_values import kept_dtype, move_buffers
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
 from torchacc.engines.patches import (
@@ -259,13 +259,8 @@ class XlaModel(ShardedModel):
             recompute.install(self.model, self.plan.recomputed, self._recompute)
 
     def _move_buffers(self) -> None:
-        """Move the buffers to the device, a buffer that several modules share once."""
-        moved: dict[int, torch.Tensor] = {}
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    moved.setdefault(id(buffer), buffer.to(self.engine.device))
-                    module._buffers[name] = moved[id(buffer)]
+        """Move the buffers to the device, and tensors that modules keep as plain attributes."""
+        move_buffers(self.model, self.engine.device)
         _move_plain_tensors(self.model, self.engine.device)
 
     def _make_weights(
