@@ -53,6 +53,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     "random_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "softmax_lowerings": PatchVersions("torch_xla", ">=2.9,<2.10", "as xla_lowerings, which registers them"),
     "counter_random": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of torch_xla.core.xla_builder"),
+    "iota": PatchVersions("torch_xla", ">=2.9,<2.10", "operations of torch_xla.core.xla_builder"),
     "loop_seed": PatchVersions("torch_xla", ">=2.9,<2.10", "what torch_xla's scan asks for a program's data"),
     "loop_counter": PatchVersions("torch_xla", ">=2.9,<2.10", "the type of the counter of torch_xla's scan"),
     # of safetensors: safetensors_writing.py

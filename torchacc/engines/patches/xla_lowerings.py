@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torchacc.engines.patches import picture_lowerings, random_lowerings
 from torchacc.engines.patches.activation_lowerings import ACTIVATIONS, WITH_NAN
 from torchacc.engines.patches.extreme_lowerings import AROUND_EXTREMES, EXTREMES
+from torchacc.engines.patches.iota import iota
 from torchacc.engines.patches.loss_lowerings import AROUND_LOSSES
 from torchacc.engines.patches.softmax_lowerings import AROUND_SOFTMAX
 from torchacc.errors import EngineError
@@ -351,9 +352,11 @@ def _arange(
     original: Callable[..., Any], start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **place: Any
 ) -> torch.Tensor:
     """Return numbers at steps; torch_xla counts the steps in single precision, so that arange(0, 1, 0.1) has 11."""
-    if all(isinstance(number, int) for number in (start, end, step)):
-        return original(start, end, step, dtype=dtype, **place)  # type: ignore[no-any-return]
     like = torch.arange(start, end, step, dtype=dtype, device="meta")
+    if all(isinstance(number, int) for number in (start, end, step)):
+        index = iota(len(like), place["device"])
+        index = index if step == 1 else index * step
+        return (index + start if start else index).to(like.dtype)
     if not (like.dtype.is_floating_point or like.dtype.is_complex):  # PyTorch cuts off the step, not each number
         start, step = int(start), int(step)
     index = original(0, len(like), 1, dtype=torch.float64, **place)

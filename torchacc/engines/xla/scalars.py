@@ -26,6 +26,10 @@ _WITH_ALPHA = {"add", "sub"}
 _WITH_VALUE = {"addcmul": mul, "addcdiv": truediv}
 """Functions that add a product or a quotient, multiplied by `value`, which has to be a number."""
 
+_IN_PLACE = {"mul_", "div_", "add_", "sub_", "lerp_", "addcmul_", "addcdiv_"}
+"""Functions whose results are copied into their first argument: PyTorch writes in place to XLA's tensors by way of checks
+in Python, which took up to half of the time of recording a step."""
+
 _OF_EACH_PARAMETER = {"_single_tensor_adafactor", "_single_tensor_muon"}
 """Updates whose numbers are each parameter's own, so that where two are equal that is chance."""
 
@@ -102,6 +106,8 @@ class _NumbersOnDevice(TorchFunctionMode):
         if not (isinstance(first, torch.Tensor) and first.device.type == "xla" and first.is_floating_point()):
             return func(*args, **kwargs)
         name = func.__name__.strip("_")
+        if func.__name__ in _IN_PLACE:
+            return first.copy_(self.__torch_function__(getattr(torch.Tensor, name), types, args, kwargs))
 
         number = partial(self._number, func.__name__, first)
         factor = partial(self._number, f"{func.__name__} by a factor", first)
@@ -110,8 +116,7 @@ class _NumbersOnDevice(TorchFunctionMode):
         if name in _WITH_ALPHA and isinstance(kwargs.get("alpha"), float) and kwargs["alpha"] != -1.0:
             return func(first, args[1].to(first.dtype) * factor(kwargs["alpha"]))
         if name in _WITH_VALUE and isinstance(kwargs.get("value"), float):
-            step = _WITH_VALUE[name](args[1], args[2]) * factor(kwargs["value"])
-            return first.add_(step) if func.__name__.endswith("_") else first.add(step)
+            return first.add(_WITH_VALUE[name](args[1], args[2]) * factor(kwargs["value"]))
         if name == "setitem" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
             return first.masked_fill_(args[1], args[2])
         if name == "addmm" and kwargs:
