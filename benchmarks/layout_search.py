@@ -4,14 +4,14 @@
     python benchmarks/layout_search.py --cases "fsdp 2, FULL_SHARD" "tp 2, FULL_SHARD"
 
 First as many processes as there are devices measure together how fast each of them multiplies, reads memory and sends;
-by these speeds the search estimates. Then a Llama trains in each layout, natively, one layout after the other. Several
-processes share a core: who waits leaves it to the others, so that what stages wait for one another costs less than the
-search says.
+by these speeds the search estimates. Then a Llama trains in each layout, natively, one layout after the other. Where
+several processes share a core, who waits leaves it to the others: the search is told how many there are.
 
 Exits with 1 if a layout fails, or the losses of two differ by more than 1e-5 after any of the steps.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -122,12 +122,13 @@ def search(devices: int, folder: Path) -> Any:
         answers = team.ask(facts=True)
     slowest = [f"{min(answer[name] for answer in answers):g}" for name in ("flops", "memory", "sent", "sent")]
     latency = max(answer["latency"] for answer in answers)
+    sharing = max(1.0, devices / len(os.sched_getaffinity(0)))
     model = folder / "config.json"
     model.write_text(json.dumps(answers[0]["model"]))
     command = [
         *(sys.executable, "-m", "torchacc", "plan", "--search", "--json", "--model", str(model)),
         *("--devices", str(devices), "--global-batch", str(SIZE.batch), "--seq", str(SIZE.length)),
-        *("--device", ",".join([*slowest, str(devices), f"{latency:g}"]), "--memory", "16GiB"),
+        *("--device", ",".join([*slowest, str(devices), f"{latency:g}", f"{sharing:g}"]), "--memory", "16GiB"),
     ]
     done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -146,8 +147,8 @@ def measure_speeds(facts: dict[str, Any]) -> "Steps":
     """Measure how fast this process is while all others measure the same, and return no steps.
 
     Args:
-        facts: Gets FLOP/s of products as the model has them, bytes/s of its memory and of what is sent, the seconds of
-            an exchange of next to nothing, and the model's configuration.
+        facts: Gets FLOP/s of products as the model has them, bytes/s of tensors that are as large as its largest, and
+            of what is sent, the seconds of an exchange of next to nothing, and the model's configuration.
     """
     import torch
     import torch.distributed as dist
@@ -157,14 +158,14 @@ def measure_speeds(facts: dict[str, Any]) -> "Steps":
     processes = dist.get_world_size()
     share_cores(processes)
     left, right = torch.rand(SIZE.length, SIZE.width), torch.rand(SIZE.width, 4 * SIZE.width)
-    many = torch.rand(16 * 2**20)
+    many = torch.rand(SIZE.vocabulary, SIZE.width)
     parts = torch.rand(2**20), torch.empty(processes * 2**20)
     facts["model"] = make_model().config.to_dict()
     facts["flops"] = 2 * left.shape[0] * right.numel() / _seconds(lambda: left @ right)
     facts["memory"] = 2 * many.nbytes / _seconds(lambda: many.mul_(1.0))
     gathered = parts[0].nbytes * (processes - 1)
     facts["sent"] = gathered / _seconds(lambda: dist.all_gather_into_tensor(parts[1], parts[0]))
-    facts["latency"] = _seconds(lambda: dist.all_reduce(many[:1]))
+    facts["latency"] = _seconds(lambda: dist.all_reduce(many[0, :1]))
     dist.destroy_process_group()
     return iter(())
 

@@ -3,17 +3,18 @@
 Times are of the device that takes longest. They rank layouts; they are no promise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from statistics import mean
 
 from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan.step import DeviceStep, Step
 from torchacc.memory_plan.strategies import DTYPE_BYTES, computed_numel, shard_numel
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.plan import ShardingPlan, Unit
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,18 @@ def estimate(step: Step, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
         speeds: The devices'.
     """
     times = [_of_device(each, plan, speeds) for each in step.devices]
-    return max(times, key=lambda time: time.total)
+    slowest = max(times, key=lambda time: time.total)
+    return slowest if speeds.devices_per_processor == 1 else _on_shared_processors(times, slowest, speeds)
+
+
+def _on_shared_processors(times: Sequence[StepTime], slowest: StepTime, speeds: DeviceSpeeds) -> StepTime:
+    """Return how long it takes where a device that waits leaves its processor to others.
+
+    A step then takes what all have to do, or what the slowest device takes that has a processor to itself.
+    """
+    compute, exposed = mean(each.compute for each in times), mean(each.exposed for each in times)
+    alone = slowest.total / speeds.devices_per_processor
+    return StepTime(compute, exposed, bubble=max(0.0, alone - compute - exposed))
 
 
 def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
@@ -57,11 +69,13 @@ def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> 
     moved = sum(_seconds(plan.mesh, axes, nbytes, speeds) for axes, nbytes in _of_parameters(own))
     # A stage gathers its weights, and reduces its gradients, once for all microbatches.
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
+    # FSDP copies what it has gathered into each weight, and each gradient into what it sends.
+    copied = 2 * sum(_copied(own, unit) for unit in own.units) / speeds.memory_bytes_per_second
     # The optimizer reads and writes each shard: parameters, gradients and its state.
     at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * DTYPE_BYTES[plan.master_dtype]
     stepped = 12 * at_rest / speeds.memory_bytes_per_second
     return StepTime(
-        compute=count * computed + stepped,
+        compute=count * computed + copied + stepped,
         exposed=count * sent + exchanged,
         bubble=(plan.pipeline.num_devices - 1) * (computed + sent) / len(device.stages),
     )
@@ -69,21 +83,44 @@ def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> 
 
 def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield what a step sends of each unit, and along which axes: its weights once or twice, and its gradients."""
-    mesh, spread = plan.mesh, {experts.module for experts in plan.experts}
+    mesh = plan.mesh
     replicas = mesh.size(Role.REPLICATE)
     for unit in plan.units:
-        axes = mesh.axes(Role.SHARD)
-        if unit.name in spread:  # gathered by the devices that have the same experts
-            axes = tuple(axis for axis in axes if axis not in mesh.axes(Role.EXPERT))
-        shards = prod(mesh.axis_size(axis) for axis in axes)
-        numel = sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)
+        axes, shards, numel = _gathered_along(plan, unit), _shards(plan, unit), _numel(plan, unit)
         if numel and shards > 1:
-            gathers = 2 if plan.is_resharded_after_forward(unit) else 1
-            for itemsize in (*[DTYPE_BYTES[plan.compute_dtype]] * gathers, DTYPE_BYTES[plan.reduce_dtype]):
+            for itemsize in _itemsizes(plan, unit):
                 yield axes, numel * itemsize * (shards - 1) // shards
         if numel and replicas > 1:
             each = numel * DTYPE_BYTES[plan.reduce_dtype] // shards
             yield mesh.axes(Role.REPLICATE), 2 * each * (replicas - 1) // replicas
+
+
+def _copied(plan: ShardingPlan, unit: Unit) -> int:
+    """Return how many bytes of a unit a step copies out of what it gathers, and into what it reduces."""
+    return _numel(plan, unit) * sum(_itemsizes(plan, unit)) if _shards(plan, unit) > 1 else 0
+
+
+def _itemsizes(plan: ShardingPlan, unit: Unit) -> list[int]:
+    """Return the bytes of an element in each exchange of a unit over its shards: its weights once or twice, and its
+    gradients."""
+    gathers = 2 if plan.is_resharded_after_forward(unit) else 1
+    return [*[DTYPE_BYTES[plan.compute_dtype]] * gathers, DTYPE_BYTES[plan.reduce_dtype]]
+
+
+def _numel(plan: ShardingPlan, unit: Unit) -> int:
+    return sum(computed_numel(plan, unit, parameter) for parameter in unit.parameters)
+
+
+def _shards(plan: ShardingPlan, unit: Unit) -> int:
+    return prod(plan.mesh.axis_size(axis) for axis in _gathered_along(plan, unit))
+
+
+def _gathered_along(plan: ShardingPlan, unit: Unit) -> tuple[str, ...]:
+    """Return the axes along which a unit is sharded; experts that are spread are, over the devices with the same."""
+    axes = plan.mesh.axes(Role.SHARD)
+    if any(experts.module == unit.name for experts in plan.experts):
+        axes = tuple(axis for axis in axes if axis not in plan.mesh.axes(Role.EXPERT))
+    return axes
 
 
 def _seconds(mesh: Mesh, axes: tuple[str, ...], nbytes: int, speeds: DeviceSpeeds) -> float:

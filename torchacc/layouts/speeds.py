@@ -30,6 +30,8 @@ class DeviceSpeeds:
     efficiency: float = 0.6
     """Of the FLOP/s, what large products reach."""
     memory_bytes: int | None = None
+    devices_per_processor: float = 1.0
+    """How many share what computes, as processes share the cores of a CPU; one that waits leaves it to the others."""
 
 
 DEVICES: Mapping[str, DeviceSpeeds] = {
@@ -48,7 +50,8 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
     Args:
         name: One of `DEVICES`, or `FLOPS,MEMORY,NEAR,FAR,PER_MACHINE`, each per second, such as `9e10,1e10,1e9,1e9,4`:
             a device whose products have these FLOP/s in every dtype, and that sends only while it does not compute.
-            A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`.
+            A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`, and a seventh how
+            many devices share what computes, such as `4` for eight processes on two cores.
         option: What was given the name, for the message.
 
     Raises:
@@ -57,9 +60,9 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     try:
-        flops, memory, near, far, per_machine, *latency = (float(part) for part in name.split(","))
-        rates = (flops, memory, near, far, *latency)
-        if not all(0 < each < math.inf for each in rates) or len(latency) > 1:
+        flops, memory, near, far, per_machine, *more = (float(part) for part in name.split(","))
+        latency, sharing = (*more, *(DeviceSpeeds.seconds_per_exchange, 1.0)[len(more) :])
+        if not all(0 < each < math.inf for each in (flops, memory, near, far, latency)) or sharing < 1:
             raise ValueError
         if per_machine < 1 or per_machine != int(per_machine):
             raise ValueError
@@ -67,13 +70,15 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
         raise ConfigError(
             f"{option} {shown(name)}: there is no such device; {nearest(name, DEVICES)}. Or write FLOP/s, bytes/s of "
             "its memory, to devices of its machine and to other machines, devices of a machine, and, if you like, the "
-            "seconds of an exchange beside its bytes: 9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,4,5e-5"
+            "seconds of an exchange beside its bytes, and how many devices share a processor: "
+            "9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,4,5e-5 or 9e10,1e10,1e9,1e9,8,5e-5,4"
         ) from None
     return DeviceSpeeds(
         name,
         *(flops, memory, near, far, int(per_machine)),
         float32_share=1.0,
-        seconds_per_exchange=latency[0] if latency else DeviceSpeeds.seconds_per_exchange,
+        seconds_per_exchange=latency,
+        devices_per_processor=sharing,
         overlaps=False,
         efficiency=1.0,
     )
