@@ -101,8 +101,7 @@ def _copied(plan: ShardingPlan, unit: Unit) -> int:
 
 
 def _itemsizes(plan: ShardingPlan, unit: Unit) -> list[int]:
-    """Return the bytes of an element in each exchange of a unit over its shards: its weights once or twice, and its
-    gradients."""
+    """Return the bytes of an element each time that a unit is exchanged over its shards: to gather, and to reduce."""
     gathers = 2 if plan.is_resharded_after_forward(unit) else 1
     return [*[DTYPE_BYTES[plan.compute_dtype]] * gathers, DTYPE_BYTES[plan.reduce_dtype]]
 

@@ -27,8 +27,8 @@ _WITH_VALUE = {"addcmul": mul, "addcdiv": truediv}
 """Functions that add a product or a quotient, multiplied by `value`, which has to be a number."""
 
 _IN_PLACE = {"mul_", "div_", "add_", "sub_", "lerp_", "addcmul_", "addcdiv_"}
-"""Functions whose results are copied into their first argument: PyTorch writes in place to XLA's tensors by way of checks
-in Python, which took up to half of the time of recording a step."""
+"""Functions whose results are copied into their first argument. PyTorch writes in place to XLA's tensors by way of
+checks in Python, which took half of the time of recording a step."""
 
 _OF_EACH_PARAMETER = {"_single_tensor_adafactor", "_single_tensor_muon"}
 """Updates whose numbers are each parameter's own, so that where two are equal that is chance."""
