@@ -15,6 +15,7 @@ from casekit import case as case_of
 from torch import nn
 
 import torchacc
+from torchacc.engines.native import split_sequence
 from torchacc.engines.sharded_model import sharded_model
 
 case = partial(case_of, (NATIVE,), num_devices=4)
@@ -45,10 +46,17 @@ def make(
 
 
 def accelerate(
-    model: nn.Module, *, sp: int, dp: int = 1, tp: int = 1, strategy: str = "FULL_SHARD", **options: Any
+    model: nn.Module,
+    *,
+    sp: int,
+    ring: int | None = None,
+    dp: int = 1,
+    tp: int = 1,
+    strategy: str = "FULL_SHARD",
+    **options: Any,
 ) -> nn.Module:
     fsdp = {"size": 4 // sp // dp // tp, "sharding_strategy": strategy}
-    dist = {"dp": {"size": dp}, "fsdp": fsdp, "sp": {"size": sp}, "tp": {"size": tp}}
+    dist = {"dp": {"size": dp}, "fsdp": fsdp, "sp": {"size": sp, "ring_size": ring}, "tp": {"size": tp}}
     return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": dist, **options}))
 
 
@@ -234,6 +242,43 @@ ON_MORE_DEVICES: Mapping[str, dict[str, Any]] = {
 @case(each=ON_MORE_DEVICES)
 def trains_the_same_on_more_devices_than_heads(options: dict[str, Any]) -> None:
     compare(make(**options), WINDOW, sp=4, steps=1)
+
+
+RINGS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "of-all": (FAMILIES["llama"], {"sp": 4, "ring": 4}),
+    "of-two-groups": ({"family": "qwen3", "heads": 8, "kv_heads": 2}, {"sp": 4, "ring": 2}),
+    "and-fsdp": (FAMILIES["gpt2"], {"sp": 2, "ring": 2}),
+    "beside-split-layers": (FAMILIES["llama"], {"sp": 2, "ring": 2, "tp": 2}),
+    "recomputed": (FAMILIES["mistral"], {"sp": 2, "ring": 2, "memory": {"gc": True}}),
+}
+
+
+@case(each=RINGS)
+def trains_the_same_in_a_ring(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    options, axes = how
+    compare(make(**options), [*WINDOW, packed()], **axes)
+
+
+@case()
+def under_a_causal_mask_no_device_gathers_keys() -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise AssertionError("keys and values were gathered")
+
+    gathers, split_sequence.all_gather = split_sequence.all_gather, refuse
+    try:
+        compare(make(kv_heads=2), [plain(13), labelled_unevenly()], sp=4, ring=4, steps=1)
+        with pytest.raises(AssertionError, match="keys and values were gathered"):
+            compare(make(kv_heads=2), [padded(left=True)], sp=4, ring=4, steps=1)
+    finally:
+        split_sequence.all_gather = gathers
+
+
+@case()
+def a_ring_that_heads_do_not_allow_is_refused() -> None:
+    with pytest.raises(
+        torchacc.ConfigError, match=r"heads over 4 devices, and 2 heads .* set it to 2"
+    ):
+        accelerate(make(heads=2, kv_heads=1), sp=4, ring=1)
 
 
 WITH_LAYERS_SPLIT: Mapping[str, dict[str, Any]] = {

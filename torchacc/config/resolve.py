@@ -37,6 +37,7 @@ def resolve(config: Config, job: Job, *, num_devices: int) -> Config:
         resolved.compute.attention = "sdpa"
     _refuse_lone_hybrid(resolved)
     _refuse_split_samples_of_replicas(resolved)
+    _refuse_uneven_rings(resolved)
     _refuse_spread_experts_of_replicas(resolved)
     resolved.freeze()
     return resolved
@@ -163,6 +164,15 @@ def _refuse_split_samples_of_replicas(config: Config) -> None:
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} with config.dist.fsdp.sharding_strategy = 'NO_SHARD': "
             "parameters are sharded over the devices that share samples: leave the strategy at 'FULL_SHARD'"
+        )
+
+
+def _refuse_uneven_rings(config: Config) -> None:
+    sp = config.dist.sp
+    if sp.ring_size is not None and sp.size % sp.ring_size:
+        raise ConfigError(
+            f"config.dist.sp.ring_size = {sp.ring_size} with config.dist.sp.size = {sp.size}: each of the devices that "
+            f"share a sample is in a ring of as many: choose a divisor of {sp.size}, or leave ring_size out"
         )
 
 

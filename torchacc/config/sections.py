@@ -402,6 +402,9 @@ class SPConfig(Section):
 
     size: Count = 1
     """Number of devices that share a sample, each with a part of its tokens; parameters are sharded over them, too."""
+    ring_size: Count | None = None
+    """Natively: of these devices, how many pass keys and values on to one another (ring attention), while the attention
+    heads are split over the others (DeepSpeed-Ulysses). It divides the size; None for as few as the heads allow."""
 
 
 class EPConfig(Section):

@@ -14,13 +14,12 @@ from torch import nn
 
 from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native import split_layers, split_sequence
+from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.split_stages import StageModules
 from torchacc.engines.patches import sequence_attention
 from torchacc.engines.patches.sequence_attention import AttentionGroups, SplitForward
-from torchacc.errors import ConfigError
-from torchacc.parallel.axes import Role, axis_with
+from torchacc.parallel.axes import Role
 from torchacc.parallel.experts import Experts
-from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sequence_split import SequenceSplit, head_parts, next_labels
 from torchacc.parallel.sharding import local_shard
@@ -67,7 +66,7 @@ def on_one_device(model: nn.Module, plan: ShardingPlan, stage: int, traffic: Tra
     for experts in plan.experts:
         _spread_experts(model.get_submodule(experts.module), experts, plan.mesh.size(Role.TENSOR), traffic)
     if plan.mesh.size(Role.SEQUENCE) > 1:
-        _split_samples(model, plan.mesh, traffic)
+        _split_samples(model, plan, traffic)
     if plan.mesh.size(Role.PIPELINE) > 1:
         _run_stage(model, plan, stage, dtype, traffic)
     return model
@@ -171,23 +170,19 @@ def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, *
 # Samples
 
 
-def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
+def _split_samples(model: Any, plan: ShardingPlan, traffic: Traffic) -> None:
     """Let a model take whole samples, and compute the first part of each, as `split_sequence` does."""
-    heads, size = model.config.num_attention_heads, mesh.size(Role.SEQUENCE)
-    num_parts = head_parts([heads], size, mesh.size(Role.TENSOR))
-    if num_parts < size:
-        raise ConfigError(
-            f"config.dist.{axis_with(Role.SEQUENCE, Role.SHARD)}.size = {size} spreads {heads} attention heads over "
-            f"{num_parts} devices, and queries over {size // num_parts} groups of them, which is not in the memory "
-            f"plan: plan for a size that divides the heads, such as {num_parts}"
-        )
+    heads, size = model.config.num_attention_heads, plan.mesh.size(Role.SEQUENCE)
+    num_parts = head_parts([heads], size, plan.mesh.size(Role.TENSOR), plan.ring_size)
+    ring = Ring(size // num_parts, 0, partial(_pass_on, traffic))
     groups = AttentionGroups(
         ranks=[_NO_RANK] * size,
         num_parts=num_parts,
-        num_groups=1,
+        num_groups=ring.size,
         group=0,
         all_to_all=partial(_exchange, num_parts, traffic),
         all_gather=_refuse_to_gather,
+        attend_in_ring=partial(attend_in_ring, ring),
     )
     name = sequence_attention.register(groups)
     sequence_attention.make_masks_of_all_tokens(model)
@@ -200,7 +195,7 @@ def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
         return part
 
     def run(input_ids: torch.Tensor, labels: torch.Tensor | None = None, **options: Any) -> Any:
-        split = SequenceSplit(input_ids.shape[1], size, 0)
+        split = SequenceSplit(input_ids.shape[1], size, 0, ring.size)
         positions = torch.arange(split.length, device=input_ids.device).unsqueeze(0)
         with sequence_attention.running(SplitForward(split, None)):
             return forward(
@@ -214,8 +209,14 @@ def _split_samples(model: Any, mesh: Mesh, traffic: Traffic) -> None:
     model.forward = run
 
 
+def _pass_on(traffic: Traffic, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    traffic.note(Role.SEQUENCE, tensor.nbytes)
+    received = torch.empty_like(tensor)
+    return lambda: received
+
+
 def _refuse_to_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
-    raise AssertionError("one group has nothing to gather")
+    raise AssertionError("causal attention gathers nothing")
 
 
 def _exchange(size: int, traffic: Traffic, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:

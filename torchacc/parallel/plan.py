@@ -106,6 +106,8 @@ class ShardingPlan:
     """The units whose experts are spread over devices: no device gathers those that others compute."""
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     """How the layers are split into stages."""
+    ring_size: int | None = None
+    """How many of the devices that share a sample pass keys and values on in a ring; None for as few as can be."""
     left_to_model: tuple[str, ...] = ()
     """Modules around the head that are no units, as the loss in chunks computes with it after their forward."""
 
@@ -251,6 +253,7 @@ def make_plan(model: nn.Module, config: "Config", mesh: Mesh) -> ShardingPlan:
         float8=select_float8(model, config) if config.compute.fp8 else None,
         experts=experts,
         pipeline=plan_pipeline(model, config.dist.pp, mesh, [(p.names, p.numel) for p in parameters]),
+        ring_size=config.dist.sp.ring_size,
         left_to_model=tuple(left_to_model),
     )
 

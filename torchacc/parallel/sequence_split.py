@@ -7,12 +7,16 @@ from math import gcd, lcm
 import torch
 from torch.nn import functional as F
 
+from torchacc.errors import ConfigError
+
 IGNORED = -100
 """The label of a token that no loss counts."""
 
 
-def head_parts(num_heads: Sequence[int], num_devices: int, tensor_parallel: int = 1) -> int:
-    """Return over how many of the devices that share a sample the heads of attention are split: as many as can be.
+def head_parts(
+    num_heads: Sequence[int], num_devices: int, tensor_parallel: int = 1, ring_size: int | None = None
+) -> int:
+    """Return over how many of the devices that share a sample the heads of attention are split.
 
     The others are further groups of as many devices, each of which computes attention for other tokens.
 
@@ -20,8 +24,20 @@ def head_parts(num_heads: Sequence[int], num_devices: int, tensor_parallel: int 
         num_heads: Of each model that is split.
         num_devices: Devices that share a sample.
         tensor_parallel: Devices over which the layers are split, and so these heads, before.
+        ring_size: How many groups there are, a divisor of `num_devices`; None for as few as can be.
+
+    Raises:
+        ConfigError: The heads cannot be split over as many devices as a group then has.
     """
-    return gcd(num_devices, *(heads // gcd(heads, tensor_parallel) for heads in num_heads))
+    most = gcd(num_devices, *(heads // gcd(heads, tensor_parallel) for heads in num_heads))
+    parts = most if ring_size is None else num_devices // ring_size
+    if most % parts:
+        raise ConfigError(
+            f"config.dist.sp.ring_size = {ring_size} with config.dist.sp.size = {num_devices} splits attention heads "
+            f"over {parts} devices, and {' and '.join(map(str, num_heads))} heads can be over {most}: leave ring_size "
+            f"out, or set it to {num_devices // most}"
+        )
+    return parts
 
 
 def chunks_of(group: int, num_groups: int) -> tuple[int, ...]:
@@ -31,6 +47,29 @@ def chunks_of(group: int, num_groups: int) -> tuple[int, ...]:
     there is one group.
     """
     return (0,) if num_groups == 1 else (group, 2 * num_groups - 1 - group)
+
+
+@dataclass(frozen=True)
+class SeenBlock:
+    """What a group sees of another group's keys under a causal mask; each has an early and a late chunk of tokens."""
+
+    queries: range
+    """Which of its own chunks see some: 0 is the early one, and 1 the late one."""
+    keys: range
+    """Which of the other group's chunks they see."""
+    is_causal: bool
+    """Whether they see each token's own past alone, and not all."""
+
+
+def seen_block(group: int, source: int) -> SeenBlock:
+    """Return what a group sees of the keys of another, `source`, where `chunks_of()` says which chunks they have.
+
+    Whichever they are, it is half of all pairs of queries and keys.
+    """
+    both = range(2)
+    if source == group:
+        return SeenBlock(both, both, is_causal=True)
+    return SeenBlock(both, both[:1], False) if source < group else SeenBlock(both[1:], both, False)
 
 
 def in_order(joined: torch.Tensor, num_groups: int, dim: int) -> torch.Tensor:

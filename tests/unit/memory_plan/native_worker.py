@@ -57,11 +57,11 @@ MODELS = {"adapters": make_adapted, "gpt2": make_gpt2, "llama": make_llama, "mix
 def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False, schedule="gpipe"):
     config = torchacc.Config(backend="native")
     for axis, size in sizes.items():
-        getattr(config.dist, axis).size = size
+        setattr(*((config.dist.sp, "ring_size") if axis == "ring" else (getattr(config.dist, axis), "size")), size)
     config.memory.gc, config.compute.bf16 = recomputed, bf16
     config.memory.gc_policy, config.memory.step_in_backward = policy, steps_in_backward
     config.dist.pp.schedule = schedule
-    config.dist.fsdp.size = RANKS // math.prod(sizes.values())
+    config.dist.fsdp.size = RANKS // math.prod(size for axis, size in sizes.items() if axis != "ring")
     return config
 
 

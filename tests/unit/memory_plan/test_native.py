@@ -28,6 +28,7 @@ CASES = {
         "gpt2 products-kept",
         "llama bf16",
         "llama sp=2",
+        "llama sp=2 ring=2",
         "llama tp=2",
         "mixtral ep=2",
         "llama accumulated",
@@ -39,6 +40,7 @@ CASES = {
     4: (
         "llama pp=2",
         "llama sp=2 recomputed",
+        "llama sp=4 ring=2 recomputed",
         "llama tp=2 recomputed",
         "mixtral ep=2 tp=2",
         "mixtral ep=2 pp=2",

@@ -1,9 +1,12 @@
 """Parts of samples hold each token once, and padding where there is none; labels are shifted before the split."""
 
+import itertools
+
 import pytest
 import torch
 
-from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, head_parts, in_order, next_labels
+from torchacc.errors import ConfigError
+from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, head_parts, in_order, next_labels, seen_block
 
 CUTS = [
     (8, 2, 1),
@@ -62,6 +65,30 @@ def test_groups_of_a_causal_mask_have_as_much_to_compute():
 def test_heads_are_spread_over_as_many_devices_as_divide_them(heads, devices, expected):
     assert head_parts(heads, devices) == expected
     assert head_parts([2 * each for each in heads], devices, tensor_parallel=2) == expected
+
+
+def test_a_ring_of_more_devices_leaves_fewer_for_the_heads():
+    assert head_parts([8], 8, ring_size=4) == 2
+    assert head_parts([8], 8, ring_size=8) == 1
+    with pytest.raises(ConfigError, match=r"over 4 devices, and 6 heads can be over 2: leave .* set it to 2"):
+        head_parts([6], 4, ring_size=1)
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4])
+def test_blocks_that_are_seen_are_those_of_a_causal_mask_and_all_of_one_size(num_groups):
+    mask = torch.ones(4 * num_groups, 4 * num_groups, dtype=torch.bool).tril()
+    for group, source in itertools.product(range(num_groups), repeat=2):
+        rows, columns = (
+            [token for chunk in chunks_of(each, num_groups) for token in range(2 * chunk, 2 * chunk + 2)]
+            for each in (group, source)
+        )
+        block, seen = mask[rows][:, columns], seen_block(group, source)
+        expected = torch.zeros_like(block)
+        own, others = (slice(2 * halves.start, 2 * halves.stop) for halves in (seen.queries, seen.keys))
+        expected[own, others] = True
+        assert torch.equal(block, expected.tril() if seen.is_causal else expected)
+        assert seen.is_causal == (group == source)
+        assert block.sum() == (10 if seen.is_causal else 8)
 
 
 def test_each_token_has_the_label_of_the_next():

@@ -94,7 +94,9 @@ class NativeModel(ShardedModel):
         if self.plan.tensor_parallel.size > 1:
             is_compiled = self._compiled is not None
             split_layers.split_forwards(self.model, self._own_plan, self.engine.tp_mesh, is_compiled=is_compiled)
-        attention = split_sequence.install(self.model, self.engine.mesh, self.engine.group, self._returns_outputs)
+        attention = split_sequence.install(
+            self.model, self.engine.mesh, self.engine.group, self.plan.ring_size, self._returns_outputs
+        )
         sharing = self.engine.tp_mesh.get_group() if self.plan.tensor_parallel.size > 1 else None
         # Made on all ranks, also on those whose stages have no experts.
         expert_mesh = self.engine.expert_mesh if self.plan.experts else None

@@ -4,6 +4,7 @@ All devices of a sample have the same inputs, and compute the same loss. The eng
 divides by the number of parts, so that a gradient of one part alone is multiplied by it first.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,29 @@ def all_gather(part: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.
     """
     full: torch.Tensor = _AllGatherTensors.apply(part, group, dim)
     return full
+
+
+def pass_on(tensor: torch.Tensor, *, group: dist.ProcessGroup, index: int) -> Callable[[], torch.Tensor]:
+    """Begin to send a tensor to the next device; return what waits for the one of the previous device. Collective.
+
+    All have tensors of one shape. It is an all-to-all in which each device has something for one other; no gradients.
+
+    Args:
+        tensor: What is sent.
+        group: The devices.
+        index: This device's place among them.
+    """
+    size, sent = group.size(), tensor.contiguous()
+    received = torch.empty_like(sent)
+    from_each, to_each = [0] * size, [0] * size
+    from_each[(index - 1) % size] = to_each[(index + 1) % size] = sent.numel()
+    work = dist.all_to_all_single(received.view(-1), sent.view(-1), from_each, to_each, group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return received
+
+    return wait
 
 
 def all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -6,7 +6,7 @@ and labels shifted, before the split; attention is `sequence_attention`'s.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,13 @@ from torchacc.data import digest_of, tensors_in
 from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.option_conflicts import refuse_beside
+from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.sequence_collectives import (
     all_gather,
     all_reduce,
     all_to_all,
     gather_tokens,
+    pass_on,
     scatter_tokens,
 )
 from torchacc.engines.patches import sequence_attention, transformers_attention
@@ -88,6 +90,11 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
         why = _why_it_cannot(each)
         if why is not None:
             raise ConfigError(f"{asked} with {type(each).__name__}: {why}. Use config.dist.fsdp.size")
+    head_parts(_heads(models), size, mesh.size(Role.TENSOR), config.dist.sp.ring_size)
+
+
+def _heads(models: Sequence[Any]) -> list[int]:
+    return [each.config.num_attention_heads for each in models]
 
 
 def _why_it_cannot(model: Any) -> str | None:
@@ -136,13 +143,20 @@ def _looks_at_one_token(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_TOKENWISE) and not isinstance(module, nn.MultiheadAttention)
 
 
-def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup, returns_outputs: Callable[[], bool]) -> str | None:
+def install(
+    model: nn.Module,
+    mesh: Mesh,
+    processes: ProcessGroup,
+    ring_size: int | None,
+    returns_outputs: Callable[[], bool],
+) -> str | None:
     """Let the models of transformers in a model run on this device's part of each sample, in place. Collective.
 
     Args:
         model: A model that `check()` has passed.
         mesh: The mesh.
         processes: The job's.
+        ring_size: In how many groups of devices attention is computed; None for as few as can be.
         returns_outputs: Says whether the forward that runs returns outputs that are put together.
 
     Returns:
@@ -152,7 +166,7 @@ def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup, returns_outpu
     group = processes.own_subgroup(mesh.groups(Role.SEQUENCE))
     if group is None:
         return None
-    groups, index = _attention_groups(model, mesh, processes), mesh.index(processes.job.rank, Role.SEQUENCE)
+    groups, index = _attention_groups(model, mesh, processes, ring_size), mesh.index(processes.job.rank, Role.SEQUENCE)
     name = sequence_attention.register(groups)
     for each in transformers_attention.models_of(model):
         sequence_attention.make_masks_of_all_tokens(each)
@@ -163,21 +177,24 @@ def install(model: nn.Module, mesh: Mesh, processes: ProcessGroup, returns_outpu
     return name
 
 
-def _attention_groups(model: nn.Module, mesh: Mesh, processes: ProcessGroup) -> AttentionGroups:
+def _attention_groups(model: nn.Module, mesh: Mesh, processes: ProcessGroup, ring_size: int | None) -> AttentionGroups:
     """Return how the devices that share a sample share its attention. Collective: makes their groups."""
     size, samples = mesh.size(Role.SEQUENCE), mesh.groups(Role.SEQUENCE)
-    heads = [each.config.num_attention_heads for each in transformers_attention.models_of(model)]
-    num_parts = head_parts(heads, size, mesh.size(Role.TENSOR))
+    heads = _heads(transformers_attention.models_of(model))
+    num_parts = head_parts(heads, size, mesh.size(Role.TENSOR), ring_size)
     of_heads = [ranks[start : start + num_parts] for ranks in samples for start in range(0, size, num_parts)]
     of_queries = [ranks[start::num_parts] for ranks in samples for start in range(num_parts)]
     ranks = next(ranks for ranks in samples if processes.job.rank in ranks)
+    of_own = processes.own_subgroup(of_queries)
+    group = ranks.index(processes.job.rank) // num_parts
     return AttentionGroups(
         ranks=ranks,
         num_parts=num_parts,
         num_groups=size // num_parts,
-        group=ranks.index(processes.job.rank) // num_parts,
+        group=group,
         all_to_all=functools.partial(_all_to_all, processes.own_subgroup(of_heads)),
-        all_gather=functools.partial(_all_gather, processes.own_subgroup(of_queries)),
+        all_gather=functools.partial(_all_gather, of_own),
+        attend_in_ring=functools.partial(_attend_in_ring, of_own, group),
     )
 
 
@@ -195,6 +212,11 @@ def _all_to_all(group: dist.ProcessGroup | None, tensor: torch.Tensor, split: in
 def _all_gather(group: dist.ProcessGroup | None, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     assert group is not None, "only several groups have an all-gather"
     return all_gather(tensor, group, dim)
+
+
+def _attend_in_ring(group: dist.ProcessGroup | None, index: int, *tensors: Any) -> torch.Tensor | None:
+    assert group is not None, "only several groups are a ring"
+    return attend_in_ring(Ring(group.size(), index, functools.partial(pass_on, group=group, index=index)), *tensors)
 
 
 @dataclass

@@ -218,6 +218,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_len_torch_function_stack": "tells of a mode of a script's",
     }),
     *_of("torch:Tensor", "native/split_backward.py", {"_version": "whether a hook has changed it"}, of_instances=True),
+    *_of("torch", "native/ring_attention.py", {"_fused_sdp_choice": "the kernel that PyTorch would choose"}),
+    *_of("torch:ops.aten", "native/ring_attention.py", dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+        ),
+        "a kernel of attention that returns the logarithms of its softmax's sums",
+    )),
     *_of("torch._C", "native/gradients.py", {"_functorch": "tells a batch of gradients (`is_grads_batched`)"}),
     *_of("torch._C", "sharded_model.py", {"_functorch": "tells a transform of torch.func"}),
     *_of("torch._C._autograd", "native/stage_schedules.py", {

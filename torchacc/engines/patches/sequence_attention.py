@@ -1,9 +1,10 @@
 """Let models of transformers whose samples are split over devices attend to all of their tokens.
 
 Each device computes some of the heads for all tokens (DeepSpeed-Ulysses, Jacobs et al., 2023): queries, keys and values
-come with a part of the tokens and all heads, and are exchanged. Where there are more devices than heads divide into,
-they are in groups, each of which computes the queries of other tokens, and keys and values are gathered from all groups
-(as for Llama 3, Grattafiori et al., 2024). Masks are those of all tokens, made by transformers.
+come with a part of the tokens and all heads, and are exchanged. Where there are more devices than heads are split over,
+they are in groups, each of which computes the queries of other tokens. Under a causal mask keys and values go from one
+group to the next, in a ring; under another mask, and with dropout, they are gathered from all groups (as for Llama 3,
+Grattafiori et al., 2024). Masks are those of all tokens, made by transformers.
 """
 
 import functools
@@ -46,6 +47,9 @@ class AttentionGroups:
     """Splits one dimension of a tensor over the devices of a group, and puts another one together."""
     all_gather: Callable[[torch.Tensor, int], torch.Tensor]
     """Puts a dimension of a tensor together from the devices of all groups that have the same heads."""
+    attend_in_ring: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor | None]
+    """Returns causal attention to the tokens of all groups, whose keys and values are never all here; None, on all
+    devices, where no kernel can. Takes queries, keys, values, and the scale of scores."""
 
 
 @dataclass(frozen=True)
@@ -210,13 +214,34 @@ def _attend(
     own = SimpleNamespace(
         is_causal=getattr(module, "is_causal", True), num_key_value_groups=heads // (kv_heads * copies)
     )
-    attend: Callable[..., torch.Tensor] = functools.partial(_attend_from, groups, own, **kwargs)
     if groups.num_groups > 1:
-        # Keys and values of all tokens are gathered again for backward, as keeping them would take the memory saved.
-        output = checkpoint(attend, query, key, value, attention_mask, use_reentrant=False)
+        output = _attend_over_groups(groups, own, query, key, value, attention_mask, **kwargs)
     else:
-        output = attend(query, key, value, attention_mask)
+        output = _attend_from(groups, own, query, key, value, attention_mask, **kwargs)
     return groups.all_to_all(output, 1, 2) if groups.num_parts > 1 else output, None
+
+
+def _attend_over_groups(
+    groups: AttentionGroups,
+    own: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend from the queries of a group to all tokens: in a ring, or to keys that are gathered where that cannot be.
+
+    Those are gathered again for backward, as keeping them would take the memory that is saved.
+    """
+    is_causal = kwargs.get("is_causal")
+    if mask is None and not kwargs.get("dropout") and (own.is_causal if is_causal is None else is_causal):
+        output = groups.attend_in_ring(query, key, value, kwargs.get("scaling"))
+        if output is not None:
+            return output.transpose(1, 2)
+    attend = functools.partial(_attend_from, groups, own, **kwargs)
+    gathered: torch.Tensor = checkpoint(attend, query, key, value, mask, use_reentrant=False)
+    return gathered
 
 
 def _attend_from(

@@ -60,6 +60,10 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
         'config.dist.fsdp.size, or config.backend = "native"',
         lambda size: size > 1,
     ),
+    "dist.sp.ring_size": RefusedOption(
+        "is not available under XLA, which gathers a layer's keys and values: leave it out, or use "
+        'config.backend = "native"'
+    ),
     "memory.gc_policy": RefusedOption(
         "is not available under XLA, where a module is computed again from what goes into it, and no single result is "
         "kept: leave it at 'full', and choose fewer modules by config.memory.gc_every or gc_cls, or use "
