@@ -79,7 +79,7 @@ def join() -> None:
     """
     import torch
 
-    torch.backends.cudnn.allow_tf32 = False  # convolutions and recurrent layers are compared with those of the CPU
+    torch.backends.cudnn.allow_tf32 = False  # convolutions are compared with those of the CPU
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks > 1 and (kind() == "cpu" or num_ranks > count()):
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -81,7 +81,8 @@ def model_trains(make: Callable[[], nn.Module]) -> None:
 
 @case()
 def lstm_trains() -> None:
-    check_training(*sharded_and_plain(Recurrent, wrap_modules=["lstm"]))
+    with torch.backends.cudnn.flags(enabled=False):  # whose gradients on a GPU are off by 6e-4, in IEEE float32 too
+        check_training(*sharded_and_plain(Recurrent, wrap_modules=["lstm"]))
 
 
 @case()

@@ -275,9 +275,7 @@ def under_a_causal_mask_no_device_gathers_keys() -> None:
 
 @case()
 def a_ring_that_heads_do_not_allow_is_refused() -> None:
-    with pytest.raises(
-        torchacc.ConfigError, match=r"heads over 4 devices, and 2 heads .* set it to 2"
-    ):
+    with pytest.raises(torchacc.ConfigError, match=r"heads over 4 devices, and 2 heads .* set it to 2"):
         accelerate(make(heads=2, kv_heads=1), sp=4, ring=1)
 
 

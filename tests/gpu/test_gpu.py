@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 PROGRAM = Path(__file__).with_name("gpu_program.py")
 ATTENTION = Path(__file__).parents[1] / "unit" / "engines" / "native" / "attention_program.py"
+RING = ATTENTION.with_name("ring_program.py")
 OF_ATTENTION = [
     "kernels_of_gpus_have_the_numbers",
     "kernels_of_gpus_in_bfloat16_are_near",
@@ -65,6 +66,18 @@ def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path):
 @pytest.mark.parametrize("backend", [native, xla])
 def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path):
     check(train(backend, tmp_path / "out.json", num_gpus=2), backend, reference)
+
+
+@pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no NVIDIA GPU")
+def test_a_ring_has_the_numbers_of_all_tokens(tmp_path):
+    """Four ranks share the GPU, where there are fewer."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    environment = gpus.shown(forkrun.environment(**{gpus.SWITCH: "cuda"}))
+    subprocess.run([sys.executable, *launcher, str(RING), str(tmp_path)], env=environment, timeout=400, check=True)
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(found) == 4
+    off = {(rank, case): each for rank, cases in found.items() for case, each in cases.items() if each[0] > 5 * each[1]}
+    assert not off, "of the ring, and of one device"
 
 
 @pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no NVIDIA GPU")

@@ -74,8 +74,22 @@ def _efficient_forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) ->
 
 def _efficient_backward(gradient: Any, q: Any, k: Any, v: Any, output: Any, logs: Any, more: Any, *how: Any) -> Any:
     padded = pad(logs, (0, -logs.shape[-1] % _EFFICIENT_ALIGNMENT), value=torch.inf)
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)  # as its forward returns it, which is not asked for
     backward, wanted = _aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
     return backward(gradient, q, k, v, None, output, padded, *more, 0.0, wanted, how[0], scale=how[1])[:3]
+
+
+def _cudnn_forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+    forward = _aten._scaled_dot_product_cudnn_attention
+    output, logs, *more = forward(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    return output, logs.squeeze(-1), tuple(more[:6])
+
+
+def _cudnn_backward(gradient: Any, q: Any, k: Any, v: Any, output: Any, logs: Any, more: Any, *how: Any) -> Any:
+    *lengths, seed, offset = more
+    backward = _aten._scaled_dot_product_cudnn_attention_backward
+    given = (gradient, q, k, v, output, logs.unsqueeze(-1), seed, offset, None)
+    return backward(*given, *lengths, 0.0, how[0], scale=how[1])
 
 
 _KERNELS = {
@@ -83,6 +97,7 @@ _KERNELS = {
     ("meta", SDPBackend.MATH): AttentionKernel(_cpu_forward, _cpu_backward),  # in a plan, where nothing is chosen
     ("cuda", SDPBackend.FLASH_ATTENTION): AttentionKernel(_flash_forward, _flash_backward),
     ("cuda", SDPBackend.EFFICIENT_ATTENTION): AttentionKernel(_efficient_forward, _efficient_backward),
+    ("cuda", SDPBackend.CUDNN_ATTENTION): AttentionKernel(_cudnn_forward, _cudnn_backward),
 }
 _HEAD_SIZES = 8
 """Kernels of GPUs take heads whose sizes are multiples of this; `scaled_dot_product_attention()` pads others."""
@@ -130,8 +145,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, own: torch.Tensor, ring: Ring, kernel: AttentionKernel, scale: float
     ) -> torch.Tensor:
-        total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        logs = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+        total = torch.zeros(query.shape, dtype=_summed_in(query), device=query.device)
+        logs = torch.full(query.shape[:-1], -torch.inf, dtype=_summed_in(query), device=query.device)
         ctx.beside = {}
         for source, pair in _travelling(own, ring):
             seen = seen_block(ring.index, source)
@@ -150,9 +165,9 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         query, own, output, logs = ctx.saved_tensors
         ring, kernel, scale = ctx.how
-        of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        # What comes with keys and values is what devices before this one have found of their gradients, in float32.
-        gradients = partial(torch.zeros, own.shape, dtype=torch.float32, device=query.device)
+        of_query = torch.zeros(query.shape, dtype=_summed_in(query), device=query.device)
+        # What comes with keys and values is what devices before this one have found of their gradients.
+        gradients = partial(torch.zeros, own.shape, dtype=_summed_in(query), device=query.device)
         for source, pair in _travelling(own, ring):
             seen = seen_block(ring.index, source)
             keys, values = _for_all_heads(_rows(pair, seen.keys), query.shape[1])
@@ -166,6 +181,10 @@ class _RingAttention(torch.autograd.Function):
             _rows(of_pair, seen.keys).add_(torch.stack(of_block).unflatten(2, (own.shape[2], -1)).sum(3))
             gradients = ring.pass_on(of_pair)
         return of_query.to(query.dtype), gradients().to(own.dtype), None, None, None
+
+
+def _summed_in(query: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _travelling(own: torch.Tensor, ring: Ring) -> Iterator[tuple[int, torch.Tensor]]:

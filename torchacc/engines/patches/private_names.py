@@ -224,6 +224,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
             "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
             "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
         ),
         "a kernel of attention that returns the logarithms of its softmax's sums",
     )),
