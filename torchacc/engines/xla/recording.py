@@ -45,8 +45,6 @@ class RecordingEngine(SpmdEngine):
         self._platform = platform
         self._shardings: dict[int, str] = {}
         """How each tensor that was placed on the devices lies there, by torch_xla's number of it."""
-        self._versions: dict[int, int] = {}
-        """How often PyTorch had counted a write to each by then."""
         self._batches: set[int] = set()
         """Those of a batch, or of an update's numbers, which the step does not change."""
 
@@ -81,7 +79,6 @@ class RecordingEngine(SpmdEngine):
             self._shardings[_number(new)] = self.partition(spec).in_hlo()
             # Said in the program, too: what updates the tensor in place is then split alike, as that of a real one is.
             self.annotate(new, spec)
-            self._versions[_number(new)] = new._version
             made.append(new)
         return made
 
@@ -98,9 +95,8 @@ class RecordingEngine(SpmdEngine):
         from torch_xla import _XLAC
 
         after = {_number(tensor): tensor for tensor in kept}
-        unchanged = {number for number, tensor in after.items() if self._versions.get(number) == tensor._version}
-        changed = [tensor for number, tensor in after.items() if number not in unchanged]
-        donated = self._shardings.keys() - unchanged - self._batches
+        changed = [tensor for number, tensor in after.items() if number not in self._shardings]
+        donated = self._shardings.keys() - after.keys() - self._batches
         outputs = [loss.detach(), *changed]
         numbers, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
         inputs = [Input(self._shardings.get(number, "{replicated}"), number in donated) for number in numbers]

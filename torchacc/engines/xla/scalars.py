@@ -27,8 +27,8 @@ _WITH_VALUE = {"addcmul": mul, "addcdiv": truediv}
 """Functions that add a product or a quotient, multiplied by `value`, which has to be a number."""
 
 _IN_PLACE = {"mul_", "div_", "add_", "sub_", "lerp_", "addcmul_", "addcdiv_"}
-"""Functions whose results are copied into their first argument. PyTorch writes in place to XLA's tensors by way of
-checks in Python, which took half of the time of recording a step."""
+"""Functions that are called with `out=` in place of in place, where PyTorch checks shapes of XLA's tensors in Python,
+which took half of the time of recording a step."""
 
 _OF_EACH_PARAMETER = {"_single_tensor_adafactor", "_single_tensor_muon"}
 """Updates whose numbers are each parameter's own, so that where two are equal that is chance."""
@@ -107,16 +107,16 @@ class _NumbersOnDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         name = func.__name__.strip("_")
         if func.__name__ in _IN_PLACE:
-            return first.copy_(self.__torch_function__(getattr(torch.Tensor, name), types, args, kwargs))
+            return self.__torch_function__(getattr(torch, name), types, args, {**kwargs, "out": first})
 
         number = partial(self._number, func.__name__, first)
         factor = partial(self._number, f"{func.__name__} by a factor", first)
         if name in _WITH_OPERANDS:
             args = [number(arg) if isinstance(arg, float) else arg for arg in args]
         if name in _WITH_ALPHA and isinstance(kwargs.get("alpha"), float) and kwargs["alpha"] != -1.0:
-            return func(first, args[1].to(first.dtype) * factor(kwargs["alpha"]))
+            return func(first, args[1].to(first.dtype) * factor(kwargs.pop("alpha")), **kwargs)
         if name in _WITH_VALUE and isinstance(kwargs.get("value"), float):
-            return first.add(_WITH_VALUE[name](args[1], args[2]) * factor(kwargs["value"]))
+            return torch.add(first, _WITH_VALUE[name](args[1], args[2]) * factor(kwargs.pop("value")), **kwargs)
         if name == "setitem" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
             return first.masked_fill_(args[1], args[2])
         if name == "addmm" and kwargs:
