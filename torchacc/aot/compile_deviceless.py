@@ -101,10 +101,18 @@ def _arguments(folder: Path, request: dict[str, Any], devices: list[Any]) -> tup
     build.use_spmd_partitioning = len(devices) > 1
     build.use_shardy_partitioner = False  # the annotations are GSPMD's
     build.allow_spmd_sharding_propagation_to_output = [True]
-    order = xc.DeviceAssignment.create(np.arange(len(devices)).reshape(1, -1))
+    order = xc.DeviceAssignment.create(np.array(_ordered(devices, request["places"])).reshape(1, -1))
     options.device_assignment = build.device_assignment = order
     options.env_option_overrides = list(request["flags"].items())
     return _module(folder, request["inputs"]), _jax.DeviceList(tuple(devices)), options
+
+
+def _ordered(devices: list[Any], places: list[list[int]]) -> list[int]:
+    """Return the numbers of the devices that lie at some places: slice, position and core. Without places, of all."""
+    if not places:
+        return [each.id for each in devices]
+    number = {(getattr(each, "slice_index", None) or 0, *each.coords, each.core_on_chip): each.id for each in devices}
+    return [number[tuple(place)] for place in places]
 
 
 def _module(folder: Path, inputs: list[dict[str, Any]]) -> Any:

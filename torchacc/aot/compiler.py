@@ -110,6 +110,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         "topology": topology.name,
         "topology_options": topology.options,
         "num_devices": topology.num_devices,
+        "places": topology.places_on(program.axes),
         "plugin": [_PLUGIN.wheel, _PLUGIN.library],
         "flags": dict(_COMPILERS[topology.chip.platform].flags),
         "xla_flags": _flags_of_gpus(),

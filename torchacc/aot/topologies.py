@@ -1,9 +1,10 @@
 """What a program can be compiled for: names such as `v5e:2x4` and `h100x8`, and what their chips are."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torchacc.engines.xla import cuda, tpu
 from torchacc.errors import ConfigError, shown
 from torchacc.layouts import DEVICES
+from torchacc.parallel.device_order import Place, order_devices
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class Topology:
     def num_devices(self) -> int:
         """How many chips there are."""
         return prod(self.shape)
+
+    def places_on(self, axes: Sequence[int]) -> list[Place]:
+        """Return where the devices of a mesh lie, as the engine puts them there; an empty list where all are alike.
+
+        Args:
+            axes: The sizes of the mesh's axes, the slowest first.
+        """
+        if self.chip.platform != tpu.PLATFORM or not axes:
+            return []
+        shape = (1, *self.shape, *(1,) * (3 - len(self.shape)), 1)
+        places = list(product(*map(range, shape)))
+        return [places[device] for device in order_devices(places, axes)]
 
     def device_bytes(self, gpu_fraction: float | None) -> int:
         """Return how much memory of each device a program may have.

@@ -78,6 +78,16 @@ def test_a_step_is_compiled_once_and_told_as_text_json_and_a_page(model, tmp_pat
     assert len(list((tmp_path / "cache" / "torchacc" / "compiled").iterdir())) == 1
 
 
+@needs("plan-tpu")
+def test_a_step_is_compiled_for_several_hosts_with_neighbours_on_the_last_axis(model, tmp_path):
+    status, out, errors = compiled(model, tmp_path, "v5e:2x4", "--tp", "2", "--dp", "2", "--json")
+    assert status == 0, errors
+    assert {each["group_size"] for each in json.loads(out)["exchanges"]} >= {2, 4}
+    (request,) = tmp_path.glob("torchacc/compiled/*/request.json")
+    places = json.loads(request.read_text())["places"]
+    assert [place[1:3] for place in places[:4]] == [[0, 0], [1, 0], [0, 1], [1, 1]]
+
+
 @needs("plan-cuda")
 @pytest.mark.parametrize("name", ["h100x1", "h100x2"])
 def test_a_step_is_compiled_for_gpus(model, tmp_path, name):

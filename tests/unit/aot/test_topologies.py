@@ -1,7 +1,10 @@
 """Names of TPUs and GPUs."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from torchacc.aot.compile_deviceless import _ordered
 from torchacc.aot.topologies import CHIPS, find_topology
 from torchacc.errors import ConfigError
 
@@ -29,6 +32,24 @@ def test_a_program_has_what_xla_takes_of_a_gpu():
     assert topology.device_bytes(None) == 60 * 10**9
     assert topology.device_bytes(0.9) == 72 * 10**9
     assert find_topology("v5e:2x4").device_bytes(None) == 16 * 2**30
+
+
+def test_devices_of_tpus_lie_as_the_engine_puts_them():
+    places = find_topology("v5e:2x4").places_on((1, 2, 4))
+    assert [place[1:3] for place in places] == [(x, y) for x in range(2) for y in range(4)]
+    assert {len(place) for place in find_topology("v5p:2x2x1").places_on((4,))} == {5}  # slice, three dimensions, core
+    assert find_topology("h100x8").places_on((8,)) == []
+    assert find_topology("v5e:2x4").places_on(()) == []
+
+
+def test_the_compiler_finds_devices_by_their_places():
+    devices = [
+        SimpleNamespace(id=100 * number + x, slice_index=number, coords=[x, 0, 0], core_on_chip=0)
+        for number in range(2)
+        for x in range(2)
+    ]
+    assert _ordered(devices, [[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]) == [101, 0]
+    assert _ordered(devices, []) == [0, 1, 100, 101]
 
 
 @pytest.mark.parametrize(

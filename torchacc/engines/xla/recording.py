@@ -33,6 +33,8 @@ class Program:
     """A serialized `HloModuleProto`."""
     inputs: tuple[Input, ...]
     """In the order of the program's parameters."""
+    axes: tuple[int, ...] = ()
+    """The sizes of the mesh's axes, the slowest first: devices are numbered along them. Empty where that is unknown."""
 
 
 class RecordingEngine(SpmdEngine):
@@ -100,7 +102,7 @@ class RecordingEngine(SpmdEngine):
         outputs = [loss.detach(), *changed]
         numbers, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
         inputs = [Input(self._shardings.get(number, "{replicated}"), number in donated) for number in numbers]
-        return Program(_XLAC._get_xla_tensors_hlo_proto(outputs), tuple(inputs))
+        return Program(_XLAC._get_xla_tensors_hlo_proto(outputs), tuple(inputs), self.mesh.shape)
 
 
 @contextmanager
