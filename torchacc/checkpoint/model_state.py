@@ -168,7 +168,8 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
     if not sharded.placement.is_contiguous:
         raise CheckpointError(
             f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers, "
-            "or config.dist.pp.size the list of them: a process holds a part of each row, or of the layers. Use "
+            "config.dist.pp.size the list of them, or one program is for several hosts: a process holds a part of each "
+            "row, or of the layers. Use "
             "torchacc.checkpoint.save() and load(), or a full state"
         )
 

@@ -116,8 +116,9 @@ def set_random_state(sharded: ShardedModel, saved: Sequence[Mapping[str, Any]]) 
             len(saved),
             job.num_processes,
         )
-    if job.rank < len(saved):
-        own = saved[job.rank]  # rank 0's decides on the order of the epochs to come
+    rank = 0 if sharded.engine.drives_all_devices else job.rank  # one program has the same numbers on all hosts
+    if rank < len(saved):
+        own = saved[rank]  # rank 0's decides on the order of the epochs to come
         sharded.engine.set_random_state(own)
         random.setstate(own["python"])
         np.random.set_state(own["numpy"])

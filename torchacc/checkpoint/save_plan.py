@@ -132,10 +132,11 @@ def plan_save(
         tensors["optimizer"] = _described(states)
     files = _lay_out(tensors, sharded.placement.processes_per_replica * sharded.placement.num_replicas, max_shard_size)
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
-    replicas = {entry.parameter: sharded.replica_of(entry.local_shard) for entry in parameters}
+    replicas = {entry.parameter: sharded.replicas_of(entry.local_shard) for entry in parameters}
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
-        parts = [_in_blocks(part, entry.block).part(*replicas[entry.parameter]) for part in entry.local_shard.slices]
+        copies = zip(entry.local_shard.slices, replicas[entry.parameter], strict=True)
+        parts = [_in_blocks(part, entry.block).part(*replica) for part, replica in copies]
         own = [(regions[part.name + entry.suffix], part) for part in parts]
         if own:
             nbytes = entry.local_shard.shard_numel // entry.block * own[0][0].dtype.itemsize

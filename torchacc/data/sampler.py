@@ -4,7 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,13 @@ class ShardSampler:
     """
 
     def __init__(
-        self, loader: "DataLoader[Any]", num_data_shards: int, shards: range, *, drop_last: bool, agree: Agree | None
+        self,
+        loader: "DataLoader[Any]",
+        num_data_shards: int,
+        shards: Sequence[int],
+        *,
+        drop_last: bool,
+        agree: Agree | None,
     ) -> None:
         self.collates = loader.batch_sampler is not None
         self._order: Any = loader.batch_sampler if self.collates else loader.sampler

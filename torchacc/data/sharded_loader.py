@@ -46,7 +46,7 @@ def shard_loader(
     loader: Iterable[Any],
     *,
     num_data_shards: int,
-    shards: range,
+    shards: Sequence[int],
     agree: Agree | None = None,
     gather: Gather | None = None,
 ) -> "ShardedLoader":
@@ -64,7 +64,7 @@ def shard_loader(
     Args:
         loader: The user's loader. It is left alone, but for its samplers' and dataset's `set_epoch`.
         num_data_shards: W, the number of data-parallel devices of the job.
-        shards: The devices that this process feeds.
+        shards: The devices that this process feeds, in ascending order.
         agree: A collective that returns rank 0's argument on every rank; None where there is one process. Called only
             in the thread that calls `iter()`, and as often on each rank.
         gather: A collective that returns every rank's argument, by rank; called in the same thread. With it, the first
@@ -76,8 +76,8 @@ def shard_loader(
     Raises:
         DataError: For a loader that cannot be sharded.
     """
-    assert shards.step == 1, shards
-    assert 0 <= shards.start < shards.stop <= num_data_shards, (shards, num_data_shards)
+    assert list(shards) == sorted(set(shards)), shards
+    assert 0 <= shards[0] <= shards[-1] < num_data_shards, (shards, num_data_shards)
     _check(loader)
     if isinstance(loader, (list, tuple)) and loader:
         refuse_sample(loader[0], f"the {type(loader).__name__} of {len(loader)} that was passed as the loader")
@@ -121,7 +121,7 @@ class ShardedLoader(ABC):
     """
 
     def __init__(
-        self, loader: Any, num_data_shards: int, shards: range, agree: Agree | None, gather: Gather | None
+        self, loader: Any, num_data_shards: int, shards: Sequence[int], agree: Agree | None, gather: Gather | None
     ) -> None:
         self.loader = loader
         self.num_data_shards = num_data_shards
@@ -371,7 +371,7 @@ class _IndexLoader(ShardedLoader):
         self,
         loader: "DataLoader[Any]",
         num_data_shards: int,
-        shards: range,
+        shards: Sequence[int],
         agree: Agree | None,
         gather: Gather | None,
     ) -> None:

@@ -105,7 +105,12 @@ class Engine(ABC):
         """The device that models and batches live on."""
 
     @property
-    def data_shards(self) -> range:
+    def num_batch_devices(self) -> int:
+        """How many data-parallel devices the rows that a model is called with are of."""
+        return len(self.data_shards)
+
+    @property
+    def data_shards(self) -> Sequence[int]:
         """The data-parallel devices, by index, that this process feeds: the one at its rank, where it drives one."""
         shard = self.mesh.data_shard(self.job.rank)
         return range(shard, shard + 1)

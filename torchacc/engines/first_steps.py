@@ -72,10 +72,14 @@ class FirstSteps:
         model: The model.
         gather: A collective that returns what each process passes.
         to_host: Copies tensors to the host; returns None where that would be more than a transfer.
+        weighs_own: Whether the loss of each process is a mean over its own labels.
     """
 
-    def __init__(self, model: nn.Module, gather: Callable[[Any], list[Any]], to_host: ToHost) -> None:
+    def __init__(
+        self, model: nn.Module, gather: Callable[[Any], list[Any]], to_host: ToHost, *, weighs_own: bool = True
+    ) -> None:
         self._name = type(model).__name__
+        self._weighs_own = weighs_own
         self._gather = gather
         self._to_host = to_host
         self._left = _STEPS
@@ -96,7 +100,7 @@ class FirstSteps:
         self._reads_ours |= _batches.num_delivered > self._num_delivered
         self._num_delivered = _batches.num_delivered
         inputs = None if self._reads_ours else self._digest((args, dict(kwargs)))
-        if are_weighed():
+        if are_weighed() or not self._weighs_own:
             self._seen.append(_SeenForward(inputs))
         elif kwargs.get("num_items_in_batch") is not None:
             self._seen.append(_SeenForward(inputs, num_items=self._num_items(kwargs["num_items_in_batch"])))

@@ -242,12 +242,19 @@ class ProcessGroup:
             with gloo_silenced():
                 _meetings()
 
-    def meet(self, what: str) -> None:
-        """Raise on every process unless all of them read the same now. Collective: every process.
+    def meet(self, what: str, apart: str | None = None, instead: str | None = None) -> None:
+        """Raise on every process unless all of them do the same now. Collective: every process.
+
+        Args:
+            what: Which tensor is read; or, with the others, what is done.
+            apart: What is wrong where they differ.
+            instead: What to do about it.
 
         Raises:
-            EngineError: They read different things, or some do not come within five minutes.
+            EngineError: They do different things, or some do not come within five minutes.
         """
+        doing = what if apart else f"read {what}"
+        apart, instead = apart or "the processes read different tensors at the same time", instead or _READ_ALIKE
         if not self.job.launched:
             return
         words = bytearray(what.encode()[:_MEET_BYTES].ljust(_MEET_BYTES))
@@ -255,13 +262,11 @@ class ProcessGroup:
         try:
             dist.all_gather_into_tensor(found.view(-1), torch.frombuffer(words, dtype=torch.uint8), group=_meetings())
         except RuntimeError as error:
-            raise EngineError(
-                f"this process read {what}, and others did not within {_MEET_SECS} s: {_READ_ALIKE}"
-            ) from error
+            raise EngineError(f"this process {doing}, and others did not within {_MEET_SECS} s: {instead}") from error
         read = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in found]
         if len(set(read)) > 1:
             listed = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(read))
-            raise EngineError(f"the processes read different tensors at the same time: {listed}. {_READ_ALIKE}")
+            raise EngineError(f"{apart}: {listed}. {instead}")
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.

@@ -147,6 +147,10 @@ class ShardedModel(ABC):
         """Return which copy of a parameter's shard this process holds, and how many there are."""
         return self.placement.replica, self.placement.num_replicas
 
+    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
+        """Return `replica_of()` for each of the shard's slices."""
+        return [self.replica_of(local_shard)] * len(local_shard.slices)
+
     def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
 
@@ -228,11 +232,14 @@ class ShardedModel(ABC):
             inner = returns_float32(inner, getattr(torch, self.plan.compute_dtype))
         elif self._came_in_half:
             inner = takes_half(inner, self._came_in_half)
-        sees_a_part = self.engine.job.launched and self.engine.mesh.averages_gradients
+        has_own_rows = self.engine.job.launched and self.engine.mesh.averages_gradients
+        sees_a_part = has_own_rows and not self.engine.drives_all_devices  # one program sees the rows of all hosts
         balances = modules_with_balance(model) if sees_a_part else []
         move = InputMover(self.engine.device, self.engine.put)
-        if sees_a_part:
-            self._first_steps = FirstSteps(model, self.engine.group.all_gather_objects, self.engine.copy_to_host)
+        if has_own_rows:
+            self._first_steps = FirstSteps(
+                model, self.engine.group.all_gather_objects, self.engine.copy_to_host, weighs_own=sees_a_part
+            )
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -269,7 +276,7 @@ class ShardedModel(ABC):
         option = self.engine.config.compute.chunked_loss
         if not option:
             return forward
-        loss = ModelLoss(self.model, option, num_devices=len(self.engine.data_shards), after=self._after)
+        loss = ModelLoss(self.model, option, num_devices=self.engine.num_batch_devices, after=self._after)
         return functools.wraps(forward)(lambda *args, **kwargs: loss.run(forward, args, kwargs))
 
     def _after(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:

@@ -114,18 +114,45 @@ def is_running() -> bool:
     return bool(_XLAC._xla_runtime_is_initialized())
 
 
-def check_alone() -> None:
-    """Refuse to train by one process for all devices where the runtime has connected it with those of others."""
+def check_process_count(num_processes: int) -> None:
+    """Refuse a runtime that connects other processes than the launcher has started.
+
+    Raises:
+        EngineError: It does: each would take itself for the only one, or wait for others.
+    """
     import torch_xla.runtime as xr
 
     count = xr.process_count()
-    if count > 1:
+    if count > num_processes == 1:
         raise EngineError(
             f"the XLA runtime connects {count} processes, as on a TPU slice of several hosts, and nobody has told this "
-            "one its rank: each would take itself for the only one. Start one process per device on every host, "
-            "`torchacc launch` or `torchrun` with its --nnodes and --node_rank, and leave config.dist.fsdp.use_spmd "
-            "False: use_spmd=True is for a single host"
+            "one its rank: each would take itself for the only one. Start one process on every host, `torchacc launch` "
+            "or `torchrun` with its --nnodes, --node_rank and --nproc_per_node=1, and config.dist.fsdp.use_spmd = "
+            "True; or one process per device, with use_spmd = False"
         )
+    if count != num_processes:
+        raise EngineError(
+            f"the launcher has started {num_processes} processes, and the XLA runtime connects {count}: start one on "
+            "each host of the TPU slice, and on no other. Slices are connected where their machines set "
+            "MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, as GKE does"
+        )
+
+
+def check_one_each_host(job: Job) -> None:
+    """Refuse one program for the devices of several processes where these are not one on each host of a TPU slice.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    on_tpus = platform() == tpu.PLATFORM
+    if on_tpus and job.local_num_processes == 1:
+        return
+    instead = "start one on each host, --nproc_per_node=1" if on_tpus else "start the script with `python`"
+    raise ConfigError(
+        f"use_spmd=True drives all devices from one process{' of each TPU host' * on_tpus}, and this job has "
+        f"{job.num_processes}, {job.local_num_processes} of them on this machine: {instead}, or set "
+        "config.dist.fsdp.use_spmd = False"
+    )
 
 
 def other_devices(asked: int, found: int) -> str:

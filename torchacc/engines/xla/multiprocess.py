@@ -90,7 +90,7 @@ class MultiprocessEngine(XlaEngine):
         if plan.recomputed:
             runtime.use_plain_scheduler(recomputes=True)
         self.open_compile_cache()
-        runtime.start(num_devices=1, spmd=False, stream=self.job.rank, job=self.job)
+        runtime.start(num_devices=1, spmd=False, seed=torch.initial_seed() + self.job.rank, job=self.job)
 
     def make_collectives(self) -> Collectives:
         """Return the collectives for one model. Collective: every process."""

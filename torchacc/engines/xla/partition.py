@@ -42,12 +42,13 @@ class Partition:
         return f"{{devices=[{shape}]{devices}{last}}}"
 
 
-def partition(spec: Spec, axes: Mapping[str, int]) -> Partition:
-    """Translate a spec for a mesh whose devices are numbered row-major.
+def partition(spec: Spec, axes: Mapping[str, int], order: Sequence[int] | None = None) -> Partition:
+    """Translate a spec for a mesh.
 
     Args:
         spec: How each dimension of the tensor is split.
         axes: Name and size of each mesh axis, the slowest first.
+        order: XLA's number of the device at each place on the mesh, row-major; None for 0, 1, 2 …
     """
     by_dim = [named(entry) for entry in spec]
     used = [name for names in by_dim for name in names]
@@ -56,7 +57,8 @@ def partition(spec: Spec, axes: Mapping[str, int]) -> Partition:
     if prod(tiles) == 1:
         return Partition([], [], [], REPLICATED)
     names = list(axes)
-    devices = np.arange(prod(axes.values())).reshape(tuple(axes.values()))
+    numbers = np.arange(prod(axes.values())) if order is None else np.array(order)
+    devices = numbers.reshape(tuple(axes.values()))
     ordered = devices.transpose([names.index(name) for name in used + unused]).reshape(*tiles, -1)
     if ordered.shape[-1] == 1:
         return Partition(ordered[..., 0].tolist(), [], [], TILED)

@@ -19,7 +19,7 @@ from torchacc import env
 from torchacc.config.sections import MemoryConfig
 from torchacc.engines.xla import cuda, tpu
 from torchacc.engines.xla.hardware import (
-    check_alone,
+    check_process_count,
     is_running,
     other_devices,
     warn_of_idle_devices,
@@ -30,6 +30,7 @@ from torchacc.engines.xla.hardware import runs_on_gpu as runs_on_gpu
 from torchacc.env import Job, installed_version
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
+from torchacc.parallel.device_order import Place
 
 _log = get_logger(__name__)
 
@@ -115,11 +116,11 @@ def use_gpu_plugin(memory: MemoryConfig, *, drives_all: bool) -> None:
     cuda.register(cuda.client_options(memory, drives_all=drives_all))
 
 
-def count_devices() -> int:
-    """Return the number of devices of this process, which is alone; starts the runtime.
+def count_devices(num_processes: int = 1) -> int:
+    """Return the number of devices of so many processes together; starts the runtime.
 
     Raises:
-        EngineError: It cannot start, or is connected with others.
+        EngineError: It cannot start, or connects other processes.
     """
     env.set_default("PJRT_DEVICE", platform())
     tpu.choose_flags(platform())
@@ -127,8 +128,29 @@ def count_devices() -> int:
 
     with _explained():
         found = int(xr.global_runtime_device_count())
-    check_alone()
+    check_process_count(num_processes)
     return found
+
+
+def local_devices() -> list[int]:
+    """Return the devices of this process, by their number among those of all processes."""
+    from torch_xla import _XLAC
+
+    return [int(name.rpartition(":")[2]) for name in _XLAC._xla_get_runtime_devices()]
+
+
+def device_places() -> list[Place] | None:
+    """Return where the device of each number is: its slice, its position there, its core; None where that is unknown.
+
+    TPUs alone say that.
+    """
+    import torch_xla.runtime as xr
+
+    found = {int(each["name"].rpartition(":")[2]): each for each in xr.global_runtime_device_attributes()}
+    ordered = [found[number] for number in sorted(found)]
+    if not all("coords" in each for each in ordered):
+        return None
+    return [(each.get("slice_index", 0), *each["coords"], each.get("core_on_chip", 0)) for each in ordered]
 
 
 def prepare_import() -> None:
@@ -138,14 +160,17 @@ def prepare_import() -> None:
         env.set_default("PJRT_SELECT_DEFAULT_DEVICE", "0")
 
 
-def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = None) -> None:
+def start(
+    *, num_devices: int, spmd: bool, seed: int | None = None, job: Job | None = None, num_processes: int = 1
+) -> None:
     """Start the runtime, or check that the running one is what is needed.
 
     Args:
-        num_devices: Devices that this process drives. On the CPU they are virtual.
+        num_devices: Devices that this process drives, or under SPMD all processes. On the CPU they are virtual.
         spmd: Whether one program runs over all of them.
-        stream: What sets this process's random numbers apart from those of other processes with the same seed.
-        job: The processes whose devices PJRT connects, as it can elsewhere than on the CPU; None for this one alone.
+        seed: Of XLA's random numbers; None for PyTorch's.
+        job: The processes, with a device each, that PJRT is to connect, as it can elsewhere than on the CPU.
+        num_processes: How many processes PJRT connects by itself, where it is not told to.
 
     Raises:
         EngineError: The runtime cannot start, already runs with other devices or, on the CPU, with XNNPACK, or autograd
@@ -177,13 +202,13 @@ def start(*, num_devices: int, spmd: bool, stream: int = 0, job: Job | None = No
     with _explained():
         found = xr.global_runtime_device_count() if spmd else xr.addressable_runtime_device_count()
     if job is None:
-        check_alone()
+        check_process_count(num_processes)
     if found != num_devices:
         raise EngineError(other_devices(num_devices, found))
     if not runs_on_cpu():
         _keep_matmul_precision()
     _start_autograd(torch_xla.device())
-    _seed((torch.initial_seed() + stream) % 2**63)
+    _seed((torch.initial_seed() if seed is None else seed) % 2**63)
 
 
 def _hush() -> None:
@@ -301,33 +326,6 @@ def are_data(tensors: Sequence[torch.Tensor]) -> bool:
     from torch_xla import _XLAC
 
     return not any(_XLAC._check_tensor_need_materialization(list(tensors)))
-
-
-def join_shards(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors that lie split over the devices to the host, from their shards.
-
-    `to_host()` would compile a program that gathers them, for each anew.
-    """
-    from torch_xla import _XLAC
-
-    # What the program that still runs will have computed has no shards to be read yet.
-    _XLAC._xla_wait_device_ops([])
-    split = [tensor for tensor in tensors if _XLAC._get_xla_sharding_spec(tensor)]
-    shards = iter(_XLAC._get_local_shards(split))
-    places = iter(_XLAC._get_local_shard_replica_and_indices(split))
-    joined = []
-    for tensor in tensors:
-        if not any(tensor is other for other in split):
-            joined += to_host([tensor])
-            continue
-        found, where = next(shards), next(places)
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for (shard, _), (replica, indices) in zip(found, where, strict=True):
-            if replica == 0:
-                # An ellipsis, where the tensor is replicated on each device.
-                full[indices if indices is ... else tuple(indices)] = shard
-        joined.append(full)
-    return joined
 
 
 def compile_stats() -> tuple[int, float]:

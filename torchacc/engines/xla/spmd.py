@@ -1,10 +1,9 @@
-"""One process drives all devices: one program, which XLA partitions by the annotations made here."""
+"""One process drives all devices, or one on each TPU host: one program, which XLA partitions by annotations."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -13,22 +12,22 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, requested_devices
+from torchacc.data.tree import map_tensors
 from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
-from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.each_device import on_each_device
-from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Partition, Spec, partition
-from torchacc.engines.xla.scan import LayerScan
-from torchacc.engines.xla.split_tokens import TokensStaySplit
-from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
+from torchacc.engines.xla.several_hosts import HostShare
+from torchacc.engines.xla.spmd_model import SpmdModel
+from torchacc.engines.xla.tpu import PLATFORM
+from torchacc.engines.xla.xla_engine import XlaEngine
 from torchacc.env import Job
-from torchacc.errors import ConfigError, EngineError
+from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named, restricted
+from torchacc.parallel.axes import Role, joined, named
+from torchacc.parallel.device_order import order_devices
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
 _log = get_logger(__name__)
 
@@ -36,7 +35,7 @@ _ONE_PROGRAM = "one program holds the whole model: there is one copy of each par
 
 
 class SpmdEngine(XlaEngine):
-    """One process and one program for all devices of this machine, or for its only one."""
+    """One program for all devices, and one process for those of a machine."""
 
     name: ClassVar[str] = "xla-spmd"
     drives_all_devices: ClassVar[bool] = True
@@ -48,23 +47,31 @@ class SpmdEngine(XlaEngine):
 
     @classmethod
     def count_devices(cls, config: Config, job: Job) -> int:
-        """Return the devices that this process drives: on the CPU as many as the config asks for."""
+        """Return the devices of all hosts: on the CPU as many as the config asks for."""
         if job.launched:
-            raise ConfigError(
-                f"use_spmd=True drives all devices from one process, and this job has {job.num_processes}: start the "
-                "script with `python`, or set config.dist.fsdp.use_spmd = False"
-            )
+            hardware.check_one_each_host(job)
         hardware.check_drives_all(job)
         if not config.dist.fsdp.use_spmd:
             return 1
         if runtime.runs_on_cpu():
             return requested_devices(config)
         runtime.use_gpu_plugin(config.memory, drives_all=True)
-        return runtime.count_devices()
+        return runtime.count_devices(job.num_processes)
+
+    def options_without_effect(self) -> Mapping[str, str]:
+        """Return what means nothing to one program: of several hosts each has a copy of the model, to be made alike."""
+        found = super().options_without_effect()
+        return {path: why for path, why in found.items() if not (self.job.launched and path.endswith("module_states"))}
 
     def check(self, model: nn.Module) -> None:
         """Refuse contradicting splits of activations, and a dtype for sums, which are inside of XLA's products."""
         super().check(model)
+        if self.job.launched and self.num_lengths > 1:
+            raise ConfigError(
+                f"config.dataloader has buckets of {self.num_lengths} lengths, of which each of the "
+                f"{self.job.num_processes} hosts would choose one by its own samples, and one program has one: set "
+                "config.dataloader.num_buckets = 1, or one bucket"
+            )
         dist = self.config.dist
         split = {
             "dist.tp.sequence_parallel = True": dist.tp.sequence_parallel,
@@ -94,11 +101,24 @@ class SpmdEngine(XlaEngine):
             _log.info("under SPMD the gradients of products in bfloat16 are bfloat16, and XLA may sum them in it")
 
     def setup(self, plan: ShardingPlan) -> None:
-        """Start the runtime with the mesh's devices."""
+        """Start the runtime with the mesh's devices. Collective: every process."""
+        if self.job.launched:
+            self.group.start()
+            self.group.prepare_meetings()
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
         runtime.use_gpu_plugin(self.config.memory, drives_all=self.config.dist.fsdp.use_spmd)
         self.open_compile_cache()
-        runtime.start(num_devices=self.mesh.num_devices, spmd=self.uses_virtual_device)
+        runtime.start(
+            num_devices=self.mesh.num_devices,
+            spmd=self.uses_virtual_device,
+            seed=self.group.broadcast_object(torch.initial_seed()),  # hosts that drew others would run other programs
+            num_processes=self.job.num_processes,
+        )
+        if self.job.launched:
+            self._share = HostShare(self.group, self.mesh, self.device_order)
+
+    _share: HostShare | None = None
+    """This process's share of the devices' tensors, where there are several processes."""
 
     @property
     def is_partitioned(self) -> bool:
@@ -111,27 +131,53 @@ class SpmdEngine(XlaEngine):
         return self.is_partitioned or runtime.runs_on_gpu()
 
     @property
-    def data_shards(self) -> range:
-        """All data-parallel devices: this process feeds each of them."""
-        return range(self.mesh.num_data_shards)
+    def data_shards(self) -> Sequence[int]:
+        """The data-parallel devices that this process feeds: all of them, or those of its host."""
+        return range(self.mesh.num_data_shards) if self._share is None else self._share.data_shards
+
+    @property
+    def num_batch_devices(self) -> int:
+        """How many data-parallel devices the rows that a model is called with are of: all of them."""
+        return self.mesh.num_data_shards
+
+    @cached_property
+    def device_order(self) -> list[int]:
+        """XLA's number of the device at each place on the mesh: on TPUs neighbours lie on the last axes."""
+        places = runtime.device_places() if self.is_partitioned and runtime.platform() == PLATFORM else None
+        return list(range(self.mesh.num_devices)) if places is None else order_devices(places, self.mesh.shape)
 
     @cached_property
     def xla_mesh(self) -> Any:
         """The mesh as torch_xla takes it."""
         import torch_xla.distributed.spmd as xs
 
-        devices = np.arange(self.mesh.num_devices)
-        return xs.Mesh(devices, self.mesh.shape, self.mesh.axis_names)
+        return xs.Mesh(np.array(self.device_order), self.mesh.shape, self.mesh.axis_names)
 
     @cached_property
     def _op_shardings(self) -> dict[Spec, Any]:
         return {}
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: this process has the rows of all devices."""
-        return tensor
+        """Return the tensor, which has the rows of all devices; of one on the host each process has its own."""
+        is_own = self._share is not None and tensor.device.type == "cpu"
+        return self._share.all_rows(tensor) if self._share is not None and is_own else tensor
 
-    def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> "SpmdModel":
+    def put(self, batch: Any) -> Any:
+        """Move a host batch to the devices, all of its tensors in one transfer; of several hosts each has its own."""
+        return super().put(batch if self._share is None else map_tensors(self._share.whole_rows, batch))
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return copies of tensors on the host; None where a program would have to gather them from several hosts."""
+        if self._share is not None and any(tensor.device.type == "xla" for tensor in tensors):
+            return None
+        return super().copy_to_host(tensors)
+
+    def seed(self, seed: int) -> None:
+        """Seed PyTorch's generator and XLA's alike on every host, as all of them run one program."""
+        torch.manual_seed(seed)
+        runtime.set_random_seed(seed)
+
+    def apply(self, model: nn.Module, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None) -> SpmdModel:
         """Shard a model in place by annotations."""
         sharded = SpmdModel(self, model, plan)
         sharded.shard(optimizer)
@@ -210,247 +256,7 @@ class SpmdEngine(XlaEngine):
 
     def partition(self, spec: Spec) -> Partition:
         """Return how a tensor with this spec lies on the mesh."""
-        return partition(spec, dict(self.mesh.sizes))
-
-
-class SpmdModel(XlaModel):
-    """A model that lies annotated on the mesh of an SPMD engine."""
-
-    engine: SpmdEngine
-
-    def __init__(self, engine: SpmdEngine, model: nn.Module, plan: ShardingPlan) -> None:
-        super().__init__(engine, model, plan)
-        self._specs: dict[torch.Tensor, ParameterSpec] = {}
-        """How each parameter is split."""
-
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Shard the model, and let the transfers to the devices begin."""
-        super().shard(optimizer)
-        self.engine.sync()
-
-    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
-        """Move the model to the mesh and install the hooks that gather its weights."""
-        engine = self.engine
-        model_patches.prepare(self.model, partitioned=engine.is_partitioned)
-        replaced: dict[torch.Tensor, nn.Parameter] = {}
-        for unit in self.plan.units:
-            module = self.model.get_submodule(unit.name)
-            weights: list[Weight] = []
-            for planned in unit.parameters:
-                spec = partition_spec(planned.shape, engine.mesh, self.plan.tensor_parallel.spec_of(planned.name))
-                for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
-                    replaced[original] = weight.shard
-                    self._specs[weight.shard] = spec
-                    weights.append(weight)
-            if engine.is_partitioned:
-                # A 1-D weight is left to XLA, which gathers so little by itself without harm.
-                split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
-                again = self.plan.is_resharded_after_forward(unit)
-                self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
-                self._constrain_output(module, between_units=bool(unit.name))
-        if self.plan.tensor_parallel.sequence_parallel or engine.mesh.size(Role.SEQUENCE) > 1:
-            self._constrain_embeddings()
-        self._install_recompute()
-        self._scans = [self._make_scan(name) for name in self.plan.scanned]
-        self._move_buffers()
-        self._install_forward(self._run)
-        return replaced
-
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor that is split like its parameter."""
-        return self.place(shard, full)
-
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
-        with ExitStack() as stack:
-            if self.plan.tensor_parallel.size > 1:
-                stack.enter_context(HeadsStayApart())
-            if self.engine.mesh.size(Role.SEQUENCE) > 1:
-                stack.enter_context(TokensStaySplit(self._place_tokens))
-            for scan in self._scans:
-                stack.enter_context(scan.running())
-            stack.enter_context(super().patched())
-            yield
-
-    def _make_scan(self, name: str) -> LayerScan:
-        """Let a list of layers run as a loop."""
-        layers = self.model.get_submodule(name)
-        first = dict(layers[0].named_parameters())  # type: ignore[index]
-        units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
-        gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
-
-        def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
-            how = gathered.get(first[parameter])
-            return shard if how is None else _Gather.apply(shard, *how)
-
-        def annotate(tensor: torch.Tensor, spec: Spec | None) -> None:
-            if spec is not None and self.engine.is_partitioned:
-                self.engine.annotate(tensor, spec)
-
-        return LayerScan(
-            layers,  # type: ignore[arg-type]
-            unshard=unshard,
-            annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
-            annotate_output=lambda output: annotate(output, self._activation_spec(output, between_units=True)),
-            patches=self.patched,
-        )
-
-    def _is_sharded(self, parameter: torch.Tensor) -> bool:
-        return dim_over(self._specs[parameter], Role.SHARD) is not None
-
-    def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return self.engine.transfer([tensor], [spec])[0]
-
-    def _constrain_output(self, module: nn.Module, *, between_units: bool) -> None:
-        engine, user_rule = self.engine, self.engine.config.dist.fsdp.shard_output_callable
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if user_rule is not None:
-                user_rule(output, engine.xla_mesh)
-                return
-            tensor = _first_tensor(output)
-            spec = self._activation_spec(tensor, between_units) if tensor is not None else None
-            if tensor is not None and spec is not None:
-                engine.annotate(tensor, spec)
-
-        module.register_forward_hook(hook)
-
-    def _place_tokens(self, tensor: torch.Tensor, are_split: bool) -> torch.Tensor:
-        """Return queries, keys or values of shape (batch, heads, tokens, size) with a part of the tokens, or all."""
-        engine, mesh = self.engine, self.engine.mesh
-        spec, heads, tokens = engine.batch_spec(tensor), mesh.axes(Role.TENSOR), mesh.axes(Role.SEQUENCE)
-        if spec is None or tensor.shape[1] % mesh.size(Role.TENSOR) or tensor.shape[2] % mesh.size(Role.SEQUENCE):
-            return tensor
-        placed = tensor.clone()
-        engine.annotate(placed, (spec[0], joined(heads), joined(tokens) if are_split else None, None))
-        return placed
-
-    def _constrain_embeddings(self) -> None:
-        """Split what the model's own embeddings return along the sequence, as that is what the first unit gets."""
-        units = [unit.name for unit in self.plan.units if unit.name]
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Embedding) and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
-                self._constrain_output(module, between_units=True)
-
-    def _activation_spec(self, tensor: torch.Tensor, between_units: bool) -> Spec | None:
-        """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
-        if tensor.dim() != 3:
-            return self.engine.batch_spec(tensor)
-        is_sequence_parallel = between_units and self.plan.tensor_parallel.sequence_parallel
-        roles = [Role.SEQUENCE, Role.TENSOR] if is_sequence_parallel else [Role.SEQUENCE]
-        return self.engine.token_spec(tensor, self.engine.mesh.axes(*roles))
-
-    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of an optimizer that asks for numbers in the midst of its step."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            _log.warning(
-                "LBFGS decides by numbers in the midst of its step: XLA compiles what was recorded before each of "
-                "them, which takes minutes. config.backend = 'native' runs it as it is; or take another one, such "
-                "as AdamW"
-            )
-
-    @contextmanager
-    def _hold_gradients(self) -> Iterator[None]:
-        """Run each backward by itself, so that the recorded program does not grow over the window."""
-        yield
-        self.engine.sync()
-
-    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
-        for planned in self.plan.parameters:
-            yield self.model.get_parameter(planned.name), unsharded(planned.name, planned.shape)
-
-    def check_parameters(self) -> None:
-        """Check that the model has the parameters that were sharded, each with its shape."""
-        super().check_parameters()
-        for parameter, local_shard in self.local_shards.items():
-            [(name, shape)] = local_shard.members
-            if tuple(parameter.shape) != shape:
-                raise EngineError(
-                    f"{name!r} was sharded with the shape {shape}, and has got data of shape "
-                    f"{tuple(parameter.shape)}: change the shapes of parameters before accelerate()"
-                )
-
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return full tensors, flat, on the host."""
-        if not self.engine.is_partitioned:
-            return super().fetch(tensors)
-        self.engine.sync(wait=True)  # shards are only there once they are computed
-        return [tensor.reshape(-1) for tensor in runtime.join_shards([tensor.detach() for tensor in tensors])]
-
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is split like a parameter."""
-        return self._place(local.view(parameter.shape), self._specs[parameter])
-
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that one device holds at rest."""
-        mesh = self.engine.mesh
-        return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
-
-
-class _SpmdGatherer(Gatherer):
-    """Unshards weights by annotation: XLA turns the change of sharding into an all-gather."""
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        engine: SpmdEngine,
-        specs: Mapping[torch.Tensor, ParameterSpec],
-        *,
-        reshard_after_forward: bool,
-    ) -> None:
-        super().__init__(weights)
-        self._engine = engine
-        self._specs = specs
-        self.keeps_weights = not reshard_after_forward
-
-    def gather(self) -> list[torch.Tensor]:
-        return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
-
-    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
-        import torch_xla.core.xla_model as xm
-
-        shard = weight.shard.detach().clone()
-        # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
-        xm.optimization_barrier_([shard])
-        return self.unshard(shard, weight)
-
-    def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
-        if shard.dtype == weight.dtype:
-            copy = shard.clone()
-        else:
-            # Said twice, so that the cast happens before the gather and half as much travels.
-            copy = shard.to(weight.dtype)
-            self.split(copy, weight)
-        self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
-        return copy
-
-    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
-        if full.dtype != weight.shard.dtype:
-            raise lost_edit(weight.name, f"it computes with a copy in {full.dtype}, of fewer digits")
-        kept = full.detach().clone()
-        self.split(kept, weight)
-        # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
-        weight.shard.data.copy_(kept)
-
-    def split(self, tensor: torch.Tensor, weight: Weight) -> None:
-        self._engine.annotate(tensor, self._specs[weight.shard])
-
-
-class _Gather(torch.autograd.Function):
-    """Return a split parameter unsharded; split its gradient again, which makes XLA reduce it."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
-        ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
-        return gatherer.unshard(weight.told_apart(shard), weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
-        ctx.gatherer.split(grad, ctx.weight)
-        return grad, None, None
+        return partition(spec, dict(self.mesh.sizes), self.device_order)
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
@@ -465,13 +271,6 @@ def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
             f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = {name!r}: each device has some "
             "of the queries, and blocks are cut from all of them: set config.compute.attention = 'auto'"
         )
-
-
-def _first_tensor(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
-    return next((value for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
 
 
 @functools.cache  # once for each length

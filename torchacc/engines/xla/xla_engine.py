@@ -353,10 +353,14 @@ class XlaModel(ShardedModel):
             self._check_gradients_are_there(optimizer)
             self._check_gradients_were_cleared(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        reason = initialize_state(optimizer, self.place, self._put, self.engine.host)
+        reason = initialize_state(optimizer, self._place_state, self._put, self.engine.host)
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)
+
+    def _place_state(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """Return a flat host tensor of the shape that a parameter has here, so that it lies like the parameter."""
+        return self.place(parameter, value)
 
     @cached_property
     def _names(self) -> dict[torch.Tensor, str]:

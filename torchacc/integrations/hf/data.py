@@ -62,7 +62,7 @@ def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
         num_rows: This process's.
         num_filling: Those of all devices, at the end of the last ones' rows, that do not count.
     """
-    after = engine.mesh.num_data_shards - engine.data_shards.stop
+    after = engine.mesh.num_data_shards - engine.data_shards[-1] - 1
     num_after = after * num_rows // len(engine.data_shards)
     return num_rows - min(max(num_filling - num_after, 0), num_rows)
 

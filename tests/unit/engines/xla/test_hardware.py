@@ -193,7 +193,10 @@ def test_one_of_several_processes_that_has_no_rank_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(runtime=runtime_of_four))
     monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime_of_four)
     with pytest.raises(torchacc.EngineError, match=r"connects 4 processes.*nobody has told this one its rank"):
-        hardware.check_alone()
+        hardware.check_process_count(1)
+    hardware.check_process_count(4)
+    with pytest.raises(torchacc.EngineError, match=r"has started 2 processes, and the XLA runtime connects 4"):
+        hardware.check_process_count(2)
 
 
 def test_one_process_that_finds_several_chips_is_told_what_it_can_do(libtpu, chips):

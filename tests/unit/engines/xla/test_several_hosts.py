@@ -1,0 +1,133 @@
+"""One program for several hosts: on two that are made up, as XLA's CPU client connects no processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests import forkrun
+from torchacc.config import Config
+from torchacc.engines.xla import cuda, runtime, tpu
+from torchacc.engines.xla.spmd import SpmdEngine
+from torchacc.env import Job
+from torchacc.errors import ConfigError
+from torchacc.parallel.mesh import Mesh
+
+PROGRAM = Path(__file__).with_name("hosts_program.py")
+RELATIVE = 1e-5
+HOSTS = Job(rank=1, num_processes=4, local_rank=0, local_num_processes=1)
+FOR_ALL = {"dist": {"fsdp": {"use_spmd": True, "size": 8}}}
+
+
+# Who may start
+
+
+@pytest.fixture
+def on_tpus(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.delenv("PJRT_LOCAL_PROCESS_RANK", raising=False)
+    monkeypatch.setattr(tpu, "num_chips", lambda: 4)
+
+
+def test_one_process_on_each_tpu_host_is_taken(on_tpus, monkeypatch):
+    monkeypatch.setattr(runtime, "count_devices", lambda num_processes: 4 * num_processes)
+    assert SpmdEngine.count_devices(Config.from_dict(FOR_ALL), HOSTS) == 16
+
+
+def test_several_processes_on_a_tpu_host_are_refused(on_tpus):
+    two_on_each = Job(num_processes=8, local_num_processes=2)
+    with pytest.raises(ConfigError, match=r"has 8, 2 of them on this machine: start one on each host, --nproc_per_nod"):
+        SpmdEngine.count_devices(Config.from_dict(FOR_ALL), two_on_each)
+
+
+@pytest.mark.parametrize("platform", ["CPU", "CUDA"])
+def test_cpus_and_gpus_of_several_machines_are_refused(monkeypatch, platform):
+    monkeypatch.setenv("PJRT_DEVICE", platform)
+    monkeypatch.setattr(cuda, "check_plugin", lambda: Path())
+    with pytest.raises(ConfigError, match=r"this job has 4, 1 of them on this machine: start the script with `python`"):
+        SpmdEngine.count_devices(Config.from_dict(FOR_ALL), HOSTS)
+
+
+def test_buckets_of_several_lengths_are_refused(on_tpus):
+    config = Config.from_dict({**FOR_ALL, "backend": "xla", "dataloader": {"max_length": 64, "num_buckets": 4}})
+    engine = SpmdEngine(config=config, mesh=Mesh((("dp", 1), ("fsdp", 8))), job=HOSTS)
+    with pytest.raises(ConfigError, match=r"buckets of \d lengths, of which each of the 4 hosts would choose one"):
+        engine.check(nn.Linear(2, 2))
+    config.dataloader.num_buckets = 1
+    SpmdEngine(config=config, mesh=engine.mesh, job=HOSTS).check(nn.Linear(2, 2))
+
+
+def test_weights_of_rank_0_can_be_asked_for_where_there_are_several():
+    of_hosts, alone = (
+        SpmdEngine(config=Config(), mesh=Mesh((("dp", 1), ("fsdp", 8))), job=job) for job in (HOSTS, Job())
+    )
+    assert "dist.fsdp.sync_module_states" in alone.options_without_effect()
+    assert "dist.fsdp.sync_module_states" not in of_hosts.options_without_effect()
+
+
+# Training
+
+
+class Runs:
+    """What the program has found, for each layout with one process and with two hosts."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._found = {}
+
+    def __call__(self, layout, num_ranks):
+        if (layout, num_ranks) not in self._found:
+            folder = self._folder / f"{layout}-{num_ranks}"
+            folder.mkdir()
+            imports = ["torch_xla", "transformers"]
+            done = forkrun.run(PROGRAM, folder, layout, num_ranks=num_ranks, imports=imports, timeout=200, merged=True)
+            files = [folder / f"rank{rank}.json" for rank in range(max(num_ranks, 1))]
+            assert all(file.exists() for file in files), done.stdout
+            self._found[layout, num_ranks] = [json.loads(file.read_text()) for file in files]
+        return self._found[layout, num_ranks]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return Runs(tmp_path_factory.mktemp("hosts"))
+
+
+layouts = pytest.mark.parametrize("layout", ["fsdp", "hybrid", "tp", "sp"])
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+@layouts
+def test_two_hosts_train_save_and_load_as_one_does(runs, layout):
+    (alone,), of_hosts = runs(layout, 0), runs(layout, 2)
+    assert len(set(alone["before"] + alone["after"])) > 5
+    for found in of_hosts:
+        for name in ("before", "after", "resumed"):
+            assert found[name] == pytest.approx(alone[name], rel=RELATIVE)
+        assert found["resumed"] == found["after"]
+        assert found["differences"] == []
+        assert found["not_written_once"] == []
+        assert len(set(found["in_order"])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_each_host_feeds_and_holds_what_its_devices_do(runs):
+    (alone,), of_hosts = runs("fsdp", 0), runs("fsdp", 2)
+    assert [found["data_shards"] for found in of_hosts] == [[1, 2], [0, 3]]
+    assert all(found["held"] < 0.51 * alone["held"] for found in of_hosts)
+    assert all(found["gathered"] == [100, 101, 0, 1, 2, 3, 102, 103] for found in of_hosts)
+    assert [found["data_shards"] for found in runs("tp", 2)] == [[0, 1], [0, 1]]  # which have other parts of layers
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+def test_what_hosts_do_not_have_in_common_is_refused(runs):
+    for found in runs("fsdp", 2):
+        assert (
+            "tensors of different shapes, and run one program: rank 0 is called with (8, 4)" in found["of_other_shapes"]
+        )
+        assert "give a row for each sample of this host" in found["without_rows"]
+        assert "one program is for several hosts" in found["in_shards"]

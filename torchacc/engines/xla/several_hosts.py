@@ -1,0 +1,105 @@
+"""One program for the devices of several hosts, with a process on each: what this process puts in, and takes out.
+
+Nothing is sent here but on the host. A tensor that is moved to the devices has its full shape in every process, which
+fills in what its own devices need; of that torch_xla takes the slice of each of these devices, and of no other.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from torchacc.data.tree import tensors_in
+from torchacc.engines.process_group import ProcessGroup
+from torchacc.engines.xla import runtime
+from torchacc.engines.xla.local_pieces import joined_pieces
+from torchacc.errors import DataError
+from torchacc.parallel.hosts import Box, HeldTiles, Hosts, element_runs
+from torchacc.parallel.mesh import Mesh
+from torchacc.parallel.sharding import LocalShard
+
+
+class HostShare:
+    """This process's share of the devices' tensors."""
+
+    def __init__(self, group: ProcessGroup, mesh: Mesh, order: Sequence[int]) -> None:
+        """Learn which process drives which device. Collective: every process.
+
+        Args:
+            group: The processes.
+            mesh: The mesh of all devices.
+            order: XLA's number of the device at each place on the mesh.
+        """
+        driven: list[list[int]] = group.all_gather_objects(runtime.local_devices())
+        driver = {device: rank for rank, devices in enumerate(driven) for device in devices}
+        self.hosts = Hosts(mesh, tuple(driver[device] for device in order))
+        self.data_shards = self.hosts.data_shards(group.job.rank)
+        """The data-parallel devices that this process feeds."""
+        self._group = group
+        self._rank = group.job.rank
+
+    def whole_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the rows of all devices, of which this process's own have values.
+
+        Raises:
+            DataError: It has not as many rows for each of the devices that this process feeds.
+        """
+        if not tensor.dim() or tensor.shape[0] % len(self.data_shards):
+            raise DataError(
+                f"a tensor of shape {tuple(tensor.shape)} on one of {self._group.job.num_processes} hosts, which feeds "
+                f"{len(self.data_shards)} data-parallel devices: nothing says that the other hosts have the same, so "
+                "give a row for each sample of this host, as value.expand(rows, …), or a number that is the same on "
+                "all hosts, as value.item()"
+            )
+        return self.hosts.whole_rows(tensor, self._rank)
+
+    def all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all devices on the host, in the order of the global batch. Collective: every process."""
+        whole = self.whole_rows(tensor)
+        each = tensor.shape[0] // len(self.data_shards)
+        for rank, rows in enumerate(self._group.all_gather_objects(tensor)):
+            for shard, own in zip(self.hosts.data_shards(rank), rows.split(each), strict=True):
+                whole[shard * each : (shard + 1) * each] = own
+        return whole
+
+    def meet(self, inputs: Any) -> None:
+        """Refuse a forward that others do not make, or make with other shapes. Collective: every process.
+
+        Raises:
+            EngineError: On every process; the hosts would run different programs, and wait for each other for ever.
+        """
+        shapes = ", ".join(f"{str(tuple(each.shape))} {each.dtype}" for each in tensors_in(inputs))
+        self._group.meet(
+            f"is called with {shapes}",
+            "the hosts call the model with tensors of different shapes, and run one program",
+            "Call it on every host, with as many rows of one length: pad them in collate_fn, or by "
+            "config.dataloader.max_length with num_buckets = 1",
+        )
+
+    def own_elements(self, pieces: Mapping[Box, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Return what this process has of a tensor, flat, in the full tensor's order.
+
+        Args:
+            pieces: What its devices have, as `local_pieces()` gives it.
+            shape: The full tensor's.
+        """
+        full = joined_pieces(shape, pieces).view(-1)
+        runs = [full[start:stop] for start, stop in element_runs(shape, pieces)]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def with_own_elements(self, local: torch.Tensor, shard: LocalShard) -> torch.Tensor:
+        """Return a flat tensor of all elements, of which this process's own have values: undo `own_elements()`."""
+        whole = local.new_empty(shard.numel)
+        for part in shard.slices:
+            whole[part.start : part.stop] = local[part.offset : part.offset + part.numel]
+        return whole
+
+    def joined(self, shard: HeldTiles, of_all: torch.Tensor, spec: Any) -> torch.Tensor:
+        """Return all elements of a parameter, flat, from what every process holds, each padded to the most."""
+        [(name, shape)] = shard.members
+        whole = of_all.new_empty(prod(shape))
+        for rank, local in enumerate(of_all.split(shard.shard_numel)):
+            for part in self.hosts.held(name, shape, spec, rank).slices:
+                whole[part.start : part.stop] = local[part.offset : part.offset + part.numel]
+        return whole

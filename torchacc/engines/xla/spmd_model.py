@@ -1,0 +1,322 @@
+"""A model that lies annotated on the mesh of the SPMD engine, and is computed by one program."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchacc.engines.optimizers import is_elementwise
+from torchacc.engines.patches import model_patches
+from torchacc.engines.patches.split_heads import HeadsStayApart
+from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
+from torchacc.engines.xla.local_pieces import joined_pieces, local_pieces
+from torchacc.engines.xla.partition import Spec
+from torchacc.engines.xla.scan import LayerScan
+from torchacc.engines.xla.split_tokens import TokensStaySplit
+from torchacc.engines.xla.xla_engine import XlaModel
+from torchacc.errors import ConfigError, EngineError
+from torchacc.logging import get_logger
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
+from torchacc.parallel.hosts import HeldTiles
+from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.sharding import LocalShard, ShardPlacement, partition_spec, partitioned_shape, unsharded
+
+if TYPE_CHECKING:
+    from torchacc.engines.xla.spmd import SpmdEngine
+
+_log = get_logger(__name__)
+
+
+class SpmdModel(XlaModel):
+    """A model that lies annotated on the mesh of an SPMD engine."""
+
+    engine: "SpmdEngine"
+
+    def __init__(self, engine: "SpmdEngine", model: nn.Module, plan: ShardingPlan) -> None:
+        super().__init__(engine, model, plan)
+        self._specs: dict[torch.Tensor, ParameterSpec] = {}
+        """How each parameter is split."""
+
+    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Shard the model, and let the transfers to the devices begin."""
+        super().shard(optimizer)
+        self.engine.sync()
+
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
+        """Move the model to the mesh and install the hooks that gather its weights."""
+        engine = self.engine
+        model_patches.prepare(self.model, partitioned=engine.is_partitioned)
+        replaced: dict[torch.Tensor, nn.Parameter] = {}
+        for unit in self.plan.units:
+            module = self.model.get_submodule(unit.name)
+            weights: list[Weight] = []
+            for planned in unit.parameters:
+                spec = partition_spec(planned.shape, engine.mesh, self.plan.tensor_parallel.spec_of(planned.name))
+                for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
+                    replaced[original] = weight.shard
+                    self._specs[weight.shard] = spec
+                    weights.append(weight)
+            if engine.is_partitioned:
+                # A 1-D weight is left to XLA, which gathers so little by itself without harm.
+                split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
+                again = self.plan.is_resharded_after_forward(unit)
+                self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
+                self._constrain_output(module, between_units=bool(unit.name))
+        if self.plan.tensor_parallel.sequence_parallel or engine.mesh.size(Role.SEQUENCE) > 1:
+            self._constrain_embeddings()
+        self._install_recompute()
+        self._scans = [self._make_scan(name) for name in self.plan.scanned]
+        self._move_buffers()
+        self._install_forward(self._run)
+        return replaced
+
+    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor that is split like its parameter."""
+        return self._place_state(shard, full)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Hold the patches of a forward; where heads are split, with products that leave them where they are."""
+        with ExitStack() as stack:
+            if self.plan.tensor_parallel.size > 1:
+                stack.enter_context(HeadsStayApart())
+            if self.engine.mesh.size(Role.SEQUENCE) > 1:
+                stack.enter_context(TokensStaySplit(self._place_tokens))
+            for scan in self._scans:
+                stack.enter_context(scan.running())
+            stack.enter_context(super().patched())
+            yield
+
+    def _make_scan(self, name: str) -> LayerScan:
+        """Let a list of layers run as a loop."""
+        layers = self.model.get_submodule(name)
+        first = dict(layers[0].named_parameters())  # type: ignore[index]
+        units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
+        gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
+
+        def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
+            how = gathered.get(first[parameter])
+            return shard if how is None else _Gather.apply(shard, *how)
+
+        def annotate(tensor: torch.Tensor, spec: Spec | None) -> None:
+            if spec is not None and self.engine.is_partitioned:
+                self.engine.annotate(tensor, spec)
+
+        return LayerScan(
+            layers,  # type: ignore[arg-type]
+            unshard=unshard,
+            annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
+            annotate_output=lambda output: annotate(output, self._activation_spec(output, between_units=True)),
+            patches=self.patched,
+        )
+
+    def _is_sharded(self, parameter: torch.Tensor) -> bool:
+        return dim_over(self._specs[parameter], Role.SHARD) is not None
+
+    def _place(self, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        return self.engine.transfer([tensor], [spec])[0]
+
+    def _constrain_output(self, module: nn.Module, *, between_units: bool) -> None:
+        engine, user_rule = self.engine, self.engine.config.dist.fsdp.shard_output_callable
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if user_rule is not None:
+                user_rule(output, engine.xla_mesh)
+                return
+            tensor = _first_tensor(output)
+            spec = self._activation_spec(tensor, between_units) if tensor is not None else None
+            if tensor is not None and spec is not None:
+                engine.annotate(tensor, spec)
+
+        module.register_forward_hook(hook)
+
+    def _place_tokens(self, tensor: torch.Tensor, are_split: bool) -> torch.Tensor:
+        """Return queries, keys or values of shape (batch, heads, tokens, size) with a part of the tokens, or all."""
+        engine, mesh = self.engine, self.engine.mesh
+        spec, heads, tokens = engine.batch_spec(tensor), mesh.axes(Role.TENSOR), mesh.axes(Role.SEQUENCE)
+        if spec is None or tensor.shape[1] % mesh.size(Role.TENSOR) or tensor.shape[2] % mesh.size(Role.SEQUENCE):
+            return tensor
+        placed = tensor.clone()
+        engine.annotate(placed, (spec[0], joined(heads), joined(tokens) if are_split else None, None))
+        return placed
+
+    def _constrain_embeddings(self) -> None:
+        """Split what the model's own embeddings return along the sequence, as that is what the first unit gets."""
+        units = [unit.name for unit in self.plan.units if unit.name]
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding) and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
+                self._constrain_output(module, between_units=True)
+
+    def _activation_spec(self, tensor: torch.Tensor, between_units: bool) -> Spec | None:
+        """Return how activations of shape (batch, length, …) are split; None where the batch does not divide."""
+        if tensor.dim() != 3:
+            return self.engine.batch_spec(tensor)
+        is_sequence_parallel = between_units and self.plan.tensor_parallel.sequence_parallel
+        roles = [Role.SEQUENCE, Role.TENSOR] if is_sequence_parallel else [Role.SEQUENCE]
+        return self.engine.token_spec(tensor, self.engine.mesh.axes(*roles))
+
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of an optimizer that asks for numbers in the midst of its step; check that hosts can keep its state."""
+        if self.engine.job.launched and not is_elementwise(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not known to update each element by itself, and on several hosts a "
+                "state that does not lie as its parameter does could not be saved: use an optimizer such as AdamW"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _log.warning(
+                "LBFGS decides by numbers in the midst of its step: XLA compiles what was recorded before each of "
+                "them, which takes minutes. config.backend = 'native' runs it as it is; or take another one, such "
+                "as AdamW"
+            )
+
+    @contextmanager
+    def _hold_gradients(self) -> Iterator[None]:
+        """Run each backward by itself, so that the recorded program does not grow over the window."""
+        yield
+        self.engine.sync()
+
+    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
+        for planned in self.plan.parameters:
+            parameter, share = self.model.get_parameter(planned.name), self.engine._share
+            shard = unsharded(planned.name, planned.shape)
+            if share is not None:
+                spec = self._specs[parameter]
+                shard = share.hosts.held(planned.name, planned.shape, spec, self.engine.job.rank)
+            yield parameter, shard
+
+    @cached_property
+    def placement(self) -> ShardPlacement:
+        """Which shards this process holds: all of them, or those of its host."""
+        job = self.engine.job
+        return ShardPlacement(job.num_processes, job.rank, is_contiguous=False) if job.launched else ShardPlacement()
+
+    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
+        """Return for each slice which copy of it this process holds, and how many there are."""
+        return local_shard.replicas if isinstance(local_shard, HeldTiles) else super().replicas_of(local_shard)
+
+    @property
+    def _shard_group(self) -> None:
+        """All processes."""
+
+    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor from what all processes hold of it."""
+        assert self.engine._share is not None
+        assert isinstance(local_shard, HeldTiles)
+        return self.engine._share.joined(local_shard, shards, self._specs[self.model.get_parameter(local_shard.key)])
+
+    def check_parameters(self) -> None:
+        """Check that the model has the parameters that were sharded, each with its shape."""
+        super().check_parameters()
+        for parameter, local_shard in self.local_shards.items():
+            [(name, shape)] = local_shard.members
+            if tuple(parameter.shape) != shape:
+                raise EngineError(
+                    f"{name!r} was sharded with the shape {shape}, and has got data of shape "
+                    f"{tuple(parameter.shape)}: change the shapes of parameters before accelerate()"
+                )
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what this process's devices have of tensors, flat, on the host: all of them, or this host's part."""
+        if not self.engine.is_partitioned:
+            return super().fetch(tensors)
+        self.engine.sync(wait=True)  # shards are only there once they are computed
+        share, found = self.engine._share, local_pieces([tensor.detach() for tensor in tensors])
+        if share is None:
+            return [joined_pieces(*pair).view(-1) for pair in zip((t.shape for t in tensors), found, strict=True)]
+        return [share.own_elements(pieces, tensor.shape) for tensor, pieces in zip(tensors, found, strict=True)]
+
+    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that is split like a parameter."""
+        share = self.engine._share
+        full = local if share is None else share.with_own_elements(local, self.local_shards[parameter])
+        return self._place_state(parameter, full)
+
+    def _place_state(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        return self._place(full.view(parameter.shape), self._specs[parameter])
+
+    def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's forward, once all hosts have come to it."""
+        if self.engine._share is not None:
+            self.engine._share.meet((args, kwargs))
+        return super()._run(inner, args, kwargs)
+
+    def local_numel(self) -> int:
+        """Return the number of parameter elements that one device holds at rest."""
+        mesh = self.engine.mesh
+        return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
+
+
+class _SpmdGatherer(Gatherer):
+    """Unshards weights by annotation: XLA turns the change of sharding into an all-gather."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        engine: "SpmdEngine",
+        specs: Mapping[torch.Tensor, ParameterSpec],
+        *,
+        reshard_after_forward: bool,
+    ) -> None:
+        super().__init__(weights)
+        self._engine = engine
+        self._specs = specs
+        self.keeps_weights = not reshard_after_forward
+
+    def gather(self) -> list[torch.Tensor]:
+        return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
+
+    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
+        import torch_xla.core.xla_model as xm
+
+        shard = weight.shard.detach().clone()
+        # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
+        xm.optimization_barrier_([shard])
+        return self.unshard(shard, weight)
+
+    def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
+        if shard.dtype == weight.dtype:
+            copy = shard.clone()
+        else:
+            # Said twice, so that the cast happens before the gather and half as much travels.
+            copy = shard.to(weight.dtype)
+            self.split(copy, weight)
+        self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
+        return copy
+
+    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
+        if full.dtype != weight.shard.dtype:
+            raise lost_edit(weight.name, f"it computes with a copy in {full.dtype}, of fewer digits")
+        kept = full.detach().clone()
+        self.split(kept, weight)
+        # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
+        weight.shard.data.copy_(kept)
+
+    def split(self, tensor: torch.Tensor, weight: Weight) -> None:
+        self._engine.annotate(tensor, self._specs[weight.shard])
+
+
+class _Gather(torch.autograd.Function):
+    """Return a split parameter unsharded; split its gradient again, which makes XLA reduce it."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
+        ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
+        return gatherer.unshard(weight.told_apart(shard), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
+        ctx.gatherer.split(grad, ctx.weight)
+        return grad, None, None
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
