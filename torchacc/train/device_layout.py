@@ -184,7 +184,13 @@ def _set_sharding(
 def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | None, notes: list[str]) -> str:
     """Choose the engine; one process for all devices where XLA can, and no launcher has started several."""
     fsdp = config.dist.fsdp
-    may_drive_all = "use_spmd" not in fsdp.model_fields_set or fsdp.use_spmd
+    is_asked = "use_spmd" in fsdp.model_fields_set
+    if is_asked and fsdp.use_spmd and num_nodes > 1:
+        raise ConfigError(
+            f"torchacc.dist.fsdp.use_spmd = True on {num_nodes} machines: on several the trainer starts a process for "
+            "each device; leave it out. A script of your own may run one program on all hosts of a TPU slice"
+        )
+    may_drive_all = not is_asked or fsdp.use_spmd
     are_launched = launched is not None and launched.launched
     choice = registry.choose(config, job)  # by what the file says, before a process for all devices is written into it
     if choice.instead_of_xla is not None:

@@ -52,6 +52,14 @@ def test_an_argument_that_cannot_be_carried_out_is_refused(tmp_path, name, value
         adopt(args, Config())
 
 
+def test_one_program_for_several_hosts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = Config.from_dict({"backend": "xla", "dist": {"fsdp": {"use_spmd": True}}})
+    with pytest.raises(ConfigError, match="in a job of 2 processes: the Trainer does not count the rows of several"):
+        Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), torchacc_config=config)
+
+
 def test_what_is_no_config_is_refused(tmp_path):
     for options, instead in (
         ({"torchacc_config": {"dist": {}}}, r"torchacc\.Config\.from_dict\(torchacc_config\)"),

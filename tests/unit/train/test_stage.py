@@ -144,6 +144,8 @@ def test_with_xla_one_process_drives_all_devices_of_a_machine(make):
     apart = make(preset="auto", stage="torchacc: {dist: {fsdp: {use_spmd: false}}}").layout
     assert (apart.engine, apart.num_processes) == ("xla-multiprocess", 2)
     assert make(preset="auto", num_nodes=2).layout.engine == "xla-multiprocess"
+    asked = refusal(make, preset="auto", num_nodes=2, stage="torchacc: {dist: {fsdp: {use_spmd: true}}}")
+    assert "use_spmd = True on 2 machines" in asked
     torchrun = Job(num_processes=2, local_num_processes=2)
     assert make(preset="auto", launched=torchrun).layout.engine == "xla-multiprocess"
     assert not make(preset="auto", devices=1).config.dist.fsdp.use_spmd

@@ -147,11 +147,10 @@ def check_one_each_host(job: Job) -> None:
     on_tpus = platform() == tpu.PLATFORM
     if on_tpus and job.local_num_processes == 1:
         return
-    instead = "start one on each host, --nproc_per_node=1" if on_tpus else "start the script with `python`"
+    instead = "start one on each TPU host, --nproc_per_node=1" if on_tpus else "start the script with `python`"
     raise ConfigError(
-        f"use_spmd=True drives all devices from one process{' of each TPU host' * on_tpus}, and this job has "
-        f"{job.num_processes}, {job.local_num_processes} of them on this machine: {instead}, or set "
-        "config.dist.fsdp.use_spmd = False"
+        f"use_spmd=True drives all devices from one process, and this job has {job.num_processes}, "
+        f"{job.local_num_processes} of them on this machine: {instead}, or set config.dist.fsdp.use_spmd = False"
     )
 
 

@@ -12,8 +12,10 @@ from torch.utils.data import IterableDataset
 from torchacc import api, arguments
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
+from torchacc.engines import registry
 from torchacc.engines.device_losses import kept_by_devices, weighed
 from torchacc.engines.sharded_model import sharded_model
+from torchacc.env import read_job
 from torchacc.errors import ConfigError
 from torchacc.integrations.hf.data import EvalLoader, masked, num_own, uneven
 from torchacc.integrations.hf.known_trainers import check_losses, is_zero_without_labels
@@ -45,6 +47,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         args, self._config = adopt(args, torchacc_config if torchacc_config is not None else Config())
         if isinstance(kwargs.get("model"), nn.Module):
             _refuse_placed(kwargs["model"])
+        _refuse_several_hosts(self._config)
         self._given_optimizer = (kwargs.get("optimizers") or (None, None))[0]
         self._train_loader: AsyncLoader | None = None
         self._num_parameters = 0
@@ -340,6 +343,17 @@ def _refuse_placed(model: nn.Module) -> None:
         raise ConfigError("the model was opened with device_map, and torchacc places it: open it without device_map")
     if getattr(model, "is_quantized", False):
         raise ConfigError("the model is quantized, and its packed weights cannot be sharded: open it unquantized")
+
+
+def _refuse_several_hosts(config: Config) -> None:
+    """Refuse one program for several hosts, where neither process has the rows of a batch in a row."""
+    job = read_job()
+    if job.launched and registry.engine_class(registry.choose(config, job).engine).drives_all_devices:
+        raise ConfigError(
+            f"config.dist.fsdp.use_spmd = True in a job of {job.num_processes} processes: the Trainer does not count "
+            "the rows of several hosts of one program yet. Leave use_spmd out, with a process for each device, or "
+            "write the loop yourself"
+        )
 
 
 def _num_labels(labels: Any) -> int:

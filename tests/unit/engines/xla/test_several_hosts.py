@@ -37,7 +37,7 @@ def test_one_process_on_each_tpu_host_is_taken(on_tpus, monkeypatch):
 
 def test_several_processes_on_a_tpu_host_are_refused(on_tpus):
     two_on_each = Job(num_processes=8, local_num_processes=2)
-    with pytest.raises(ConfigError, match=r"has 8, 2 of them on this machine: start one on each host, --nproc_per_nod"):
+    with pytest.raises(ConfigError, match=r"has 8, 2 of them on this machine: start one on each TPU host, --nproc_per"):
         SpmdEngine.count_devices(Config.from_dict(FOR_ALL), two_on_each)
 
 
