@@ -61,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile("long" if config.getoption("--long") else "ci")
+    from tests import tpus  # by way of torch, which is to find the variables above
+
+    tpus.hide()
     if not config.getoption("--cpu-times"):  # it counts what a process of pytest has started itself
         from tests import forkrun
 
@@ -123,6 +126,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    _list_what_to_report(terminalreporter)
     if not config.getoption("--cpu-times"):
         return
     files: dict[str, list[float]] = defaultdict(list)
@@ -134,3 +138,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, seconds in sorted(files.items(), key=lambda entry: -sum(entry[1])):
         terminalreporter.write_line(f"{sum(seconds):8.1f}  {name}")
     terminalreporter.write_line(f"{sum(map(sum, files.values())):8.1f}  in all")
+
+
+def _list_what_to_report(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what tests of GPUs and TPUs have recorded of the devices that few of us have."""
+    reports = [each for found in terminalreporter.stats.values() for each in found if hasattr(each, "user_properties")]
+    lines = [f"{each.outcome}: {said}" for each in reports for key, said in each.user_properties if key == "report"]
+    if not lines or terminalreporter.config.getoption("markexpr") not in ("gpu", "tpu"):
+        return
+    terminalreporter.section("please report this, also where all has passed, with what `torchacc env` prints")
+    for line in dict.fromkeys(lines):
+        terminalreporter.write_line(line)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.accelerators import GIVEN_FLAGS
+
 SWITCH = "TORCHACC_TEST_GPU"
 SHOWN = "TORCHACC_TEST_SHOWN_GPUS"
 """The variable with what `CUDA_VISIBLE_DEVICES` was before the tests hid all GPUs."""
-GIVEN_FLAGS = "TORCHACC_TEST_GIVEN_XLA_FLAGS"
-"""The variable with what `XLA_FLAGS` was before the tests chose those for a CPU."""
 _HIDES = "CUDA_VISIBLE_DEVICES"
 
 

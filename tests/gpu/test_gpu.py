@@ -4,15 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import forkrun, gpus
+from tests import accelerators, forkrun, gpus
 
 pytest.importorskip("transformers")
 
-PROGRAM = Path(__file__).with_name("gpu_program.py")
 ATTENTION = Path(__file__).parents[1] / "unit" / "engines" / "native" / "attention_program.py"
 RING = ATTENTION.with_name("ring_program.py")
 OF_ATTENTION = [
@@ -21,7 +19,6 @@ OF_ATTENTION = [
     "compiled_kernels_of_gpus_have_the_numbers",
 ]
 NUM_GPUS = gpus.count()
-RELATIVE = 1e-5
 
 pytestmark = pytest.mark.gpu
 native = pytest.param("native")
@@ -34,38 +31,22 @@ xla = pytest.param(
 )
 
 
-def train(backend: str, out: Path, num_gpus: int = 1) -> dict[str, Any]:
-    """Train on some GPUs: natively by a process for each, under XLA by one for all."""
-    processes = num_gpus if backend == "native" else 1
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = (gpus.under_xla if backend == "xla" else gpus.shown)(forkrun.environment())
-    done = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), backend, str(num_gpus), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    return train("reference", tmp_path_factory.mktemp("gpu") / "reference.json")
+    out = tmp_path_factory.mktemp("gpu") / "reference.json"
+    return accelerators.train("reference", 1, out, forkrun.environment())
 
 
 @pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no NVIDIA GPU")
 @pytest.mark.parametrize("backend", [native, xla])
-def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path):
-    check(train(backend, tmp_path / "out.json"), backend, reference)
+def test_one_gpu_trains_as_the_cpu_does(backend, reference, tmp_path, record_property):
+    check(backend, 1, reference, tmp_path / "out.json", record_property)
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"this machine has {NUM_GPUS} NVIDIA GPUs, and this needs 2")
 @pytest.mark.parametrize("backend", [native, xla])
-def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path):
-    check(train(backend, tmp_path / "out.json", num_gpus=2), backend, reference)
+def test_two_gpus_train_as_the_cpu_does(backend, reference, tmp_path, record_property):
+    check(backend, 2, reference, tmp_path / "out.json", record_property)
 
 
 @pytest.mark.skipif(NUM_GPUS < 1, reason="this machine has no NVIDIA GPU")
@@ -92,9 +73,11 @@ def test_kernels_of_attention_have_the_numbers_of_the_cpu(tmp_path):
     assert found == dict.fromkeys(OF_ATTENTION)
 
 
-def check(found: dict[str, Any], backend: str, reference: dict[str, Any]) -> None:
+def check(backend, count, reference, out, report):
+    """Train natively by a process for each GPU, under XLA by one for all."""
+    environment = (gpus.under_xla if backend == "xla" else gpus.shown)(forkrun.environment())
+    processes = count if backend == "native" else 1
+    found = accelerators.train(backend, count, out, environment, processes=processes)
     assert found["device"] == ("cuda:0" if backend == "native" else "xla:0")
     assert found["platform"] == (None if backend == "native" else "CUDA")
-    assert found["losses"] == pytest.approx(reference["losses"], rel=RELATIVE)
-    assert found["norms"] == pytest.approx(reference["norms"], rel=RELATIVE)
-    assert len(set(reference["losses"])) == 5
+    accelerators.compare(found, reference, report, f"{backend} on {count}")

@@ -259,6 +259,12 @@ def _keep_matmul_precision() -> None:
     import torch_xla.backends as backends
 
     precision = torch.get_float32_matmul_precision()
+    if precision == "highest" and platform() == tpu.PLATFORM:
+        _log.info(
+            "float32 matrices are multiplied as exactly as on a CPU, which takes a TPU six passes: "
+            "config.compute.bf16 = True takes one, and before accelerate() torch.set_float32_matmul_precision('high') "
+            "three"
+        )
     backends.set_mat_mul_precision("default" if precision == "medium" else precision)
 
 

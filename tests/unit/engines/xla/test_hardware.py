@@ -207,6 +207,17 @@ def test_one_process_that_finds_several_chips_is_told_what_it_can_do(libtpu, chi
     assert "sizes in config.dist multiply to 8" in hardware.other_devices(4, 8)
 
 
+def test_what_exact_products_cost_a_tpu_is_said(libtpu, chips, monkeypatch, caplog):
+    kept = []
+    backends = SimpleNamespace(set_mat_mul_precision=kept.append)
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(backends=backends))
+    monkeypatch.setitem(sys.modules, "torch_xla.backends", backends)
+    with caplog.at_level("INFO", logger="torchacc"):
+        runtime._keep_matmul_precision()
+    assert kept == ["highest"]
+    assert "which takes a TPU six passes: config.compute.bf16 = True takes one" in caplog.text
+
+
 # In processes of their own
 
 

@@ -1,7 +1,9 @@
 """One program for several hosts: on two that are made up, as XLA's CPU client connects no processes."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -64,6 +66,40 @@ def test_weights_of_rank_0_can_be_asked_for_where_there_are_several():
     )
     assert "dist.fsdp.sync_module_states" in alone.options_without_effect()
     assert "dist.fsdp.sync_module_states" not in of_hosts.options_without_effect()
+
+
+# Where the devices lie
+
+
+def made_up_runtime(monkeypatch, places, own=()):
+    """Let the runtime have TPUs at some places, whose numbers come in no order."""
+    devices = [
+        {"name": f"TPU:{number}", "coords": list(coords), "core_on_chip": 0} | ({"slice_index": index} if index else {})
+        for number, (index, *coords) in enumerate(places)
+    ]
+    module = SimpleNamespace(global_runtime_device_attributes=lambda: devices[::-1])
+    library = SimpleNamespace(_xla_get_runtime_devices=lambda: [f"TPU:{number}" for number in own])
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(runtime=module, _XLAC=library))
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", module)
+
+
+def test_devices_of_tpus_are_put_where_their_neighbours_are(on_tpus, monkeypatch):
+    places = [(index, x, y, 0) for index in (1, 0) for y in range(2) for x in range(2)]
+    made_up_runtime(monkeypatch, places, own=[6, 3])
+    assert runtime.local_devices() == [6, 3]
+    assert runtime.device_places() == [(*place, 0) for place in places]
+    engine = SpmdEngine(config=Config(), mesh=Mesh((("dp", 2), ("fsdp", 2), ("tp", 2))), job=HOSTS)
+    first, second = engine.device_order[:4], engine.device_order[4:]
+    assert first == [4, 6, 5, 7]  # slice 0, and in it neighbours
+    assert second == [0, 2, 1, 3]
+    assert engine.partition((("dp", "fsdp"), "tp")).tile_assignment == [[4, 6], [5, 7], [0, 2], [1, 3]]
+
+
+def test_devices_elsewhere_keep_their_order(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    made_up_runtime(monkeypatch, [(0, x, 0, 0) for x in (3, 1, 0, 2)])
+    engine = SpmdEngine(config=Config(), mesh=Mesh((("dp", 1), ("fsdp", 4))), job=Job())
+    assert engine.device_order == [0, 1, 2, 3]
 
 
 # Training
