@@ -443,7 +443,7 @@ class FSDPConfig(Section):
     sync_module_states: StrictBool = False
     """Broadcast parameters and buffers of rank 0 before sharding, so that all ranks start from the same ones."""
     use_spmd: StrictBool = False
-    """Drive all devices from one process (XLA only)."""
+    """Drive all devices from one process, on several TPU hosts from one on each (XLA only)."""
     shard_output_callable: ShardFunction | None = None
     """Function of (output, mesh) that shards what the model returns under SPMD; None to shard its first tensor."""
     cpu_offload: StrictBool = False

@@ -36,7 +36,7 @@ class Engine(ABC):
     is_lazy: ClassVar[bool] = False
     """Whether operations are recorded, and run together at `sync()`, as PyTorch's lazy tensors are."""
     drives_all_devices: ClassVar[bool] = False
-    """Whether one process drives all devices of a machine, and not each process one."""
+    """Whether one program runs on all devices, and a process drives those of its machine, and not each process one."""
     no_effect: ClassVar[Mapping[str, str]] = {}
     """Options that mean nothing here: dotted path -> why. One that the user changed is listed in a log line."""
 

@@ -243,30 +243,29 @@ class ProcessGroup:
                 _meetings()
 
     def meet(self, what: str, apart: str | None = None, instead: str | None = None) -> None:
-        """Raise on every process unless all of them do the same now. Collective: every process.
+        """Raise on every process unless all of them read the same now. Collective: every process.
 
-        Args:
-            what: Which tensor is read; or, with the others, what is done.
-            apart: What is wrong where they differ.
-            instead: What to do about it.
+        For what is no reading, `apart` says what is wrong where they differ, and `instead` what to do.
 
         Raises:
             EngineError: They do different things, or some do not come within five minutes.
         """
-        doing = what if apart else f"read {what}"
-        apart, instead = apart or "the processes read different tensors at the same time", instead or _READ_ALIKE
         if not self.job.launched:
             return
+        did = what if apart else f"read {what}"
         words = bytearray(what.encode()[:_MEET_BYTES].ljust(_MEET_BYTES))
         found = torch.empty(self.job.num_processes, _MEET_BYTES, dtype=torch.uint8)
         try:
             dist.all_gather_into_tensor(found.view(-1), torch.frombuffer(words, dtype=torch.uint8), group=_meetings())
         except RuntimeError as error:
-            raise EngineError(f"this process {doing}, and others did not within {_MEET_SECS} s: {instead}") from error
+            raise EngineError(
+                f"this process {did}, and others did not within {_MEET_SECS} s: {instead or _READ_ALIKE}"
+            ) from error
         read = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in found]
         if len(set(read)) > 1:
             listed = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(read))
-            raise EngineError(f"{apart}: {listed}. {instead}")
+            apart = apart or "the processes read different tensors at the same time"
+            raise EngineError(f"{apart}: {listed}. {instead or _READ_ALIKE}")
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         """Wait for every process at the same tag. Collective: every process.

@@ -4,13 +4,14 @@ Nothing is sent here but on the host. A tensor that is moved to the devices has 
 fills in what its own devices need; of that torch_xla takes the slice of each of these devices, and of no other.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from torchacc.data.tree import tensors_in
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.local_pieces import joined_pieces
@@ -64,15 +65,17 @@ class HostShare:
         return whole
 
     def meet(self, inputs: Any) -> None:
-        """Refuse a forward that others do not make, or make with other shapes. Collective: every process.
+        """Refuse a forward that others do not make, or make with other shapes or numbers. Collective: every process.
 
         Raises:
             EngineError: On every process; the hosts would run different programs, and wait for each other for ever.
         """
-        shapes = ", ".join(f"{str(tuple(each.shape))} {each.dtype}" for each in tensors_in(inputs))
+        leaves = [said for said in map(_in_program, tree_leaves(inputs)) if said is not None]
+        described = ", ".join([*leaves, "with gradients" if torch.is_grad_enabled() else "without gradients"])
+        digest = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()  # as what is sent may be cut
         self._group.meet(
-            f"is called with {shapes}",
-            "the hosts call the model with tensors of different shapes, and run one program",
+            f"calls the model, {digest}, with {described}",
+            "the hosts call the model with tensors of different shapes, or other numbers, and run one program",
             "Call it on every host, with as many rows of one length: pad them in collate_fn, or by "
             "config.dataloader.max_length with num_buckets = 1",
         )
@@ -103,3 +106,10 @@ class HostShare:
             for part in self.hosts.held(name, shape, spec, rank).slices:
                 whole[part.start : part.stop] = local[part.offset : part.offset + part.numel]
         return whole
+
+
+def _in_program(leaf: Any) -> str | None:
+    """Return what of a forward's input is a part of the program that it records; None where nothing is."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, int | float | str) else None

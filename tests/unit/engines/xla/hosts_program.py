@@ -64,6 +64,25 @@ def written(run: Run) -> list[str]:
     return [name for name, each in counts.items() if each != Counter(range(torch.Size(shapes[name]).numel()))]
 
 
+def through_full_states(run: Run, folder: Path) -> list[str]:
+    """Return what is not as it was once full states have been saved to one file each, and loaded from memory."""
+    before = torchacc.full_state_dict(run.model)
+    of_optimizer = run.model.full_optim_state_dict(run.optimizer, rank0_only=False)
+    torchacc.save(run.model.state_dict(), folder / "weights.pth")
+    in_file = torchacc.load(folder / "weights.pth")
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    run.model.load_state_dict(in_file)
+    run.optimizer.load_state_dict(run.model.optim_state_dict_to_load(run.optimizer, of_optimizer))
+    after = torchacc.full_state_dict(run.model)
+    again = run.model.full_optim_state_dict(run.optimizer, rank0_only=False)
+    wrong = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    for index, entry in of_optimizer["state"].items():
+        wrong += [key for key, value in entry.items() if not torch.equal(value, again["state"][index][key])]
+    return wrong
+
+
 def refused(act: Any) -> str:
     try:
         act()
@@ -87,6 +106,7 @@ def main() -> None:
     torchacc.checkpoint.load(folder / "saved", **again.parts())
     found["differences"] = again.differences(folder / "saved")
     found["resumed"] = again.train(again.batches(), STEPS_AFTER)
+    found["of_full_states"] = through_full_states(run, folder)
     engine = sharded_model(run.model).engine
     found["data_shards"] = list(engine.data_shards)
     found["held"] = sum(part.numel for each in sharded_model(run.model).local_shards.values() for part in each.slices)
@@ -96,6 +116,8 @@ def main() -> None:
         ids = torch.zeros(2 * len(engine.data_shards), 4 + job.rank, dtype=torch.long)
         found["in_order"] = [each["xla"] for each in engine.group.all_gather_objects(engine.random_state())]
         found["of_other_shapes"] = refused(lambda: run.model(input_ids=ids))
+        with torch.set_grad_enabled(job.rank == 0):
+            found["in_other_modes"] = refused(lambda: run.model(input_ids=ids[:, :4]))
         found["without_rows"] = refused(lambda: engine.put({"number": torch.tensor(3.0)}))
         found["in_shards"] = refused(lambda: api.state_dict(run.model, StateDictType.SHARDED_STATE_DICT))
     (folder / f"rank{job.rank}.json").write_text(json.dumps(found))
