@@ -13,7 +13,7 @@ import pytest
 import tensor_parallel_cases
 import torch
 import transformers
-from casekit import ADAM, NATIVE, RANK, RELATIVE
+from casekit import ADAM, ENGINE, NATIVE, RANK, RELATIVE, SPMD
 from casekit import case as case_of
 from sequence_cases import compare_sharded, labelled_unevenly, make, packed, padded, part_of, plain, step
 from torch import nn
@@ -23,8 +23,10 @@ from torchacc.engines.sharded_model import sharded_model
 from torchacc.parallel.experts import count_experts
 from torchacc.train.expert_loads import ExpertLoads
 
+BOTH = (NATIVE, SPMD)
 case = partial(case_of, (NATIVE,), num_devices=4)
-case_of_two = partial(case_of, (NATIVE,), num_devices=2)
+case_of_both = partial(case_of, BOTH, num_devices=4)
+case_of_two = partial(case_of, BOTH, num_devices=2)
 DEEPSEEK = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,
@@ -39,11 +41,12 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "kv_heads": 2},
     "qwen3-moe": {"family": "qwen3_moe", "kv_heads": 2},
     "deepseek-v3": {"family": "deepseek_v3", **DEEPSEEK},
-    "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, **FEW_EXPERTS, "use_cache": False},
 }
 WINDOW = [labelled_unevenly(), padded(left=True)]
 KEPT = {"gc": True, "gc_policy": "save_matmuls"}
@@ -53,9 +56,9 @@ def accelerate(
     model: nn.Module, *, ep: int, dp: int = 1, num_devices: int = 4, dist: Any = None, **options: Any
 ) -> nn.Module:
     others = math.prod(axis["size"] for name, axis in (dist or {}).items() if name in ("tp", "sp", "pp"))
-    fsdp = {"size": num_devices // ep // dp // others, **options.pop("fsdp", {})}
-    axes = {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}
-    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": axes, **options}))
+    fsdp = {"size": num_devices // ep // dp // others, "use_spmd": ENGINE == SPMD, **options.pop("fsdp", {})}
+    config = {"dist": {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}, **options}
+    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": ENGINE.partition("-")[0], **config}))
 
 
 def with_random_numbers(model: nn.Module) -> nn.Module:

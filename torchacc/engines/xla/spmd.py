@@ -16,7 +16,7 @@ from torchacc.config import Config, requested_devices
 from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
-from torchacc.engines.xla import hardware, runtime
+from torchacc.engines.xla import hardware, runtime, spread_experts
 from torchacc.engines.xla.each_device import on_each_device
 from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Partition, Spec, partition
@@ -27,7 +27,8 @@ from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named, restricted
-from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.experts import HELD_BY, spread_spec
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
 
 _log = get_logger(__name__)
@@ -76,6 +77,8 @@ class SpmdEngine(XlaEngine):
                     f"config.{option} splits the outputs of units, and so does "
                     "config.dist.fsdp.shard_output_callable: leave one of them out"
                 )
+        if self.mesh.size(Role.EXPERT) > 1:
+            spread_experts.check(self.config, self.mesh, model)
         if dist.sp.size > 1:
             _refuse_with_split_samples(self.config, model)
         if self.config.compute.scan_layers and (dist.tp.size > 1 or dist.fsdp.shard_output_callable is not None):
@@ -233,11 +236,12 @@ class SpmdModel(XlaModel):
         engine = self.engine
         model_patches.prepare(self.model, partitioned=engine.is_partitioned)
         replaced: dict[torch.Tensor, nn.Parameter] = {}
+        spread = [experts.module for experts in self.plan.experts]
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
             weights: list[Weight] = []
             for planned in unit.parameters:
-                spec = partition_spec(planned.shape, engine.mesh, self.plan.tensor_parallel.spec_of(planned.name))
+                spec = self._spec_of(planned, is_spread=unit.name in spread)
                 for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
                     replaced[original] = weight.shard
                     self._specs[weight.shard] = spec
@@ -246,8 +250,13 @@ class SpmdModel(XlaModel):
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
-                self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
-                self._constrain_output(module, between_units=bool(unit.name))
+                stay = HELD_BY if unit.name in spread else (Role.TENSOR,)
+                gatherer = _SpmdGatherer(split, engine, self._specs, stay, reshard_after_forward=again)
+                self._install_unit(module, gatherer)
+                if unit.name in spread:
+                    spread_experts.install(module, engine.mesh, engine.annotate)
+                else:
+                    self._constrain_output(module, between_units=bool(unit.name))
         if self.plan.tensor_parallel.sequence_parallel or engine.mesh.size(Role.SEQUENCE) > 1:
             self._constrain_embeddings()
         self._install_recompute()
@@ -255,6 +264,12 @@ class SpmdModel(XlaModel):
         self._move_buffers()
         self._install_forward(self._run)
         return replaced
+
+    def _spec_of(self, planned: PlannedParameter, *, is_spread: bool) -> ParameterSpec:
+        """Return how a parameter is split at rest."""
+        mesh = self.engine.mesh
+        how = spread_spec(planned.shape, mesh) if is_spread else self.plan.tensor_parallel.spec_of(planned.name)
+        return partition_spec(planned.shape, mesh, how)
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return a full tensor that is split like its parameter."""
@@ -277,7 +292,8 @@ class SpmdModel(XlaModel):
         """Let a list of layers run as a loop."""
         layers = self.model.get_submodule(name)
         first = dict(layers[0].named_parameters())  # type: ignore[index]
-        units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
+        inner = set(layers[0].modules())  # type: ignore[index]
+        units = [unit.gatherer for unit in self._units if unit.module in inner]
         gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
 
         def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
@@ -396,12 +412,14 @@ class _SpmdGatherer(Gatherer):
         weights: Sequence[Weight],
         engine: SpmdEngine,
         specs: Mapping[torch.Tensor, ParameterSpec],
+        stay: Sequence[Role],
         *,
         reshard_after_forward: bool,
     ) -> None:
         super().__init__(weights)
         self._engine = engine
         self._specs = specs
+        self._stay = stay
         self.keeps_weights = not reshard_after_forward
 
     def gather(self) -> list[torch.Tensor]:
@@ -416,14 +434,14 @@ class _SpmdGatherer(Gatherer):
         return self.unshard(shard, weight)
 
     def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
+        """Return a weight gathered, but for the axes along which devices compute with different parts of it."""
         if shard.dtype == weight.dtype:
             copy = shard.clone()
         else:
             # Said twice, so that the cast happens before the gather and half as much travels.
             copy = shard.to(weight.dtype)
             self.split(copy, weight)
-        self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
+        self._engine.annotate(copy, restricted(self._specs[weight.shard], *self._stay))
         return copy
 
     def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:

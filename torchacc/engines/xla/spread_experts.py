@@ -1,0 +1,85 @@
+"""Experts that are spread over the devices of one program: each device computes its own, for all tokens of its group.
+
+Which tokens an expert has is known only when a step runs, and a program's shapes before. So the devices along the axis of
+experts gather each other's tokens, each computes all of them with its own experts, and their sums are reduced, each
+token where it came from. No token is dropped, and what experts compute of tokens that have not chosen them is zero.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchacc.config import Config
+from torchacc.engines.expert_families import check_experts
+from torchacc.engines.option_conflicts import refuse_beside
+from torchacc.engines.patches import dense_experts
+from torchacc.engines.xla.partition import Spec
+from torchacc.parallel.axes import Role, joined
+from torchacc.parallel.experts import HELD_BY
+from torchacc.parallel.mesh import Mesh
+
+Annotate = Callable[[torch.Tensor, Spec], None]
+
+
+def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """Refuse what would not compute the unsharded numbers, or is not known to.
+
+    Args:
+        config: A resolved config.
+        mesh: Its mesh.
+        model: The model; it is only read.
+
+    Raises:
+        ConfigError: It would not.
+    """
+    asked = f"config.dist.ep.size = {mesh.size(Role.EXPERT)}"
+    refuse_beside(asked, {"config.dist.tp.plan": config.dist.tp.plan is not None})
+    check_experts(asked, model)
+
+
+def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
+    """Let each device compute its experts of a module, whose gathered weights stay split by experts.
+
+    Args:
+        module: The module, which is changed in place.
+        mesh: The mesh.
+        annotate: Says how a tensor of the program is split.
+    """
+    group = joined(axis for axis in mesh.data_axes if axis not in mesh.axes(*HELD_BY))
+    own, held = joined(mesh.data_axes), joined(mesh.axes(*HELD_BY))
+
+    def lay(tensor: torch.Tensor, spec: Spec, of_gradient: Spec) -> torch.Tensor:
+        laid: torch.Tensor = _Lay.apply(tensor, annotate, spec, of_gradient)
+        return laid
+
+    def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        divides = len(hidden) % mesh.num_data_shards == 0
+        here, there = ((own, None), (group, None)) if divides else ((None, None), (None, None))
+        by_expert = (there[0], held)
+        is_chosen, shares = dense_experts.shares(module.num_experts, chosen, weights)
+        annotate(is_chosen, by_expert)
+        shares = lay(shares, by_expert, here)
+        tokens = lay(dense_experts.in_autocast_dtype(hidden)[0], there, here)
+        activations = lay(dense_experts.hidden_of(module, tokens, is_chosen), (*by_expert, None), (*by_expert, None))
+        return lay(dense_experts.output_of(module, activations, shares), here, there).to(hidden.dtype)
+
+    module.forward = run
+
+
+class _Lay(torch.autograd.Function):
+    """Say how a tensor is split, and how its gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, annotate: Annotate, spec: Spec, of_gradient: Spec) -> torch.Tensor:
+        ctx.annotate, ctx.of_gradient = annotate, of_gradient
+        laid = tensor.clone()
+        annotate(laid, spec)
+        return laid
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        gradient = gradient.clone()
+        ctx.annotate(gradient, ctx.of_gradient)
+        return gradient, None, None, None
