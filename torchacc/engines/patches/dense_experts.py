@@ -4,6 +4,7 @@ Of a token that has not chosen an expert only zeros go through it, so that nothi
 not even what is infinite.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,32 +24,29 @@ def shares(num_experts: int, chosen: torch.Tensor, weights: torch.Tensor) -> tup
     return is_chosen.any(1), torch.where(is_chosen, weights[:, :, None], 0.0).sum(1)
 
 
-def hidden_of(experts: Any, tokens: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
-    """Return the activations of all experts, of shape (tokens, experts, width of an expert).
+def compute_all(
+    experts: Any,
+    tokens: torch.Tensor,
+    is_chosen: torch.Tensor,
+    weights: torch.Tensor,
+    lay: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the weighted sum of what experts make of tokens, of shape (tokens, width).
 
     Args:
         experts: The module.
         tokens: Of shape (tokens, width).
         is_chosen: Whether a token has chosen an expert, of shape (tokens, experts).
+        weights: With which weight, of the same shape.
+        lay: Returns activations, of shape (tokens, experts, …), where they are to be computed.
     """
-    equation = "th,ehi->tei" if experts.is_transposed else "th,eih->tei"
-    hidden = torch.einsum(equation, *in_autocast_dtype(tokens, experts.gate_up_proj))
+    up, down = ("th,ehi->tei", "tei,eih->th") if experts.is_transposed else ("th,eih->tei", "tei,ehi->th")
+    hidden = lay(torch.einsum(up, *in_autocast_dtype(tokens, experts.gate_up_proj)))
     if experts.has_bias:
         hidden = hidden + experts.gate_up_proj_bias.to(hidden.dtype)
-    gated: torch.Tensor = experts._apply_gate(torch.where(is_chosen[:, :, None], hidden, 0.0))
-    return gated
-
-
-def output_of(experts: Any, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what experts make of tokens, of shape (tokens, width).
-
-    Args:
-        experts: The module.
-        hidden: What `hidden_of()` returned.
-        weights: Of each token for each expert, of shape (tokens, experts).
-    """
-    equation = "tei,eih->th" if experts.is_transposed else "tei,ehi->th"
-    output = torch.einsum(equation, *in_autocast_dtype(hidden * weights[:, :, None], experts.down_proj))
+    hidden = experts._apply_gate(torch.where(is_chosen[:, :, None], hidden, 0.0))
+    # Weighed before the product, so that it sums over experts, too, and their outputs need not exist one by one.
+    output = torch.einsum(down, *in_autocast_dtype(lay(hidden * weights[:, :, None]), experts.down_proj))
     if experts.has_bias:
         output = output + torch.einsum("te,eh->th", *in_autocast_dtype(weights, experts.down_proj_bias))
     return output

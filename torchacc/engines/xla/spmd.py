@@ -293,8 +293,8 @@ class SpmdModel(XlaModel):
         layers = self.model.get_submodule(name)
         first = dict(layers[0].named_parameters())  # type: ignore[index]
         inner = set(layers[0].modules())  # type: ignore[index]
-        units = [unit.gatherer for unit in self._units if unit.module in inner]
-        gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
+        units = [unit for unit in self._units if unit.module in inner]
+        gathered = {weight.shard: (weight, unit.gatherer) for unit in units for weight in unit.gatherer.weights}
 
         def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
             how = gathered.get(first[parameter])
@@ -306,6 +306,7 @@ class SpmdModel(XlaModel):
 
         return LayerScan(
             layers,  # type: ignore[arg-type]
+            units,
             unshard=unshard,
             annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
             annotate_output=lambda output: annotate(output, self._activation_spec(output, between_units=True)),
@@ -452,6 +453,15 @@ class _SpmdGatherer(Gatherer):
         # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
         weight.shard.data.copy_(kept)
 
+    def reduced(self, gradient: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient of an unsharded weight as that of its shard."""
+        if Role.EXPERT in self._stay:  # or XLA may send activations, and compute experts where they are at rest
+            gradient = gradient.clone()
+            self._engine.annotate(gradient, restricted(self._specs[weight.shard], *self._stay))
+        gradient = gradient.clone() if gradient.dtype == dtype else gradient.to(dtype)
+        self.split(gradient, weight)
+        return gradient
+
     def split(self, tensor: torch.Tensor, weight: Weight) -> None:
         self._engine.annotate(tensor, self._specs[weight.shard])
 
@@ -466,9 +476,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
-        ctx.gatherer.split(grad, ctx.weight)
-        return grad, None, None
+        return ctx.gatherer.reduced(grad, ctx.weight, ctx.dtype), None, None
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ experts gather each other's tokens, each computes all of them with its own exper
 token where it came from. No token is dropped, and what experts compute of tokens that have not chosen them is zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchacc.config import Config
 from torchacc.engines.expert_families import check_experts
 from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.patches import dense_experts
+from torchacc.engines.patches.split_heads import in_autocast_dtype
 from torchacc.engines.xla.partition import Spec
 from torchacc.parallel.axes import Role, joined
 from torchacc.parallel.experts import HELD_BY
@@ -47,39 +48,48 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
         mesh: The mesh.
         annotate: Says how a tensor of the program is split.
     """
-    group = joined(axis for axis in mesh.data_axes if axis not in mesh.axes(*HELD_BY))
-    own, held = joined(mesh.data_axes), joined(mesh.axes(*HELD_BY))
+    held = joined(mesh.axes(*HELD_BY))
+    shared = joined(axis for axis in mesh.data_axes if axis not in mesh.axes(*HELD_BY))
 
-    def lay(tensor: torch.Tensor, spec: Spec, of_gradient: Spec) -> torch.Tensor:
-        laid: torch.Tensor = _Lay.apply(tensor, annotate, spec, of_gradient)
+    def lay(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
+        laid: torch.Tensor = _Lay.apply(tensor, annotate, specs, of_gradient)
         return laid
 
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         divides = len(hidden) % mesh.num_data_shards == 0
-        here, there = ((own, None), (group, None)) if divides else ((None, None), (None, None))
-        by_expert = (there[0], held)
+        own, gathered = ((joined(mesh.data_axes), None), (shared, None)) if divides else ((None, None), (None, None))
+        by_expert = (gathered[0], held)
         is_chosen, shares = dense_experts.shares(module.num_experts, chosen, weights)
-        annotate(is_chosen, by_expert)
-        shares = lay(shares, by_expert, here)
-        tokens = lay(dense_experts.in_autocast_dtype(hidden)[0], there, here)
-        activations = lay(dense_experts.hidden_of(module, tokens, is_chosen), (*by_expert, None), (*by_expert, None))
-        return lay(dense_experts.output_of(module, activations, shares), here, there).to(hidden.dtype)
+        tokens = lay(in_autocast_dtype(hidden)[0], [gathered], [gathered, own])
+        output = dense_experts.compute_all(
+            module,
+            tokens,
+            lay(is_chosen, [by_expert], []),
+            lay(shares, [by_expert], [own]),
+            lambda hidden: lay(hidden, [(*by_expert, None)], [(*by_expert, None)]),
+        )
+        return lay(output, [gathered, own], [gathered]).to(hidden.dtype)
 
     module.forward = run
 
 
 class _Lay(torch.autograd.Function):
-    """Say how a tensor is split, and how its gradient is."""
+    """Say how a tensor is split, and how its gradient is: first in one way, then in another, where there are two."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, annotate: Annotate, spec: Spec, of_gradient: Spec) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, annotate: Annotate, specs: Sequence[Spec], of_gradient: Sequence[Spec]
+    ) -> torch.Tensor:
         ctx.annotate, ctx.of_gradient = annotate, of_gradient
-        laid = tensor.clone()
-        annotate(laid, spec)
-        return laid
+        return _laid(tensor, annotate, specs)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        gradient = gradient.clone()
-        ctx.annotate(gradient, ctx.of_gradient)
-        return gradient, None, None, None
+        return _laid(gradient, ctx.annotate, ctx.of_gradient), None, None, None
+
+
+def _laid(tensor: torch.Tensor, annotate: Annotate, specs: Sequence[Spec]) -> torch.Tensor:
+    for spec in specs:
+        tensor = tensor.clone()
+        annotate(tensor, spec)
+    return tensor
