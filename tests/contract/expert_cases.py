@@ -26,6 +26,7 @@ from torchacc.train.expert_loads import ExpertLoads
 BOTH = (NATIVE, SPMD)
 case = partial(case_of, (NATIVE,), num_devices=4)
 case_of_both = partial(case_of, BOTH, num_devices=4)
+case_of_spmd = partial(case_of, (SPMD,), num_devices=4)
 case_of_two = partial(case_of, BOTH, num_devices=2)
 DEEPSEEK = {
     "moe_intermediate_size": 16,
@@ -92,16 +93,20 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "and-replicas": {"ep": 2, "dp": 2},
     "in-another-order": {"ep": 2, "dist": {"topology": ["dp", "ep", "fsdp", "pp", "sp", "tp"]}},
     "recomputed": {"ep": 2, "memory": {"gc": True}},
-    "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
     "kept": {"ep": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
-    "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
-    "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
     "with-the-loss-in-chunks": {"ep": 2, "compute": {"chunked_loss": 3}},
     "fewer-than-devices": {"ep": 2, "num_local_experts": 2},
 }
+NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
+    "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
+    "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
+}
 
 
-@case(each=LAYOUTS)
+@case_of_both(each=LAYOUTS)
+@case(each=NATIVE_LAYOUTS)
+@case_of_spmd(each={"in-a-loop": {"ep": 2, "compute": {"scan_layers": True}}})
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     options = {"num_local_experts": how.get("num_local_experts", 4)}
     model = make(**FAMILIES["mixtral"], **options)
@@ -115,10 +120,12 @@ def beside(**sizes: int) -> dict[str, Any]:
 OUTER_TP = {"ep": 2, "dist": {"tp": {"size": 2}, "topology": ["tp", "dp", "ep", "fsdp", "pp", "sp"]}}
 
 
-BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
+BESIDE_LAYERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers": ("mixtral", beside(tp=2)),
     "split-layers-of-the-outer-axis": ("qwen3-moe", {**OUTER_TP, "memory": {"gc": True}}),
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
+}
+BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-samples": ("mixtral", beside(sp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
     "split-layers-but-for-products": ("mixtral", {**beside(tp=2), "memory": KEPT}),
@@ -130,6 +137,8 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@case_of_both(each=BESIDE_LAYERS)
+@case_of_spmd(each={"split-layers-of-gpt-oss": ("gpt-oss", beside(tp=2))})
 @case(each=BESIDE)
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
@@ -138,14 +147,17 @@ def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
 
 ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "alone": ("mixtral", {"ep": 2}),
-    "latent-attention": ("deepseek-v3", {"ep": 2, "memory": {"gc": True}}),
     "split-layers": ("qwen3-moe", beside(tp=2)),
+}
+NATIVELY_ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "latent-attention": ("deepseek-v3", {"ep": 2, "memory": {"gc": True}}),
     "split-samples": ("mixtral", beside(sp=2)),
     "stages": ("qwen3-moe", beside(pp=2)),
 }
 
 
-@case(each=ADAPTED)
+@case_of_both(each=ADAPTED)
+@case(each=NATIVELY_ADAPTED)
 def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
     model = with_random_numbers(make(**FAMILIES[family]))
@@ -183,7 +195,8 @@ def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     compare(model, [padded(left=False), packed()], ep=2, steps=1)
 
 
-@case(each={"kept": {"ep": 4}, "recomputed": {"ep": 4, "memory": {"gc": True}}, "split": beside(tp=2)})
+@case_of_both(each={"recomputed": {"ep": 4, "memory": {"gc": True}}})
+@case(each={"kept": {"ep": 4}, "split": beside(tp=2)})
 def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
     """All tokens go to the first two experts: of one device here, which all others wait for."""
     for frozen in (False, True):
@@ -197,17 +210,17 @@ def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
 
 def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     logits, scores, indices = output
-    return logits, scores, torch.arange(indices.shape[1]).expand_as(indices)
+    return logits, scores, torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
 
 
-@case()
+@case_of_both()
 def the_loss_that_balances_experts_is_over_all_tokens() -> None:
     for family, how in (("mixtral", {"ep": 2}), ("qwen3-moe", {"ep": 2}), ("mixtral", beside(tp=2))):
         model = make(**FAMILIES[family], output_router_logits=True, router_aux_loss_coef=0.5)
         compare(model, [padded(left=True)], **how)
 
 
-@case()
+@case_of_both()
 def spread_experts_train_in_bfloat16_as_over_shards() -> None:
     batch, losses = padded(left=False), []
     for ep in (1, 4):
@@ -259,19 +272,19 @@ def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
     torch.testing.assert_close(*logits)
 
 
-LOADED: Mapping[str, dict[str, Any]] = {
-    "to-fsdp": {"ep": 1},
+LOADED: Mapping[str, dict[str, Any]] = {"to-fsdp": {"ep": 1}, "to-split-layers": beside(tp=2)}
+LOADED_NATIVELY: Mapping[str, dict[str, Any]] = {
     "to-more": {"ep": 4},
     "to-replicas": {"ep": 2, "dp": 2},
-    "to-split-layers": beside(tp=2),
     "to-split-samples": beside(sp=2),
     "to-stages": beside(pp=2),
 }
 
 
-@case(each=LOADED)
+@case_of_both(each=LOADED)
+@case(each=LOADED_NATIVELY)
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
-    folder = Path(sys.argv[2]) / f"ep-saved-{list(LOADED.values()).index(after)}"
+    folder = Path(sys.argv[2]) / f"ep-saved-{[*LOADED.values(), *LOADED_NATIVELY.values()].index(after)}"
     make_model = partial(make, **FAMILIES["mixtral"])
     saved, optimizer = trained(make_model(), ep=2)
     torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
@@ -302,7 +315,8 @@ def _check_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@case(each={"over-all": {"ep": 4}, "beside-split-layers": beside(tp=2)})
+@case_of_both(each={"beside-split-layers": beside(tp=2)})
+@case(each={"over-all": {"ep": 4}})
 def spread_experts_evaluate_and_generate_ragged_samples(how: dict[str, Any]) -> None:
     model = make(**FAMILIES["qwen3-moe"])
     whole = copy.deepcopy(model).eval()
@@ -389,7 +403,7 @@ def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
     check_loads(family, ep=2, num_devices=2)
 
 
-@case(each=BESIDE)
+@case(each=BESIDE_LAYERS | BESIDE)
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])
 
