@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -13,9 +14,10 @@ import pytest
 import tensor_parallel_cases
 import torch
 import transformers
-from casekit import ADAM, ENGINE, NATIVE, RANK, RELATIVE, SPMD
+from casekit import ADAM, ENGINE, NATIVE, NUM_DEVICES, RANK, RELATIVE, SPMD
 from casekit import case as case_of
 from sequence_cases import compare_sharded, labelled_unevenly, make, packed, padded, part_of, plain, step
+from tensor_parallel_cases import compiled_step
 from torch import nn
 
 import torchacc
@@ -88,8 +90,6 @@ def spread_over_two_devices_experts_train_as_unsharded(options: dict[str, Any]) 
 
 
 LAYOUTS: Mapping[str, dict[str, Any]] = {
-    "and-fsdp": {"ep": 2},
-    "over-all": {"ep": 4},
     "and-replicas": {"ep": 2, "dp": 2},
     "in-another-order": {"ep": 2, "dist": {"topology": ["dp", "ep", "fsdp", "pp", "sp", "tp"]}},
     "recomputed": {"ep": 2, "memory": {"gc": True}},
@@ -98,6 +98,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "fewer-than-devices": {"ep": 2, "num_local_experts": 2},
 }
 NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "and-fsdp": {"ep": 2},
+    "over-all": {"ep": 4},
     "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
     "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
     "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
@@ -121,11 +123,11 @@ OUTER_TP = {"ep": 2, "dist": {"tp": {"size": 2}, "topology": ["tp", "dp", "ep", 
 
 
 BESIDE_LAYERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "split-layers": ("mixtral", beside(tp=2)),
     "split-layers-of-the-outer-axis": ("qwen3-moe", {**OUTER_TP, "memory": {"gc": True}}),
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
 }
 BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "split-layers": ("mixtral", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
     "split-layers-but-for-products": ("mixtral", {**beside(tp=2), "memory": KEPT}),
@@ -147,17 +149,14 @@ def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
 
 ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "alone": ("mixtral", {"ep": 2}),
-    "split-layers": ("qwen3-moe", beside(tp=2)),
-}
-NATIVELY_ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "latent-attention": ("deepseek-v3", {"ep": 2, "memory": {"gc": True}}),
     "split-samples": ("mixtral", beside(sp=2)),
     "stages": ("qwen3-moe", beside(pp=2)),
 }
 
 
-@case_of_both(each=ADAPTED)
-@case(each=NATIVELY_ADAPTED)
+@case_of_both(each={"split-layers": ("qwen3-moe", beside(tp=2))})
+@case(each=ADAPTED)
 def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
     model = with_random_numbers(make(**FAMILIES[family]))
@@ -169,6 +168,11 @@ def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
 def experts_of_interleaved_stages_train_as_unsharded() -> None:
     model = with_random_numbers(pipeline_cases.make("mixtral", layers=4, num_local_experts=4))
     compare(model, WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": "interleaved"}})
+
+
+@case_of((SPMD,), num_devices=8)
+def experts_of_shards_and_split_layers_train_as_unsharded() -> None:
+    compare(with_random_numbers(make(**FAMILIES["qwen3-moe"])), WINDOW, num_devices=8, **beside(tp=2))
 
 
 @case_of((NATIVE,), num_devices=8)
@@ -228,6 +232,23 @@ def spread_experts_train_in_bfloat16_as_over_shards() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
     assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+
+
+@case_of_spmd()
+def a_step_has_the_experts_of_a_device_only() -> None:
+    size = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}  # as no other case has
+    of_all, temporaries = 8 * 256 * 64, []
+    for ep in (2, 4):
+        model = accelerate(make("mixtral", **size, num_local_experts=8), ep=ep)
+        batch, optimizer = part_of(model, plain(2)), torch.optim.SGD(model.parameters(), lr=0.1)
+        program = compiled_step(lambda: step(model, [batch], optimizer))  # noqa: B023 - it runs at once
+        shapes = re.findall(r"f32\[([\d,]+)\]", program.read_text())
+        assert f"{8 // ep},512,64" in shapes
+        assert max(math.prod(map(int, dims.split(","))) for dims in shapes) == 2 * of_all // ep, "of all experts"
+        buffers = program.with_name(f"{program.stem}-buffer-assignment.txt").read_text()
+        temporaries += [max(map(int, re.findall(r"size (\d+), preallocated-temp", buffers)))]
+    assert temporaries[0] < 2 * 3 * of_all * 4 // 2, "more than the weights of half of the experts, and gradients"
+    assert temporaries[1] < 0.55 * temporaries[0]
 
 
 @case()
@@ -304,6 +325,23 @@ def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     _check_same(torchacc.full_state_dict(back), torchacc.full_state_dict(loaded))
 
 
+@case_of(BOTH, num_devices=8)
+def a_checkpoint_of_spread_experts_goes_on() -> tuple[dict[str, Any], tuple[float, float]]:
+    """Load what the launch before has saved, or train; save, and return the states and what a next step comes to."""
+    own = Path(sys.argv[2])
+    how = beside(tp=2) if NUM_DEVICES == 8 else {"ep": 2}
+    model = accelerate(make(**FAMILIES["mixtral"]), num_devices=NUM_DEVICES, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    if own.name == "0":
+        step(model, [part_of(model, plain())], optimizer)
+    else:
+        torchacc.checkpoint.load(own.with_name(str(int(own.name) - 1)) / "saved", model=model, optimizer=optimizer)
+    weights, states = pipeline_cases.states_of(model, optimizer)
+    torchacc.checkpoint.save(own / "saved", model=model, optimizer=optimizer)
+    moments = {f"{i} {key}": value for i, state in states["state"].items() for key, value in state.items()}
+    return {**weights, **moments}, step(model, [part_of(model, plain())], optimizer)
+
+
 def _check_same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert torch.equal(found, expected)
@@ -340,20 +378,6 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)
-    tied, mine, around = mixtral(), mixtral(), mixtral()
-    around.model.layers[1].mlp.forward = lambda hidden: hidden
-    tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
-    mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
-    for model, ep, expected in (
-        (make("llama"), 2, "no module of experts"),
-        (make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), 4, "the 6 experts of"),
-        (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
-        (tied, 2, "tied"),
-        (mine, 2, "not transformers' own"),
-        (around, 2, "not transformers' own"),
-    ):
-        with pytest.raises(torchacc.ConfigError, match=expected):
-            accelerate(model, ep=ep)
     with pytest.raises(torchacc.ConfigError, match="6 experts of .*, split over tp 2, are sharded"):
         accelerate(make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), **beside(tp=2))
     with pytest.raises(torchacc.ConfigError, match="output_router_logits.* routers of all layers"):
@@ -368,6 +392,36 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     loss = model(**part_of(model, plain())).loss
     with pytest.raises(torchacc.EngineError, match="dist.ep"):
         torch.autograd.grad(loss, model.model.layers[0].mlp.experts.down_proj)
+
+
+@case_of_spmd()
+def what_experts_spread_in_one_program_cannot_do_is_refused() -> None:
+    for options, expected in (
+        (beside(sp=2), "XLA cannot partition the experts"),
+        ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
+        ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(make(**FAMILIES["mixtral"]), **options)
+
+
+@case_of_both()
+def models_whose_experts_cannot_be_spread_are_refused() -> None:
+    mixtral = partial(make, **FAMILIES["mixtral"])
+    tied, mine, around = mixtral(), mixtral(), mixtral()
+    around.model.layers[1].mlp.forward = lambda hidden: hidden
+    tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
+    mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
+    for model, ep, expected in (
+        (make("llama"), 2, "no module of experts"),
+        (make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), 4, "the 6 experts of"),
+        (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
+        (tied, 2, "tied"),
+        (mine, 2, "not transformers' own"),
+        (around, 2, "not transformers' own"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(model, ep=ep)
 
 
 def _olmoe() -> Any:

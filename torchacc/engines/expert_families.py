@@ -1,4 +1,4 @@
-"""The models whose experts are spread over devices: those of transformers that tests show to match the unsharded run."""
+"""The models whose experts are spread over devices: those of which tests show that they match the unsharded run."""
 
 from torch import nn
 

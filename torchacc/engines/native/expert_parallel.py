@@ -26,6 +26,7 @@ from torchacc.parallel.experts import HELD_BY, Experts
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import PlannedParameter
 
+
 def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
     """Refuse what would not compute the unsharded numbers, or is not known to.
 

@@ -1,7 +1,7 @@
 """One process drives all devices: one program, which XLA partitions by the annotations made here."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
@@ -17,8 +17,9 @@ from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import hardware, runtime, spread_experts
+from torchacc.engines.xla.annotated_gather import AnnotatedGatherer
 from torchacc.engines.xla.each_device import on_each_device
-from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
+from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.engines.xla.split_tokens import TokensStaySplit
@@ -26,7 +27,7 @@ from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named, restricted
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named
 from torchacc.parallel.experts import HELD_BY, spread_spec
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.sharding import LocalShard, partition_spec, partitioned_shape, unsharded
@@ -251,7 +252,7 @@ class SpmdModel(XlaModel):
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
                 stay = HELD_BY if unit.name in spread else (Role.TENSOR,)
-                gatherer = _SpmdGatherer(split, engine, self._specs, stay, reshard_after_forward=again)
+                gatherer = AnnotatedGatherer(split, engine.annotate, self._specs, stay, reshard_after_forward=again)
                 self._install_unit(module, gatherer)
                 if unit.name in spread:
                     spread_experts.install(module, engine.mesh, engine.annotate)
@@ -294,11 +295,14 @@ class SpmdModel(XlaModel):
         first = dict(layers[0].named_parameters())  # type: ignore[index]
         inner = set(layers[0].modules())  # type: ignore[index]
         units = [unit for unit in self._units if unit.module in inner]
-        gathered = {weight.shard: (weight, unit.gatherer) for unit in units for weight in unit.gatherer.weights}
+        gatherers = [unit.gatherer for unit in units if isinstance(unit.gatherer, AnnotatedGatherer)]
+        gathered = {weight.shard: (weight, gatherer) for gatherer in gatherers for weight in gatherer.weights}
 
         def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
-            how = gathered.get(first[parameter])
-            return shard if how is None else _Gather.apply(shard, *how)
+            if first[parameter] not in gathered:
+                return shard
+            weight, gatherer = gathered[first[parameter]]
+            return gatherer.gather_one(shard, weight)
 
         def annotate(tensor: torch.Tensor, spec: Spec | None) -> None:
             if spec is not None and self.engine.is_partitioned:
@@ -403,80 +407,6 @@ class SpmdModel(XlaModel):
         """Return the number of parameter elements that one device holds at rest."""
         mesh = self.engine.mesh
         return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
-
-
-class _SpmdGatherer(Gatherer):
-    """Unshards weights by annotation: XLA turns the change of sharding into an all-gather."""
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        engine: SpmdEngine,
-        specs: Mapping[torch.Tensor, ParameterSpec],
-        stay: Sequence[Role],
-        *,
-        reshard_after_forward: bool,
-    ) -> None:
-        super().__init__(weights)
-        self._engine = engine
-        self._specs = specs
-        self._stay = stay
-        self.keeps_weights = not reshard_after_forward
-
-    def gather(self) -> list[torch.Tensor]:
-        return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
-
-    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
-        import torch_xla.core.xla_model as xm
-
-        shard = weight.shard.detach().clone()
-        # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
-        xm.optimization_barrier_([shard])
-        return self.unshard(shard, weight)
-
-    def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return a weight gathered, but for the axes along which devices compute with different parts of it."""
-        if shard.dtype == weight.dtype:
-            copy = shard.clone()
-        else:
-            # Said twice, so that the cast happens before the gather and half as much travels.
-            copy = shard.to(weight.dtype)
-            self.split(copy, weight)
-        self._engine.annotate(copy, restricted(self._specs[weight.shard], *self._stay))
-        return copy
-
-    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
-        if full.dtype != weight.shard.dtype:
-            raise lost_edit(weight.name, f"it computes with a copy in {full.dtype}, of fewer digits")
-        kept = full.detach().clone()
-        self.split(kept, weight)
-        # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
-        weight.shard.data.copy_(kept)
-
-    def reduced(self, gradient: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of an unsharded weight as that of its shard."""
-        if Role.EXPERT in self._stay:  # or XLA may send activations, and compute experts where they are at rest
-            gradient = gradient.clone()
-            self._engine.annotate(gradient, restricted(self._specs[weight.shard], *self._stay))
-        gradient = gradient.clone() if gradient.dtype == dtype else gradient.to(dtype)
-        self.split(gradient, weight)
-        return gradient
-
-    def split(self, tensor: torch.Tensor, weight: Weight) -> None:
-        self._engine.annotate(tensor, self._specs[weight.shard])
-
-
-class _Gather(torch.autograd.Function):
-    """Return a split parameter unsharded; split its gradient again, which makes XLA reduce it."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
-        ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
-        return gatherer.unshard(weight.told_apart(shard), weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.gatherer.reduced(grad, ctx.weight, ctx.dtype), None, None
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:

@@ -1,11 +1,11 @@
 """Experts that are spread over the devices of one program: each device computes its own, for all tokens of its group.
 
-Which tokens an expert has is known only when a step runs, and a program's shapes before. So the devices along the axis of
-experts gather each other's tokens, each computes all of them with its own experts, and their sums are reduced, each
-token where it came from. No token is dropped, and what experts compute of tokens that have not chosen them is zero.
+Which tokens an expert has is known only when a step runs, and a program's shapes before. So the devices along the axis
+of experts gather each other's tokens, each computes all of them with its own experts, and their outputs are summed
+where their tokens came from. No token is dropped, and what experts compute of tokens that have not chosen them is zero.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from torchacc.engines.expert_families import check_experts
 from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.patches import dense_experts
 from torchacc.engines.patches.split_heads import in_autocast_dtype
+from torchacc.engines.xla.annotated_gather import Annotate
 from torchacc.engines.xla.partition import Spec
 from torchacc.parallel.axes import Role, joined
 from torchacc.parallel.experts import HELD_BY
 from torchacc.parallel.mesh import Mesh
-
-Annotate = Callable[[torch.Tensor, Spec], None]
 
 
 def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
