@@ -1,7 +1,7 @@
 """What experts of transformers compute, with each of them computing all tokens: shapes do not depend on the data.
 
-Of a token that has not chosen an expert only zeros go through it, so that nothing of it reaches a loss or a gradient,
-not even what is infinite.
+Of a token that has not chosen an expert only zeros go through its activation, so that nothing of it reaches a loss or a
+gradient, also where its first product overflows.
 """
 
 from collections.abc import Callable
