@@ -122,14 +122,14 @@ def beside(**sizes: int) -> dict[str, Any]:
 OUTER_TP = {"ep": 2, "dist": {"tp": {"size": 2}, "topology": ["tp", "dp", "ep", "fsdp", "pp", "sp"]}}
 
 
-BESIDE_LAYERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+BESIDE_OF_BOTH: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers-of-the-outer-axis": ("qwen3-moe", {**OUTER_TP, "memory": {"gc": True}}),
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
+    "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
 }
 BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers": ("mixtral", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
-    "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
     "split-layers-but-for-products": ("mixtral", {**beside(tp=2), "memory": KEPT}),
     "split-samples-but-for-products": ("qwen3-moe", {**beside(sp=2), "memory": KEPT}),
     "stages-but-for-products": ("mixtral", {**beside(pp=2), "memory": KEPT}),
@@ -139,7 +139,7 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@case_of_both(each=BESIDE_LAYERS)
+@case_of_both(each=BESIDE_OF_BOTH)
 @case_of_spmd(each={"split-layers-of-gpt-oss": ("gpt-oss", beside(tp=2))})
 @case(each=BESIDE)
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
@@ -397,7 +397,7 @@ def what_spread_experts_cannot_do_is_refused() -> None:
 @case_of_spmd()
 def what_experts_spread_in_one_program_cannot_do_is_refused() -> None:
     for options, expected in (
-        (beside(sp=2), "XLA cannot partition the experts"),
+        ({"ep": 1, "dist": {"sp": {"size": 2}}}, "XLA cannot partition the experts of .* unless they are spread"),
         ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
         ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
     ):
@@ -457,7 +457,7 @@ def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
     check_loads(family, ep=2, num_devices=2)
 
 
-@case(each=BESIDE_LAYERS | BESIDE)
+@case(each=BESIDE_OF_BOTH | BESIDE)
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])
 

@@ -410,11 +410,11 @@ class SpmdModel(XlaModel):
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
-    if any(model_patches.chooses_experts(module) for module in model.modules()):
+    if config.dist.ep.size == 1 and any(model_patches.chooses_experts(module) for module in model.modules()):
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} under SPMD, where XLA cannot partition the experts of "
-            f"{type(model).__name__} along the samples: "
-            'use config.backend = "native", or config.dist.fsdp.size'
+            f"{type(model).__name__} along the samples unless they are spread, by config.dist.ep.size: set it, or use "
+            'config.backend = "native", or config.dist.fsdp.size'
         )
     if (name := config.compute.attention) in IN_BLOCKS:
         raise ConfigError(

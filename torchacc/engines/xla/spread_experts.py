@@ -6,6 +6,7 @@ where their tokens came from. No token is dropped, and what experts compute of t
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -47,17 +48,17 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
         mesh: The mesh.
         annotate: Says how a tensor of the program is split.
     """
-    held = joined(mesh.axes(*HELD_BY))
-    shared = joined(axis for axis in mesh.data_axes if axis not in mesh.axes(*HELD_BY))
+    every = (*mesh.data_axes, *mesh.axes(Role.SEQUENCE))
+    held, shared = mesh.axes(*HELD_BY), joined(axis for axis in every if axis not in mesh.axes(*HELD_BY))
 
     def lay(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
         laid: torch.Tensor = _Lay.apply(tensor, annotate, specs, of_gradient)
         return laid
 
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        divides = len(hidden) % mesh.num_data_shards == 0
-        own, gathered = ((joined(mesh.data_axes), None), (shared, None)) if divides else ((None, None), (None, None))
-        by_expert = (gathered[0], held)
+        divides = len(hidden) % prod(map(mesh.axis_size, every)) == 0
+        own, gathered = ((joined(every), None), (shared, None)) if divides else ((None, None), (None, None))
+        by_expert = (gathered[0], joined(held))
         is_chosen, shares = dense_experts.shares(module.num_experts, chosen, weights)
         tokens = lay(in_autocast_dtype(hidden)[0], [gathered], [gathered, own])
         output = dense_experts.compute_all(
