@@ -14,7 +14,7 @@ import pytest
 import tensor_parallel_cases
 import torch
 import transformers
-from casekit import ADAM, ENGINE, NATIVE, NUM_DEVICES, RANK, RELATIVE, SPMD
+from casekit import ADAM, ENGINE, MULTIPROCESS, NATIVE, NUM_DEVICES, RANK, RELATIVE, SPMD
 from casekit import case as case_of
 from sequence_cases import compare_sharded, labelled_unevenly, make, packed, padded, part_of, plain, step
 from tensor_parallel_cases import compiled_step
@@ -127,6 +127,11 @@ BESIDE_OF_BOTH: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
 }
+ALONG = {"ep": 2, "dist": {"tp": {"size": 2, "sequence_parallel": True}}}
+BESIDE_IN_ONE_PROGRAM: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "split-layers-of-gpt-oss": ("gpt-oss", beside(tp=2)),
+    "layers-split-along-the-sequence": ("mixtral", ALONG),
+}
 BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers": ("mixtral", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
@@ -140,7 +145,7 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @case_of_both(each=BESIDE_OF_BOTH)
-@case_of_spmd(each={"split-layers-of-gpt-oss": ("gpt-oss", beside(tp=2))})
+@case_of_spmd(each=BESIDE_IN_ONE_PROGRAM)
 @case(each=BESIDE)
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
@@ -439,7 +444,12 @@ def check_loads(family: str, **how: Any) -> None:
     alone(**batch)
     accelerate(model, **how)
     loads = ExpertLoads(model)
-    step(model, [part_of(model, batch)], torch.optim.AdamW(model.parameters(), **ADAM))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    step(model, [part_of(model, batch)], optimizer)
+    compiled = torchacc.compile_report().graphs
+    loads.take()
+    step(model, [part_of(model, batch)], optimizer)
+    assert torchacc.compile_report().graphs == compiled, "a program for the loads"
     model.eval()
     with torch.no_grad():
         model(**part_of(model, batch))
@@ -455,6 +465,11 @@ def check_loads(family: str, **how: Any) -> None:
 @case_of_two(each={family: family for family in FAMILIES})
 def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
     check_loads(family, ep=2, num_devices=2)
+
+
+@case_of((MULTIPROCESS,))
+def loads_of_experts_that_each_process_gathers_are_those_of_all_tokens() -> None:
+    check_loads("mixtral", ep=1, num_devices=2)
 
 
 @case(each=BESIDE_OF_BOTH | BESIDE)
