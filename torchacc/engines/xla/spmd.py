@@ -96,6 +96,8 @@ class SpmdEngine(XlaEngine):
             )
         if self.config.compute.bf16 and self.is_partitioned:
             _log.info("under SPMD the gradients of products in bfloat16 are bfloat16, and XLA may sum them in it")
+        if self.mesh.size(Role.EXPERT) > 1:
+            _log.info("under SPMD each expert computes all tokens, with zeros for those that have not chosen it")
 
     def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime with the mesh's devices."""
@@ -235,9 +237,9 @@ class SpmdModel(XlaModel):
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine
-        model_patches.prepare(self.model, partitioned=engine.is_partitioned)
-        replaced: dict[torch.Tensor, nn.Parameter] = {}
         spread = [experts.module for experts in self.plan.experts]
+        model_patches.prepare(self.model, partitioned=engine.is_partitioned, spread=spread)
+        replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
             weights: list[Weight] = []
