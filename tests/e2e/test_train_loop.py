@@ -126,7 +126,7 @@ def test_on_four_devices_of_one_process_it_is_the_same_run_in_one_program(alone,
 
 def check_mixture(found, expected, file):
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert found["compiled"] == 2, "no program for the loads"
+    assert found["compiled"] == 2, "programs: the step and the evaluation, and none for the loads"
     loads = [loads_of(file, name) for name in ("mixture4", "mixture")]
     assert loads[0] == {name: pytest.approx(shares, abs=1e-6) for name, shares in loads[1].items()}
 
