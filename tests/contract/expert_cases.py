@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -13,9 +14,10 @@ import pytest
 import tensor_parallel_cases
 import torch
 import transformers
-from casekit import ADAM, NATIVE, RANK, RELATIVE
+from casekit import ADAM, ENGINE, MULTIPROCESS, NATIVE, NUM_DEVICES, RANK, RELATIVE, SPMD
 from casekit import case as case_of
 from sequence_cases import compare_sharded, labelled_unevenly, make, packed, padded, part_of, plain, step
+from tensor_parallel_cases import compiled_step
 from torch import nn
 
 import torchacc
@@ -23,8 +25,11 @@ from torchacc.engines.sharded_model import sharded_model
 from torchacc.parallel.experts import count_experts
 from torchacc.train.expert_loads import ExpertLoads
 
+BOTH = (NATIVE, SPMD)
 case = partial(case_of, (NATIVE,), num_devices=4)
-case_of_two = partial(case_of, (NATIVE,), num_devices=2)
+case_of_both = partial(case_of, BOTH, num_devices=4)
+case_of_spmd = partial(case_of, (SPMD,), num_devices=4)
+case_of_two = partial(case_of, BOTH, num_devices=2)
 DEEPSEEK = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 4,
@@ -39,11 +44,12 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "kv_heads": 2},
     "qwen3-moe": {"family": "qwen3_moe", "kv_heads": 2},
     "deepseek-v3": {"family": "deepseek_v3", **DEEPSEEK},
-    "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss": {"family": "gpt_oss", "kv_heads": 2, "head_dim": 8, **FEW_EXPERTS, "use_cache": False},
 }
 WINDOW = [labelled_unevenly(), padded(left=True)]
 KEPT = {"gc": True, "gc_policy": "save_matmuls"}
@@ -53,9 +59,9 @@ def accelerate(
     model: nn.Module, *, ep: int, dp: int = 1, num_devices: int = 4, dist: Any = None, **options: Any
 ) -> nn.Module:
     others = math.prod(axis["size"] for name, axis in (dist or {}).items() if name in ("tp", "sp", "pp"))
-    fsdp = {"size": num_devices // ep // dp // others, **options.pop("fsdp", {})}
-    axes = {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}
-    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "dist": axes, **options}))
+    fsdp = {"size": num_devices // ep // dp // others, "use_spmd": ENGINE == SPMD, **options.pop("fsdp", {})}
+    config = {"dist": {"dp": {"size": dp}, "fsdp": fsdp, "ep": {"size": ep}, **(dist or {})}, **options}
+    return torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": ENGINE.partition("-")[0], **config}))
 
 
 def with_random_numbers(model: nn.Module) -> nn.Module:
@@ -84,21 +90,25 @@ def spread_over_two_devices_experts_train_as_unsharded(options: dict[str, Any]) 
 
 
 LAYOUTS: Mapping[str, dict[str, Any]] = {
-    "and-fsdp": {"ep": 2},
-    "over-all": {"ep": 4},
     "and-replicas": {"ep": 2, "dp": 2},
     "in-another-order": {"ep": 2, "dist": {"topology": ["dp", "ep", "fsdp", "pp", "sp", "tp"]}},
     "recomputed": {"ep": 2, "memory": {"gc": True}},
-    "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
     "kept": {"ep": 2, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
-    "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
-    "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
     "with-the-loss-in-chunks": {"ep": 2, "compute": {"chunked_loss": 3}},
     "fewer-than-devices": {"ep": 2, "num_local_experts": 2},
 }
+NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "and-fsdp": {"ep": 2},
+    "over-all": {"ep": 4},
+    "recomputed-over-all": {"ep": 4, "memory": {"gc": True}},
+    "recomputed-but-for-products": {"ep": 2, "memory": KEPT},
+    "gathered-ahead": {"ep": 2, "fsdp": {"forward_prefetch": True}},
+}
 
 
-@case(each=LAYOUTS)
+@case_of_both(each=LAYOUTS)
+@case(each=NATIVE_LAYOUTS)
+@case_of_spmd(each={"in-a-loop": {"ep": 2, "compute": {"scan_layers": True}}})
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     options = {"num_local_experts": how.get("num_local_experts", 4)}
     model = make(**FAMILIES["mixtral"], **options)
@@ -112,12 +122,19 @@ def beside(**sizes: int) -> dict[str, Any]:
 OUTER_TP = {"ep": 2, "dist": {"tp": {"size": 2}, "topology": ["tp", "dp", "ep", "fsdp", "pp", "sp"]}}
 
 
-BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "split-layers": ("mixtral", beside(tp=2)),
+BESIDE_OF_BOTH: Mapping[str, tuple[str, dict[str, Any]]] = {
     "split-layers-of-the-outer-axis": ("qwen3-moe", {**OUTER_TP, "memory": {"gc": True}}),
     "split-layers-and-shared-experts": ("deepseek-v3", beside(tp=2)),
-    "split-samples": ("mixtral", beside(sp=2)),
     "split-samples-recomputed": ("qwen3-moe", {**beside(sp=2), "memory": {"gc": True}}),
+}
+ALONG = {"ep": 2, "dist": {"tp": {"size": 2, "sequence_parallel": True}}}
+BESIDE_IN_ONE_PROGRAM: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "split-layers-of-gpt-oss": ("gpt-oss", beside(tp=2)),
+    "layers-split-along-the-sequence": ("mixtral", ALONG),
+}
+BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "split-layers": ("mixtral", beside(tp=2)),
+    "split-samples": ("mixtral", beside(sp=2)),
     "split-layers-but-for-products": ("mixtral", {**beside(tp=2), "memory": KEPT}),
     "split-samples-but-for-products": ("qwen3-moe", {**beside(sp=2), "memory": KEPT}),
     "stages-but-for-products": ("mixtral", {**beside(pp=2), "memory": KEPT}),
@@ -127,6 +144,8 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@case_of_both(each=BESIDE_OF_BOTH)
+@case_of_spmd(each=BESIDE_IN_ONE_PROGRAM)
 @case(each=BESIDE)
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
@@ -136,12 +155,12 @@ def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
 ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "alone": ("mixtral", {"ep": 2}),
     "latent-attention": ("deepseek-v3", {"ep": 2, "memory": {"gc": True}}),
-    "split-layers": ("qwen3-moe", beside(tp=2)),
     "split-samples": ("mixtral", beside(sp=2)),
     "stages": ("qwen3-moe", beside(pp=2)),
 }
 
 
+@case_of_both(each={"split-layers": ("qwen3-moe", beside(tp=2))})
 @case(each=ADAPTED)
 def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
@@ -154,6 +173,11 @@ def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
 def experts_of_interleaved_stages_train_as_unsharded() -> None:
     model = with_random_numbers(pipeline_cases.make("mixtral", layers=4, num_local_experts=4))
     compare(model, WINDOW, ep=2, dist={"pp": {"size": 2, "schedule": "interleaved"}})
+
+
+@case_of((SPMD,), num_devices=8)
+def experts_of_shards_and_split_layers_train_as_unsharded() -> None:
+    compare(with_random_numbers(make(**FAMILIES["qwen3-moe"])), WINDOW, num_devices=8, **beside(tp=2))
 
 
 @case_of((NATIVE,), num_devices=8)
@@ -180,7 +204,8 @@ def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     compare(model, [padded(left=False), packed()], ep=2, steps=1)
 
 
-@case(each={"kept": {"ep": 4}, "recomputed": {"ep": 4, "memory": {"gc": True}}, "split": beside(tp=2)})
+@case_of_both(each={"recomputed": {"ep": 4, "memory": {"gc": True}}})
+@case(each={"kept": {"ep": 4}, "split": beside(tp=2)})
 def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
     """All tokens go to the first two experts: of one device here, which all others wait for."""
     for frozen in (False, True):
@@ -194,17 +219,17 @@ def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
 
 def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     logits, scores, indices = output
-    return logits, scores, torch.arange(indices.shape[1]).expand_as(indices)
+    return logits, scores, torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
 
 
-@case()
+@case_of_both()
 def the_loss_that_balances_experts_is_over_all_tokens() -> None:
     for family, how in (("mixtral", {"ep": 2}), ("qwen3-moe", {"ep": 2}), ("mixtral", beside(tp=2))):
         model = make(**FAMILIES[family], output_router_logits=True, router_aux_loss_coef=0.5)
         compare(model, [padded(left=True)], **how)
 
 
-@case()
+@case_of_both()
 def spread_experts_train_in_bfloat16_as_over_shards() -> None:
     batch, losses = padded(left=False), []
     for ep in (1, 4):
@@ -212,6 +237,23 @@ def spread_experts_train_in_bfloat16_as_over_shards() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         losses.append([step(model, [part_of(model, batch)], optimizer) for _ in range(2)])
     assert losses[1] == [pytest.approx(each, rel=1e-2) for each in losses[0]]
+
+
+@case_of_spmd()
+def a_step_has_the_experts_of_a_device_only() -> None:
+    size = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}  # as no other case has
+    of_all, temporaries = 8 * 256 * 64, []
+    for ep in (2, 4):
+        model = accelerate(make("mixtral", **size, num_local_experts=8), ep=ep)
+        batch, optimizer = part_of(model, plain(2)), torch.optim.SGD(model.parameters(), lr=0.1)
+        program = compiled_step(lambda: step(model, [batch], optimizer))  # noqa: B023 - it runs at once
+        shapes = re.findall(r"f32\[([\d,]+)\]", program.read_text())
+        assert f"{8 // ep},512,64" in shapes
+        assert max(math.prod(map(int, dims.split(","))) for dims in shapes) == 2 * of_all // ep, "of all experts"
+        buffers = program.with_name(f"{program.stem}-buffer-assignment.txt").read_text()
+        temporaries += [max(map(int, re.findall(r"size (\d+), preallocated-temp", buffers)))]
+    assert temporaries[0] < 2 * 3 * of_all * 4 // 2, "more than the weights of half of the experts, and gradients"
+    assert temporaries[1] < 0.55 * temporaries[0]
 
 
 @case()
@@ -256,19 +298,19 @@ def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
     torch.testing.assert_close(*logits)
 
 
-LOADED: Mapping[str, dict[str, Any]] = {
-    "to-fsdp": {"ep": 1},
+LOADED: Mapping[str, dict[str, Any]] = {"to-fsdp": {"ep": 1}, "to-split-layers": beside(tp=2)}
+LOADED_NATIVELY: Mapping[str, dict[str, Any]] = {
     "to-more": {"ep": 4},
     "to-replicas": {"ep": 2, "dp": 2},
-    "to-split-layers": beside(tp=2),
     "to-split-samples": beside(sp=2),
     "to-stages": beside(pp=2),
 }
 
 
-@case(each=LOADED)
+@case_of_both(each=LOADED)
+@case(each=LOADED_NATIVELY)
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
-    folder = Path(sys.argv[2]) / f"ep-saved-{list(LOADED.values()).index(after)}"
+    folder = Path(sys.argv[2]) / f"ep-saved-{[*LOADED.values(), *LOADED_NATIVELY.values()].index(after)}"
     make_model = partial(make, **FAMILIES["mixtral"])
     saved, optimizer = trained(make_model(), ep=2)
     torchacc.checkpoint.save(folder, model=saved, optimizer=optimizer)
@@ -288,6 +330,23 @@ def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     _check_same(torchacc.full_state_dict(back), torchacc.full_state_dict(loaded))
 
 
+@case_of(BOTH, num_devices=8)
+def a_checkpoint_of_spread_experts_goes_on() -> tuple[dict[str, Any], tuple[float, float]]:
+    """Load what the launch before has saved, or train; save, and return the states and what a next step comes to."""
+    own = Path(sys.argv[2])
+    how = beside(tp=2) if NUM_DEVICES == 8 else {"ep": 2}
+    model = accelerate(make(**FAMILIES["mixtral"]), num_devices=NUM_DEVICES, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    if own.name == "0":
+        step(model, [part_of(model, plain())], optimizer)
+    else:
+        torchacc.checkpoint.load(own.with_name(str(int(own.name) - 1)) / "saved", model=model, optimizer=optimizer)
+    weights, states = pipeline_cases.states_of(model, optimizer)
+    torchacc.checkpoint.save(own / "saved", model=model, optimizer=optimizer)
+    moments = {f"{i} {key}": value for i, state in states["state"].items() for key, value in state.items()}
+    return {**weights, **moments}, step(model, [part_of(model, plain())], optimizer)
+
+
 def _check_same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert torch.equal(found, expected)
@@ -299,7 +358,8 @@ def _check_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-@case(each={"over-all": {"ep": 4}, "beside-split-layers": beside(tp=2)})
+@case_of_both(each={"beside-split-layers": beside(tp=2)})
+@case(each={"over-all": {"ep": 4}})
 def spread_experts_evaluate_and_generate_ragged_samples(how: dict[str, Any]) -> None:
     model = make(**FAMILIES["qwen3-moe"])
     whole = copy.deepcopy(model).eval()
@@ -323,20 +383,6 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             accelerate(mixtral(), **options)
-    tied, mine, around = mixtral(), mixtral(), mixtral()
-    around.model.layers[1].mlp.forward = lambda hidden: hidden
-    tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
-    mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
-    for model, ep, expected in (
-        (make("llama"), 2, "no module of experts"),
-        (make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), 4, "the 6 experts of"),
-        (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
-        (tied, 2, "tied"),
-        (mine, 2, "not transformers' own"),
-        (around, 2, "not transformers' own"),
-    ):
-        with pytest.raises(torchacc.ConfigError, match=expected):
-            accelerate(model, ep=ep)
     with pytest.raises(torchacc.ConfigError, match="6 experts of .*, split over tp 2, are sharded"):
         accelerate(make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), **beside(tp=2))
     with pytest.raises(torchacc.ConfigError, match="output_router_logits.* routers of all layers"):
@@ -351,6 +397,36 @@ def what_spread_experts_cannot_do_is_refused() -> None:
     loss = model(**part_of(model, plain())).loss
     with pytest.raises(torchacc.EngineError, match="dist.ep"):
         torch.autograd.grad(loss, model.model.layers[0].mlp.experts.down_proj)
+
+
+@case_of_spmd()
+def what_experts_spread_in_one_program_cannot_do_is_refused() -> None:
+    for options, expected in (
+        ({"ep": 1, "dist": {"sp": {"size": 2}}}, "XLA cannot partition the experts of .* unless they are spread"),
+        ({"ep": 2, "dist": {"tp": {"size": 2, "plan": {"lm_head": ["tp", None]}}}}, "dist.tp.plan"),
+        ({"ep": 2, "fsdp": {"sharding_strategy": "NO_SHARD"}}, "NO_SHARD"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(make(**FAMILIES["mixtral"]), **options)
+
+
+@case_of_both()
+def models_whose_experts_cannot_be_spread_are_refused() -> None:
+    mixtral = partial(make, **FAMILIES["mixtral"])
+    tied, mine, around = mixtral(), mixtral(), mixtral()
+    around.model.layers[1].mlp.forward = lambda hidden: hidden
+    tied.model.layers[1].mlp.experts.gate_up_proj = tied.model.layers[0].mlp.experts.gate_up_proj
+    mine.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
+    for model, ep, expected in (
+        (make("llama"), 2, "no module of experts"),
+        (make(**FAMILIES["mixtral"] | {"num_local_experts": 6}), 4, "the 6 experts of"),
+        (transformers.AutoModelForCausalLM.from_config(_olmoe()), 2, "'olmoe'"),
+        (tied, 2, "tied"),
+        (mine, 2, "not transformers' own"),
+        (around, 2, "not transformers' own"),
+    ):
+        with pytest.raises(torchacc.ConfigError, match=expected):
+            accelerate(model, ep=ep)
 
 
 def _olmoe() -> Any:
@@ -368,7 +444,12 @@ def check_loads(family: str, **how: Any) -> None:
     alone(**batch)
     accelerate(model, **how)
     loads = ExpertLoads(model)
-    step(model, [part_of(model, batch)], torch.optim.AdamW(model.parameters(), **ADAM))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    step(model, [part_of(model, batch)], optimizer)
+    compiled = torchacc.compile_report().graphs
+    loads.take()
+    step(model, [part_of(model, batch)], optimizer)
+    assert torchacc.compile_report().graphs == compiled, "a program for the loads"
     model.eval()
     with torch.no_grad():
         model(**part_of(model, batch))
@@ -386,7 +467,12 @@ def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
     check_loads(family, ep=2, num_devices=2)
 
 
-@case(each=BESIDE)
+@case_of((MULTIPROCESS,))
+def loads_of_experts_that_each_process_gathers_are_those_of_all_tokens() -> None:
+    check_loads("mixtral", ep=1, num_devices=2)
+
+
+@case(each=BESIDE_OF_BOTH | BESIDE)
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])
 

@@ -119,11 +119,15 @@ BATCHES: Mapping[str, Callable[[], Batch]] = {
 
 
 def part_of(model: nn.Module, batch: Batch) -> Batch:
-    """Return the rows of this process, and how many labels a device has in the mean."""
+    """Return the rows of this process, on its devices, and how many labels that is in the mean."""
     engine = sharded_model(model).engine
-    count, shard = engine.mesh.num_data_shards, engine.data_shards.start
-    rows = {name: value.chunk(count)[shard] if name != "use_cache" else value for name, value in batch.items()}
-    return rows | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum() / count}
+    count, own = engine.mesh.num_data_shards, engine.data_shards
+    rows = {
+        name: torch.cat(value.chunk(count)[own.start : own.stop]) if name != "use_cache" else value
+        for name, value in batch.items()
+    }
+    labels = batch["labels"][:, 1:].ne(-100).sum() * len(own) / count
+    return engine.put(rows | {"num_items_in_batch": labels})
 
 
 def step(
@@ -131,7 +135,7 @@ def step(
 ) -> tuple[float, float]:
     """Make a step of several micro-batches; return the mean loss and the norm of the gradients."""
     optimizer.zero_grad()
-    total = 0.0
+    losses = []
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         if last or not in_windows or not hasattr(model, "_torchacc"):
@@ -141,10 +145,10 @@ def step(
             with torchacc.accumulate(model):
                 loss = model(**batch).loss / len(batches)
                 loss.backward()
-        total += loss.item()
+        losses.append(loss.detach())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
-    return total, float(norm)
+    return sum(loss.item() for loss in losses), float(norm)
 
 
 def compare_sharded(

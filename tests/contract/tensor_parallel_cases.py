@@ -313,16 +313,21 @@ def rows_that_are_padding_are_not_trained() -> None:
     check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
 
 
+def compiled_step(run: Callable[[], Any]) -> Path:
+    """Return where the longest is of the programs that XLA compiles while something runs."""
+    before = set(PROGRAMS.glob("*.cpu_after_optimizations.txt"))
+    run()
+    programs = set(PROGRAMS.glob("*.cpu_after_optimizations.txt")) - before
+    return max(programs, key=lambda path: path.stat().st_size)
+
+
 @case((SPMD,), each={"with-fsdp": (2, 2, False), "alone": (1, 4, False), "along-the-sequence": (1, 4, True)})
 def what_a_step_sends(how: tuple[int, int, bool]) -> dict[str, list[str]]:
     """Return the groups of devices of each collective operation in the compiled step."""
     fsdp, tp, sequence_parallel = how
     # One layer, as no other case has: a program that was compiled before would not be written.
     model = accelerate(make_llama(1), fsdp=fsdp, tp=tp, sequence_parallel=sequence_parallel)
-    before = set(PROGRAMS.glob("*.cpu_after_optimizations.txt"))
-    train(model, put(IDS), steps=1)
-    programs = set(PROGRAMS.glob("*.cpu_after_optimizations.txt")) - before
-    step = max((path.read_text() for path in programs), key=len)
+    step = compiled_step(lambda: train(model, put(IDS), steps=1)).read_text()
     found: dict[str, list[str]] = {}
     for kind, groups in re.findall(r" ([a-z-]+)\(.*(?:replica_groups|source_target_pairs)=(\S+)", step):
         found.setdefault(kind, []).append(groups.removesuffix(","))

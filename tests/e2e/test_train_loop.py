@@ -53,6 +53,8 @@ def file(tmp_path_factory):
     packed = stage(max_steps=3, eval_every_steps=3)
     stages["packed"] = packed | {"data": packed["data"] | {"packing": True}}
     stages["mixture"] = stage(max_steps=3) | {"model_config": "model_config_mixture"}
+    spread = {"model_config": "model_config_mixture", "torchacc": {"dist": {"ep": {"size": 2}}}}
+    stages["mixture4"] = stage(4, "xla", batch_size=2, max_steps=3) | spread
     return write_file(folder, stages, tiny=MODEL | NO_DROPOUT, mixture=MIXTURE)
 
 
@@ -114,11 +116,24 @@ def test_accumulated_and_on_two_processes_it_is_the_same_run(alone, file):
 @pytest.mark.slow
 @pytest.mark.xla
 def test_on_four_devices_of_one_process_it_is_the_same_run_in_one_program(alone, file):
-    found = carry_out(file, "spmd4", "spmd4-accumulated")
+    found = carry_out(file, "spmd4", "spmd4-accumulated", "mixture4")
+    check_mixture(found.pop("mixture4"), alone["mixture"], file)
     for each in found.values():
         check_alike(each, alone["native1"])
     assert found["spmd4"]["compiled"] == 2, "a program for the step, one for the evaluation"
     assert found["spmd4-accumulated"]["compiled"] == 3, "one for the first micro-batches, one for the last and the step"
+
+
+def check_mixture(found, expected, file):
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["compiled"] == 2, "programs: the step and the evaluation, and none for the loads"
+    loads = [loads_of(file, name) for name in ("mixture4", "mixture")]
+    assert loads[0] == {name: pytest.approx(shares, abs=1e-6) for name, shares in loads[1].items()}
+
+
+def loads_of(file, name):
+    rows = read_metrics(file.parent / f"runs/{name}/metrics.jsonl")
+    return next(row["expert_loads"] for row in reversed(rows) if "expert_loads" in row)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from torchacc.aot.compiler import check_installed, compile_program
@@ -88,7 +89,7 @@ def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
 
 def _config(config: Config, topology: Topology, strategy: str, replicas: int) -> Config:
     config = deepcopy(config)
-    others = replicas * config.dist.tp.size * config.dist.sp.size
+    others = replicas * prod(getattr(config.dist, axis).size for axis in _plan_input.SPLITS)
     if topology.num_devices % others:
         raise ConfigError(f"{topology.name} has {topology.num_devices} devices, which do not divide by {others}")
     config.dist.dp.size, config.dist.fsdp.size = replicas, topology.num_devices // others

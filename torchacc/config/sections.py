@@ -413,8 +413,8 @@ class EPConfig(Section):
     path = "dist.ep"
 
     size: Count = 1
-    """Number of devices over which the experts of each layer are spread; tokens go to their experts. The devices see
-    different data, and all other parameters are sharded over them, too."""
+    """Number of devices over which the experts of each layer are spread; tokens go to their experts, under SPMD to all.
+    The devices see different data, and all other parameters are sharded over them, too."""
 
 
 class FSDPConfig(Section):

@@ -18,6 +18,7 @@ from torchacc.engines.xla.refused_options import refused_option
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role, axes_with
 from torchacc.parallel.mesh import from_config
 from torchacc.parallel.plan import ShardingPlan
 
@@ -87,8 +88,9 @@ def choose(config: Config, job: Job) -> Choice:
 
 def _native_only(config: Config) -> str | None:
     """Return the first option that a config asks for and the native engine alone can do."""
-    if config.dist.sp.size > 1 and not config.dist.fsdp.use_spmd:
-        return "dist.sp.size"
+    for axis in axes_with(Role.SEQUENCE, Role.EXPERT):
+        if getattr(config.dist, axis).size > 1 and not config.dist.fsdp.use_spmd:
+            return f"dist.{axis}.size"
     return refused_option(config)
 
 

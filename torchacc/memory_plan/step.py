@@ -286,7 +286,7 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
         if size > 1 and not backend.runs_eagerly:
             raise ConfigError(
                 f"config.dist.{axis}.size = {size} is in the memory plan of the native engine only: leave it at 1, or "
-                "plan for the native engine"
+                "plan for the native engine; or take `torchacc plan --compile-for`, which compiles it"
             )
 
 

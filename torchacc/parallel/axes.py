@@ -72,7 +72,7 @@ def dim_over(spec: ParameterSpec, role: Role) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if names.intersection(named(entry))), None)
 
 
-def restricted(spec: ParameterSpec, role: Role) -> ParameterSpec:
-    """Return what a spec says of the axes with this role."""
-    names = axes_with(role)
+def restricted(spec: ParameterSpec, *roles: Role) -> ParameterSpec:
+    """Return what a spec says of the axes that have any of these roles."""
+    names = axes_with(*roles)
     return tuple(joined(name for name in named(entry) if name in names) for entry in spec)

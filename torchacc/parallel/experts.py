@@ -5,13 +5,14 @@ that share a layer have different experts, too (`split_specs()`). Devices that d
 gather their rows together, and compute the experts that these are.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import ParameterSpec, Role, axis_with
+from torchacc.parallel.axes import ParameterSpec, Role, axis_with, joined
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import chunk
 
@@ -86,6 +87,22 @@ def split_specs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterSpe
         shapes: The parameters of experts, by name.
     """
     return {name: (_TP, *[None] * (len(shape) - 1)) for name, shape in shapes.items()}
+
+
+def spread_spec(shape: Sequence[int], mesh: Mesh) -> ParameterSpec:
+    """Return how a parameter of spread experts is split where one program drives all devices.
+
+    By experts over the devices that compute different ones. Those that compute the same ones share their rows, where
+    there are as many: what a device gathers then lies side by side.
+
+    Args:
+        shape: Its full shape.
+        mesh: The mesh.
+    """
+    held = mesh.axes(*HELD_BY)
+    every = (*held, *(axis for axis in mesh.axes(Role.SHARD) if axis not in held))
+    divides = shape[0] % prod(map(mesh.axis_size, every)) == 0
+    return (joined(every if divides else held), *[None] * (len(shape) - 1))
 
 
 def count_experts(module: nn.Module) -> int | None:

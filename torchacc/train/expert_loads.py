@@ -1,4 +1,4 @@
-"""How the tokens of a mixture of experts spread over them, natively: counted on the device, fetched in intervals."""
+"""How the tokens of a mixture of experts spread over them: counted on the devices, fetched in intervals."""
 
 from functools import partial
 from typing import Any
@@ -14,21 +14,21 @@ class ExpertLoads:
     """Counts how many tokens each expert is given while the model trains."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Begin to count; nothing is counted in a model without experts, under XLA, and in compiled layers.
+        """Begin to count; nothing is counted in a model without experts, in compiled layers, and in a loop of layers.
 
         Args:
             model: One that `accelerate()` returned.
         """
-        engine = sharded_model(model).engine
-        self._group = engine.group
+        self._sharded = sharded_model(model)
+        engine = self._sharded.engine
         self._counts: dict[str, torch.Tensor] = {}
-        if engine.device.type == "xla" or engine.config.compute.compile:
+        if engine.config.compute.compile or (engine.is_lazy and engine.config.compute.scan_layers):
             return
         for name, module in model.named_modules():
             number = count_routed(module)  # of another stage's, too: every process counts for the same modules
             if number is not None:
-                self._counts[name] = torch.zeros(number, dtype=torch.int64, device=engine.device)
-                module.register_forward_pre_hook(partial(_count, self._counts[name]))
+                self._counts[name] = self._zeros(number)
+                module.register_forward_pre_hook(partial(self._count, name))
 
     def take(self) -> dict[str, list[float]]:
         """Return each expert's share of the tokens since the last call, by the module's name. Collective.
@@ -37,16 +37,19 @@ class ExpertLoads:
         """
         if not self._counts:
             return {}
-        counts = self._group.all_reduce_sum(torch.cat(list(self._counts.values())).cpu())
-        for own in self._counts.values():
-            own.zero_()
-        found = zip(self._counts, counts.split([len(own) for own in self._counts.values()]), strict=True)
-        return {name: (own / own.sum()).tolist() for name, own in found if own.any()}
+        own = self._sharded.fetch(list(self._counts.values()))
+        counts = self._sharded.engine.group.all_reduce_sum(torch.cat(own))
+        found = zip(self._counts, counts.split([len(each) for each in own]), strict=True)
+        self._counts = {name: self._zeros(len(each)) for name, each in zip(self._counts, own, strict=True)}
+        return {name: (each / each.sum()).tolist() for name, each in found if each.any()}
 
+    def _zeros(self, number: int) -> torch.Tensor:
+        zeros: torch.Tensor = self._sharded.engine.put(torch.zeros(number, dtype=torch.int64))
+        return zeros
 
-def _count(counts: torch.Tensor, module: nn.Module, args: Any) -> None:
-    """Count the experts that tokens have: the second argument of the experts of transformers."""
-    chosen = args[1] if len(args) > 1 else None
-    if module.training and isinstance(chosen, torch.Tensor) and not chosen.is_floating_point():
-        chosen = chosen.detach().reshape(-1)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    def _count(self, name: str, module: nn.Module, args: Any) -> None:
+        """Count the experts that tokens have: the second argument of the experts of transformers."""
+        chosen = args[1] if len(args) > 1 else None
+        if module.training and isinstance(chosen, torch.Tensor) and not chosen.is_floating_point():
+            chosen = chosen.detach().reshape(-1)
+            self._counts[name].scatter_add_(0, chosen, torch.ones_like(chosen))

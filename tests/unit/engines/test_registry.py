@@ -88,6 +88,15 @@ def test_auto_leaves_no_tpu_idle_for_what_xla_has_not(monkeypatch):
     assert registry.choose(Config(compute={"fp16": True}), Job()).engine == "xla-spmd"  # which refuses it
 
 
+@pytest.mark.parametrize("axis", ["sp", "ep"])
+def test_auto_takes_xla_for_axes_that_one_program_alone_has_where_it_is_to_be_one(has_xla, axis):
+    config = Config.from_dict({"dist": {axis: {"size": 2}}})
+    expected = registry.Choice("native", instead_of_xla=f"dist.{axis}.size" if has_xla else None)
+    assert registry.choose(config, Job()) == expected
+    config.dist.fsdp.use_spmd = True
+    assert registry.choose(config, Job()).engine == ("xla-spmd" if has_xla else "native")
+
+
 def test_why_auto_is_native_is_said_where_torch_xla_would_have_been_taken(has_xla, caplog):
     with caplog.at_level("INFO", logger="torchacc"):
         registry.make_engine(Config(compute={"fp16": True}), Job())

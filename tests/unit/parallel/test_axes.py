@@ -41,6 +41,7 @@ def test_a_spec_is_asked_by_role():
     assert dim_over((), Role.TENSOR) is None
     assert restricted(spec, Role.TENSOR) == (None, "tp", None)
     assert restricted(spec, Role.SHARD) == (None, None, "fsdp")
+    assert restricted(spec, Role.SHARD, Role.TENSOR) == (None, "tp", "fsdp")
     assert restricted(spec, Role.BATCH) == spec[:1] + (None,) + spec[2:]
 
 

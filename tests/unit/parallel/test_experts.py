@@ -4,11 +4,11 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import Role
-from torchacc.parallel.experts import Experts, select_experts
+from torchacc.parallel.axes import Role, restricted
+from torchacc.parallel.experts import HELD_BY, Experts, select_experts, spread_spec
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import make_plan
-from torchacc.parallel.sharding import local_shard
+from torchacc.parallel.sharding import local_shard, partition_spec, partitioned_shape
 
 
 class ManyExperts(nn.Module):
@@ -79,6 +79,25 @@ def test_what_a_device_gathers_is_the_rows_of_those_with_its_index(sizes):
 def test_experts_that_would_not_be_equally_many_are_refused(num_experts, sizes):
     with pytest.raises(ConfigError, match=f"the {num_experts} experts of 'layers.0.experts'.*choose"):
         held(num_experts, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "sizes", "at_rest", "computed"),
+    [
+        (8, {"dp": 2, "fsdp": 2, "ep": 2}, (2, 6, 4), (4, 6, 4)),
+        (8, {"tp": 2, "fsdp": 2, "ep": 2}, (1, 6, 4), (2, 6, 4)),
+        (8, {"fsdp": 1, "ep": 8, "tp": 1}, (1, 6, 4), (1, 6, 4)),
+        (2, {"fsdp": 2, "ep": 2}, (1, 3, 4), (1, 6, 4)),
+        (6, {"fsdp": 4, "ep": 2}, (3, 6, 1), (3, 6, 4)),
+    ],
+)
+def test_in_one_program_devices_share_what_they_compute_by_experts_where_there_are_as_many(
+    num_experts, sizes, at_rest, computed
+):
+    shape, on = (num_experts, 6, 4), mesh(**sizes)
+    spec = partition_spec(shape, on, spread_spec(shape, on))
+    assert partitioned_shape(shape, on, spec) == at_rest
+    assert partitioned_shape(shape, on, restricted(spec, *HELD_BY)) == computed
 
 
 def test_a_model_without_experts_is_refused_where_they_are_asked_for():

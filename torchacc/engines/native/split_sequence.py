@@ -18,7 +18,6 @@ from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native.missing_output import MissingOutput
-from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.sequence_collectives import (
     all_gather,
@@ -28,6 +27,7 @@ from torchacc.engines.native.sequence_collectives import (
     pass_on,
     scatter_tokens,
 )
+from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.patches import sequence_attention, transformers_attention
 from torchacc.engines.patches.sequence_attention import UNSPLIT, AttentionGroups, SplitForward
 from torchacc.engines.patches.versions import PATCHES, is_for_installed

@@ -17,7 +17,7 @@ from torchacc.config import Config
 from torchacc.engines.deferred import forget_values
 from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype
-from torchacc.engines.native.option_conflicts import refuse_beside
+from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.patches import transformers_attention
 from torchacc.errors import ConfigError, EngineError
 from torchacc.parallel.axes import Role

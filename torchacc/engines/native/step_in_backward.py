@@ -17,8 +17,8 @@ from torch.autograd.graph import increment_version
 
 from torchacc.config import Config
 from torchacc.engines.native.gradients import accumulates, take_part_in_backward
-from torchacc.engines.native.option_conflicts import refuse_beside
 from torchacc.engines.optimizers import ELEMENTWISE
+from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.status import ModelStatus
 from torchacc.errors import ConfigError, EngineError
 from torchacc.parallel.axes import Role

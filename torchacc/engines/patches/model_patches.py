@@ -4,7 +4,7 @@ A patch of another library is a context, entered for one forward of a sharded mo
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,14 +23,15 @@ Attention = Callable[..., torch.Tensor]
 """Takes what `scaled_dot_product_attention()` takes."""
 
 
-def prepare(model: nn.Module, *, partitioned: bool) -> None:
+def prepare(model: nn.Module, *, partitioned: bool, spread: Collection[str] = ()) -> None:
     """Make the changes to a model that last.
 
     Args:
         model: The user's model.
         partitioned: Whether XLA partitions its program over devices.
+        spread: The names of modules whose experts are spread over these, in a way of computing of their own.
     """
-    _use_static_experts(model)
+    _use_static_experts(model, {model.get_submodule(name) for name in spread})
     if partitioned:
         _use_partitionable_layer_norm(model)
         _keep_samples_and_tokens_apart(model)
@@ -80,13 +81,14 @@ def chooses_experts(module: nn.Module) -> bool:
     return can_choose is not None and bool(can_choose())
 
 
-def _use_static_experts(model: nn.Module) -> None:
+def _use_static_experts(model: nn.Module, others: Collection[nn.Module]) -> None:
     """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step.
 
-    Also those of a model inside of another, which transformers tells nothing of the inner one's experts.
+    Also those of a model inside of another, which transformers tells nothing of the inner one's experts. But for models
+    that have some of the `others`.
     """
     for module in model.modules():
-        if not chooses_experts(module):
+        if not chooses_experts(module) or any(each in others for each in module.modules()):
             continue
         if getattr(module.config, "_experts_implementation", None) != "batched_mm":
             _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")

@@ -58,7 +58,8 @@ PATCHES: Mapping[str, PatchVersions] = {
     "loop_counter": PatchVersions("torch_xla", ">=2.9,<2.10", "the type of the counter of torch_xla's scan"),
     # of safetensors: safetensors_writing.py
     "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),
-    # of transformers: expert_balance.py, sequence_attention.py, transformers_attention.py
+    # of transformers: dense_experts.py, expert_balance.py, sequence_attention.py, transformers_attention.py
+    "dense_experts": PatchVersions("transformers", ">=5,<6", "nothing: what modules of experts have, _apply_gate()"),
     "expert_balance": PatchVersions("transformers", ">=4.53,<6", "load_balancing_loss_func(), by its parameters"),
     "sequence_attention": PatchVersions("transformers", ">=5,<6", "functions of modules of models, which make masks"),
     "transformers_attention": PatchVersions("transformers", ">=5,<6", "what AttentionInterface has of flex attention"),

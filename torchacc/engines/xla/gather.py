@@ -117,7 +117,7 @@ def replace_parameter(owners: Sequence[ParameterOwner], new: nn.Parameter) -> No
 
 
 class WeightSource(Protocol):
-    """What a unit's unsharded weights come from while a module around it is recomputed."""
+    """What a unit's unsharded weights come from while a module around it is recomputed, or runs as a loop."""
 
     def unsharded_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
         """Return the unsharded weights of a unit."""
@@ -132,7 +132,7 @@ class UnitHooks:
         self.unsharded: list[torch.Tensor] = []
         """The unsharded weights that modules find now."""
         self.within: WeightSource | None = None
-        """The recomputed module that this unit runs in, which saves for backward by itself."""
+        """The recomputed module, or the loop, that this unit runs in, which saves for backward by itself."""
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._as_gathered: list[tuple[Any, int]] = []
         """The storage of each unsharded weight, and how often that had been edited when it was gathered."""

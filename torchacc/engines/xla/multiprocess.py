@@ -81,6 +81,14 @@ class MultiprocessEngine(XlaEngine):
                 'your_script.py`, or config.backend = "native"'
             )
 
+        if self.mesh.size(Role.EXPERT) > 1:
+            raise ConfigError(
+                f"config.dist.ep.size = {self.mesh.size(Role.EXPERT)} with one XLA process per device, whose programs "
+                "are of fixed shapes: how many tokens go to which device is known only when a step runs. Use "
+                "config.dist.fsdp.use_spmd = True and `python your_script.py`, where each device computes its experts "
+                'for all tokens, or config.backend = "native"'
+            )
+
     def setup(self, plan: ShardingPlan) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()

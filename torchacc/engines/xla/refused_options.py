@@ -44,12 +44,6 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
         "is not available under XLA, to which torchao's float8 layers are unknown: leave it at False, or use "
         'config.backend = "native"'
     ),
-    "dist.ep.size": RefusedOption(
-        "is not available under XLA, whose programs are of fixed shapes: how many tokens go to which device is known "
-        "only when a step runs, so that each token is multiplied with a copy of its experts' weights where it is. Use "
-        'config.dist.fsdp.size, or config.backend = "native"',
-        lambda size: size > 1,
-    ),
     "dist.fsdp.cpu_offload": RefusedOption(
         "is not available under XLA: the optimizer's step is part of the device's program, which updates parameters "
         "and state in place; from the host all of them would travel both ways in each step. Shard over more devices "

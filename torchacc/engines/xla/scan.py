@@ -17,7 +17,7 @@ from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.patches.loop_counter import counter_has_32_bits
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.gather import lost_edit, storage_and_edits
+from torchacc.engines.xla.gather import Gatherer, UnitHooks, lost_edit, storage_and_edits
 from torchacc.errors import EngineError
 
 Patches = Callable[[], AbstractContextManager[None]]
@@ -53,6 +53,7 @@ class LayerScan:
     def __init__(
         self,
         layers: nn.ModuleList,
+        units: Sequence[UnitHooks],
         *,
         unshard: Unshard,
         annotate_stack: Callable[[str, torch.Tensor], None],
@@ -63,6 +64,7 @@ class LayerScan:
 
         Args:
             layers: Layers of one class, with parameters of the same names, shapes and dtypes.
+            units: The first layer, as a unit, and those inside of it.
             unshard: Gathers a weight.
             annotate_stack: Says how the stacked shards of the parameter of a name are split.
             annotate_output: Says how a layer's output is split.
@@ -70,7 +72,7 @@ class LayerScan:
         """
         self.is_running = False
         """Whether the model's forward runs."""
-        self._layers = list(layers)
+        self._layers, self._units = list(layers), units
         self._num_hooks = _count_hooks(self._layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._owners = {name: find_owners(layers[0], [name]) for name in self._names}
@@ -133,6 +135,10 @@ class LayerScan:
         self._annotate_output(output)
         return output
 
+    def unsharded_weights(self, gatherer: Gatherer) -> list[torch.Tensor]:
+        """Return the weights of a unit that are gathered now, for which its own are not."""
+        return [vars(owner)[name] for (owner, name), *_ in (weight.owners for weight in gatherer.weights)]
+
     @contextmanager
     def _unsharded(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
         places = [owner for name in self._names for owner in self._owners[name]]
@@ -142,9 +148,13 @@ class LayerScan:
             laid.append((name, tensor, storage_and_edits(tensor)))
             for owner, attribute in self._owners[name]:
                 owner.__dict__[attribute] = tensor
+        for unit in self._units:
+            unit.within = self
         try:
             yield
         finally:
+            for unit in self._units:
+                unit.within = None
             for owner, attribute in places:
                 owner.__dict__.pop(attribute, None)
         for name, tensor, before in laid:

@@ -15,7 +15,7 @@ from torchacc.config import Config, requested_devices
 from torchacc.data.tree import map_tensors
 from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
-from torchacc.engines.xla import hardware, runtime
+from torchacc.engines.xla import hardware, runtime, spread_experts
 from torchacc.engines.xla.each_device import on_each_device
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.several_hosts import HostShare
@@ -83,6 +83,8 @@ class SpmdEngine(XlaEngine):
                     f"config.{option} splits the outputs of units, and so does "
                     "config.dist.fsdp.shard_output_callable: leave one of them out"
                 )
+        if self.mesh.size(Role.EXPERT) > 1:
+            spread_experts.check(self.config, self.mesh, model)
         if dist.sp.size > 1:
             _refuse_with_split_samples(self.config, model)
         if self.config.compute.scan_layers and (dist.tp.size > 1 or dist.fsdp.shard_output_callable is not None):
@@ -99,6 +101,8 @@ class SpmdEngine(XlaEngine):
             )
         if self.config.compute.bf16 and self.is_partitioned:
             _log.info("under SPMD the gradients of products in bfloat16 are bfloat16, and XLA may sum them in it")
+        if self.mesh.size(Role.EXPERT) > 1:
+            _log.info("under SPMD each expert computes all tokens, with zeros for those that have not chosen it")
 
     def setup(self, plan: ShardingPlan) -> None:
         """Start the runtime with the mesh's devices. Collective: every process."""
@@ -260,11 +264,11 @@ class SpmdEngine(XlaEngine):
 
 
 def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
-    if any(model_patches.chooses_experts(module) for module in model.modules()):
+    if config.dist.ep.size == 1 and any(model_patches.chooses_experts(module) for module in model.modules()):
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} under SPMD, where XLA cannot partition the experts of "
-            f"{type(model).__name__} along the samples: "
-            'use config.backend = "native", or config.dist.fsdp.size'
+            f"{type(model).__name__} along the samples unless they are spread, by config.dist.ep.size: set it, or use "
+            'config.backend = "native", or config.dist.fsdp.size'
         )
     if (name := config.compute.attention) in IN_BLOCKS:
         raise ConfigError(

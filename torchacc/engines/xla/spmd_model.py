@@ -1,6 +1,6 @@
 """A model that lies annotated on the mesh of the SPMD engine, and is computed by one program."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from math import prod
@@ -12,7 +12,9 @@ from torch import nn
 from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches
 from torchacc.engines.patches.split_heads import HeadsStayApart
-from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
+from torchacc.engines.xla import spread_experts
+from torchacc.engines.xla.annotated_gather import AnnotatedGatherer
+from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.local_pieces import joined_pieces, local_pieces
 from torchacc.engines.xla.partition import Spec
 from torchacc.engines.xla.scan import LayerScan
@@ -20,9 +22,10 @@ from torchacc.engines.xla.split_tokens import TokensStaySplit
 from torchacc.engines.xla.xla_engine import XlaModel
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, restricted
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined
+from torchacc.parallel.experts import HELD_BY, spread_spec
 from torchacc.parallel.hosts import HeldTiles
-from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.sharding import LocalShard, ShardPlacement, partition_spec, partitioned_shape, unsharded
 
 if TYPE_CHECKING:
@@ -49,13 +52,14 @@ class SpmdModel(XlaModel):
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine
-        model_patches.prepare(self.model, partitioned=engine.is_partitioned)
+        spread = [experts.module for experts in self.plan.experts]
+        model_patches.prepare(self.model, partitioned=engine.is_partitioned, spread=spread)
         replaced: dict[torch.Tensor, nn.Parameter] = {}
         for unit in self.plan.units:
             module = self.model.get_submodule(unit.name)
             weights: list[Weight] = []
             for planned in unit.parameters:
-                spec = partition_spec(planned.shape, engine.mesh, self.plan.tensor_parallel.spec_of(planned.name))
+                spec = self._spec_of(planned, is_spread=unit.name in spread)
                 for original, weight in self._make_weights([planned], partial(self._place, spec=spec)):
                     replaced[original] = weight.shard
                     self._specs[weight.shard] = spec
@@ -64,8 +68,13 @@ class SpmdModel(XlaModel):
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
-                self._install_unit(module, _SpmdGatherer(split, engine, self._specs, reshard_after_forward=again))
-                self._constrain_output(module, between_units=bool(unit.name))
+                stay = HELD_BY if unit.name in spread else (Role.TENSOR,)
+                gatherer = AnnotatedGatherer(split, engine.annotate, self._specs, stay, reshard_after_forward=again)
+                self._install_unit(module, gatherer)
+                if unit.name in spread:
+                    spread_experts.install(module, engine.mesh, engine.annotate)
+                else:
+                    self._constrain_output(module, between_units=bool(unit.name))
         if self.plan.tensor_parallel.sequence_parallel or engine.mesh.size(Role.SEQUENCE) > 1:
             self._constrain_embeddings()
         self._install_recompute()
@@ -73,6 +82,12 @@ class SpmdModel(XlaModel):
         self._move_buffers()
         self._install_forward(self._run)
         return replaced
+
+    def _spec_of(self, planned: PlannedParameter, *, is_spread: bool) -> ParameterSpec:
+        """Return how a parameter is split at rest."""
+        mesh = self.engine.mesh
+        how = spread_spec(planned.shape, mesh) if is_spread else self.plan.tensor_parallel.spec_of(planned.name)
+        return partition_spec(planned.shape, mesh, how)
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return a full tensor that is split like its parameter."""
@@ -95,12 +110,16 @@ class SpmdModel(XlaModel):
         """Let a list of layers run as a loop."""
         layers = self.model.get_submodule(name)
         first = dict(layers[0].named_parameters())  # type: ignore[index]
-        units = [unit.gatherer for unit in self._units if unit.module is layers[0]]  # type: ignore[index]
-        gathered = {weight.shard: (weight, gatherer) for gatherer in units for weight in gatherer.weights}
+        inner = set(layers[0].modules())  # type: ignore[index]
+        units = [unit for unit in self._units if unit.module in inner]
+        gatherers = [unit.gatherer for unit in units if isinstance(unit.gatherer, AnnotatedGatherer)]
+        gathered = {weight.shard: (weight, gatherer) for gatherer in gatherers for weight in gatherer.weights}
 
         def unshard(parameter: str, shard: torch.Tensor) -> torch.Tensor:
-            how = gathered.get(first[parameter])
-            return shard if how is None else _Gather.apply(shard, *how)
+            if first[parameter] not in gathered:
+                return shard
+            weight, gatherer = gathered[first[parameter]]
+            return gatherer.gather_one(shard, weight)
 
         def annotate(tensor: torch.Tensor, spec: Spec | None) -> None:
             if spec is not None and self.engine.is_partitioned:
@@ -108,6 +127,7 @@ class SpmdModel(XlaModel):
 
         return LayerScan(
             layers,  # type: ignore[arg-type]
+            units,
             unshard=unshard,
             annotate_stack=lambda parameter, stack: annotate(stack, (None, *self._specs[first[parameter]])),
             annotate_output=lambda output: annotate(output, self._activation_spec(output, between_units=True)),
@@ -248,71 +268,6 @@ class SpmdModel(XlaModel):
         """Return the number of parameter elements that one device holds at rest."""
         mesh = self.engine.mesh
         return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
-
-
-class _SpmdGatherer(Gatherer):
-    """Unshards weights by annotation: XLA turns the change of sharding into an all-gather."""
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        engine: "SpmdEngine",
-        specs: Mapping[torch.Tensor, ParameterSpec],
-        *,
-        reshard_after_forward: bool,
-    ) -> None:
-        super().__init__(weights)
-        self._engine = engine
-        self._specs = specs
-        self.keeps_weights = not reshard_after_forward
-
-    def gather(self) -> list[torch.Tensor]:
-        return [_Gather.apply(weight.shard, weight, self) for weight in self.weights]
-
-    def gather_for_backward(self, weight: Weight) -> torch.Tensor:
-        import torch_xla.core.xla_model as xm
-
-        shard = weight.shard.detach().clone()
-        # Without the barrier XLA sees that this is the gather of forward, and keeps its result instead.
-        xm.optimization_barrier_([shard])
-        return self.unshard(shard, weight)
-
-    def unshard(self, shard: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return a weight gathered over the fsdp axis; what tensor parallelism has split stays split."""
-        if shard.dtype == weight.dtype:
-            copy = shard.clone()
-        else:
-            # Said twice, so that the cast happens before the gather and half as much travels.
-            copy = shard.to(weight.dtype)
-            self.split(copy, weight)
-        self._engine.annotate(copy, restricted(self._specs[weight.shard], Role.TENSOR))
-        return copy
-
-    def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
-        if full.dtype != weight.shard.dtype:
-            raise lost_edit(weight.name, f"it computes with a copy in {full.dtype}, of fewer digits")
-        kept = full.detach().clone()
-        self.split(kept, weight)
-        # Not an edit to autograd, which would miss the weight as it was when it was saved: it was edited before that.
-        weight.shard.data.copy_(kept)
-
-    def split(self, tensor: torch.Tensor, weight: Weight) -> None:
-        self._engine.annotate(tensor, self._specs[weight.shard])
-
-
-class _Gather(torch.autograd.Function):
-    """Return a split parameter unsharded; split its gradient again, which makes XLA reduce it."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: _SpmdGatherer) -> torch.Tensor:
-        ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
-        return gatherer.unshard(weight.told_apart(shard), weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad = grad.clone() if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
-        ctx.gatherer.split(grad, ctx.weight)
-        return grad, None, None
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

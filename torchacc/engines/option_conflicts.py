@@ -1,4 +1,4 @@
-"""Refuse options that are not available beside one that splits a model, or its batch, natively."""
+"""Refuse options that are not available beside one that splits a model, or its batch."""
 
 from collections.abc import Mapping
 
