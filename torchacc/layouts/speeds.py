@@ -62,7 +62,7 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
     try:
         flops, memory, near, far, per_machine, *more = (float(part) for part in name.split(","))
         latency, sharing = (*more, *(DeviceSpeeds.seconds_per_exchange, 1.0)[len(more) :])
-        if not all(0 < each < math.inf for each in (flops, memory, near, far, latency)) or sharing < 1:
+        if not all(0 < each < math.inf for each in (flops, memory, near, far, latency)) or not 1 <= sharing < math.inf:
             raise ValueError
         if per_machine < 1 or per_machine != int(per_machine):
             raise ValueError

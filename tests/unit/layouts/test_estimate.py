@@ -5,7 +5,7 @@ import torch
 
 from torchacc.config import Config
 from torchacc.layouts import find_device
-from torchacc.layouts.estimate import _is_near, _of_parameters, estimate
+from torchacc.layouts.estimate import _copied, _is_near, _of_parameters, estimate
 from torchacc.memory_plan import study
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
@@ -53,5 +53,21 @@ def test_a_step_writes_each_shard_once_however_experts_are_spread():
     assert nbytes == pytest.approx(12 * spread.on(2, "FULL_SHARD").parameters, rel=0.01)
     for step in (alone, spread):
         moved = sum(max(done / 1e30, read) for done, read in step.devices[0].stages[0].work)
-        found = estimate(step, step.plan_on(2, "FULL_SHARD"), fast)
-        assert found.compute == pytest.approx(moved + nbytes, rel=1e-3)
+        plan = step.plan_on(2, "FULL_SHARD")
+        found = estimate(step, plan, fast)
+        copied = sum(2 * _copied(plan, unit) for unit in plan.units)
+        assert found.compute == pytest.approx(moved + copied + nbytes, rel=1e-3)
+
+    # Alone a device has its weights as they are.
+    assert not any(_copied(alone.plan_on(1, "FULL_SHARD"), unit) for unit in alone.plan_on(1, "FULL_SHARD").units)
+
+
+def test_devices_that_wait_leave_a_shared_processor_to_others():
+    step = mixtral(pp=2)
+    plan = step.plan_on(2, "FULL_SHARD")
+    own, shared, half = (estimate(step, plan, find_device(f"1e9,1e9,1e9,1e9,2,1e-6,{n}")) for n in (1, 2, 1.25))
+    assert own.bubble > 0
+    assert shared.bubble == 0
+    assert shared.compute <= own.compute
+    assert shared.total < half.total < own.total
+    assert half.total == pytest.approx(own.total / 1.25)

@@ -138,6 +138,8 @@ def test_devices_are_known_by_name_or_by_their_figures():
     assert find_device("H100").flops_per_second == 989e12
     own = find_device(SPEEDS)
     assert find_device(f"{SPEEDS},5e-5").seconds_per_exchange == 5e-5
+    assert find_device(f"{SPEEDS},5e-5").devices_per_processor == 1
+    assert find_device(f"{SPEEDS},5e-5,4").devices_per_processor == 4
     assert (own.near_bytes_per_second, own.far_bytes_per_second, own.devices_per_machine) == (1e9, 1e8, 4)
     for wrong in (
         "h101",
@@ -148,7 +150,9 @@ def test_devices_are_known_by_name_or_by_their_figures():
         "1,1,1,1,1e999",
         "nan,1,1,1,4",
         "1,1,1,1,4,0",
-        "1,1,1,1,4,1,1",
+        "1,1,1,1,4,1,0.5",
+        "1,1,1,1,4,1,inf",
+        "1,1,1,1,4,1,1,1",
     ):
         with pytest.raises(ConfigError, match="there is no such device"):
             find_device(wrong)
