@@ -280,10 +280,11 @@ class ComputeConfig(Section):
     attention: Attention = "auto"
     """Which kernel computes attention: the model's own (auto); one of transformers' implementations, by its name there;
     or scaled_dot_product_attention() with one backend of PyTorch's alone (sdpa_flash, sdpa_efficient, sdpa_cudnn,
-    sdpa_math). Under XLA eager, sdpa, and blockwise or flash, which keep no value for each pair of tokens."""
+    sdpa_math). Under XLA auto, eager, sdpa, and blockwise or flash, which keep no value for each pair of tokens; on
+    TPUs auto is blockwise."""
     acc_scaled_dot_attn: StrictBool = False
-    """TorchAcc's older name of `attention = "sdpa"`: attention by the kernel that PyTorch has for the device (native
-    engine only)."""
+    """TorchAcc's older name of attention by the kernel that there is for the device: natively `attention = "sdpa"`,
+    under XLA `"flash"`."""
     chunked_loss: StrictBool | Count = False
     """Compute a language model's loss in chunks of tokens, so that there are never logits of all: tokens of a chunk on
     each device, or True for as many as have 64 Mi logits."""

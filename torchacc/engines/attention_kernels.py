@@ -27,7 +27,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 OWN = "auto"
-"""The value that leaves a model its own."""
+"""The value that leaves a model its own, which on TPUs is computed in blocks where it is PyTorch's function."""
 OF_EVERY_ENGINE = frozenset({OWN, EAGER, SDPA})
 """What all engines have."""
 BLOCKWISE = "blockwise"

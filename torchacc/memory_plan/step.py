@@ -238,7 +238,8 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
     Raises:
         ConfigError: The config asks for it.
     """
-    if (attention := config.compute.attention) in ("blockwise", "flash"):
+    attention = "flash" if config.compute.acc_scaled_dot_attn and not backend.runs_eagerly else config.compute.attention
+    if attention in ("blockwise", "flash"):
         raise ConfigError(
             f"config.compute.attention = {attention!r} is not in the memory plan, which counts all scores under XLA: "
             "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"

@@ -39,10 +39,14 @@ def test_beside_other_dtypes_a_number_is_only_told(report_of):
     assert report.comparisons == []
 
 
-def test_beside_fsdp_v2_two_numbers_have_limits(report_of):
-    report = report_of({"torchacc, plain attention": (8, 8, 8, 9), "FSDPv2, plain attention": (10, 10, 10, 10)})
+def test_beside_fsdp_v2_two_numbers_of_what_is_the_default_have_limits(report_of):
+    theirs = {"FSDPv2, plain attention": (10, 10, 10, 10)}
+    report = report_of({"torchacc, attention in blocks": (8, 8, 8, 9), **theirs})
     assert [check.verdict for check in report.checks] == ["held", "missed"]
     assert [each.rival for each in report.comparisons] == ["torch_xla's FSDPv2 class"] * 4
+    assert {check.verdict for check in report_of({"torchacc, plain attention": (8, 8, 8, 9), **theirs}).checks} == {
+        "reported"
+    }
 
 
 def test_a_small_model_is_not_judged(report_of):

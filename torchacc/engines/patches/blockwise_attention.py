@@ -85,8 +85,8 @@ def refuse_second_gradients(name: str) -> None:
     """Refuse a backward whose gradients are to have gradients."""
     if torch.is_grad_enabled():
         raise EngineError(
-            f"create_graph=True with config.compute.attention = {name!r} is not available: gradients of its gradients "
-            "are not written. Leave compute.attention at 'auto'"
+            f"create_graph=True with {name} attention is not available: gradients of its gradients are not written: "
+            "set config.compute.attention = 'sdpa'"
         )
 
 

@@ -29,7 +29,6 @@ _ATTENTION = (
     "'eager', 'blockwise' or 'flash', or use config.backend = \"native\""
 )
 REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
-    "compute.acc_scaled_dot_attn": RefusedOption(_ATTENTION),
     "compute.attention": RefusedOption(_ATTENTION, lambda name: name not in attention_kernels.OF_XLA),
     "compute.compile": RefusedOption(
         "is not available under XLA, which compiles each step as a whole by itself: leave it at False, or use "

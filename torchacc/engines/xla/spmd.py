@@ -86,7 +86,7 @@ class SpmdEngine(XlaEngine):
         if self.mesh.size(Role.EXPERT) > 1:
             spread_experts.check(self.config, self.mesh, model)
         if dist.sp.size > 1:
-            _refuse_with_split_samples(self.config, model)
+            _refuse_with_split_samples(self.config, model, self.attention)
         if self.config.compute.scan_layers and (dist.tp.size > 1 or dist.fsdp.shard_output_callable is not None):
             raise ConfigError(
                 "compute.scan_layers = True does not go with dist.tp.size > 1 or dist.fsdp.shard_output_callable yet: "
@@ -263,16 +263,16 @@ class SpmdEngine(XlaEngine):
         return partition(spec, dict(self.mesh.sizes), self.device_order)
 
 
-def _refuse_with_split_samples(config: Config, model: nn.Module) -> None:
+def _refuse_with_split_samples(config: Config, model: nn.Module, attention: str) -> None:
     if config.dist.ep.size == 1 and any(model_patches.chooses_experts(module) for module in model.modules()):
         raise ConfigError(
             f"config.dist.sp.size = {config.dist.sp.size} under SPMD, where XLA cannot partition the experts of "
             f"{type(model).__name__} along the samples unless they are spread, by config.dist.ep.size: set it, or use "
             'config.backend = "native", or config.dist.fsdp.size'
         )
-    if (name := config.compute.attention) in IN_BLOCKS:
+    if attention in IN_BLOCKS:
         raise ConfigError(
-            f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = {name!r}: each device has some "
+            f"config.dist.sp.size = {config.dist.sp.size} with compute.attention = {attention!r}: each device has some "
             "of the queries, and blocks are cut from all of them: set config.compute.attention = 'auto'"
         )
 

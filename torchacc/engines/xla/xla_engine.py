@@ -16,7 +16,7 @@ from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import recompute
-from torchacc.engines.attention_kernels import BLOCKWISE, FLASH, IN_BLOCKS
+from torchacc.engines.attention_kernels import BLOCKWISE, FLASH, IN_BLOCKS, OWN
 from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -53,6 +53,7 @@ from torchacc.engines.xla.shards import local_of
 from torchacc.engines.xla.tpu import PLATFORM
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
+from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 
 _log = get_logger(__name__)
@@ -105,6 +106,16 @@ class XlaEngine(Engine):
         return runtime.platform() == PLATFORM
 
     @property
+    def attention(self) -> str:
+        """What computes attention, of `attention_kernels.OF_XLA`."""
+        compute = self.config.compute
+        if compute.acc_scaled_dot_attn:
+            return FLASH
+        # In blocks a step for TPUs holds less and moves less, by their compiler, which could not split such blocks.
+        is_in_blocks = compute.attention == OWN and self.has_tpu_kernels and self.mesh.size(Role.SEQUENCE) == 1
+        return BLOCKWISE if is_in_blocks else compute.attention
+
+    @property
     def drops_barriers(self) -> bool:
         """Whether the devices' compiler takes optimization barriers away before it merges what is equal."""
         return runtime.runs_on_cpu()
@@ -119,7 +130,7 @@ class XlaEngine(Engine):
         """Refuse what XLA's devices cannot do."""
         refuse_options(self.config)
         super().check(model)
-        if self.config.compute.attention == FLASH and self.has_tpu_kernels:
+        if self.attention == FLASH and self.has_tpu_kernels:
             splash_attention.check_installed()
         _refuse_inference_mode()
         if self.config.compute.compile_cache is not None and runtime.runs_on_cpu():
@@ -331,7 +342,7 @@ class XlaModel(ShardedModel):
 
     def _replace_attention(self, original: model_patches.Attention) -> model_patches.Attention:
         """Return what computes attention in place of PyTorch's function."""
-        name = self.engine.config.compute.attention
+        name = self.engine.attention
         if name not in IN_BLOCKS:
             return original
         in_blocks = blockwise_attention.replace(original)

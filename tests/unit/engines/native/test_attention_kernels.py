@@ -11,6 +11,7 @@ from tests import forkrun
 from torchacc.cli import env_command
 from torchacc.config import Config, resolve
 from torchacc.engines import attention_kernels, registry
+from torchacc.engines.xla.recording import RecordingEngine
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import from_config
@@ -185,7 +186,6 @@ def test_a_model_that_does_not_choose_by_the_interface_is_refused(monkeypatch):
     [
         ({"attention": "flex_attention"}, r"compute\.attention = 'flex_attention' is not available under XLA"),
         ({"attention": "sdpa_flash"}, r"compute\.attention = 'sdpa_flash' is not available under XLA"),
-        ({"acc_scaled_dot_attn": True}, r"compute\.acc_scaled_dot_attn = True is not available under XLA"),
     ],
 )
 def test_kernels_are_refused_under_xla(compute, message):
@@ -193,6 +193,23 @@ def test_kernels_are_refused_under_xla(compute, message):
     engine = registry.engine_class("xla-spmd")(config=config, mesh=from_config(config), job=Job())
     with pytest.raises(ConfigError, match=message):
         engine.check(nn.Linear(2, 2))
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("compute", "on_cpu", "on_tpu"),
+    [
+        ({}, "auto", "blockwise"),
+        ({"attention": "sdpa"}, "sdpa", "sdpa"),
+        ({"attention": "flash"}, "flash", "flash"),
+        ({"acc_scaled_dot_attn": True}, "flash", "flash"),
+    ],
+)
+def test_xla_computes_attention_by_what_the_device_has(compute, on_cpu, on_tpu):
+    config = resolved(**compute)
+    for platform, expected in (("CPU", on_cpu), ("TPU", on_tpu)):
+        engine = RecordingEngine(platform=platform, config=config, mesh=from_config(config), job=Job())
+        assert engine.attention == expected
 
 
 def test_packed_documents_need_a_kernel_that_keeps_them_apart():
