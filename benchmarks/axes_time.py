@@ -57,9 +57,11 @@ class Case:
     """Of the stages."""
     by_hand: str = ""
     """What the model is split with by hand."""
+    ring_size: int | None = None
     processes: int = 2
 
 
+ULYSSES = Case("ulysses-2", "sp", by_hand="DeepSpeed-Ulysses' algorithm")
 PAIRS = (
     (Case("tp-2", "tp"), Case("parallelize_module-2", "tp", by_hand="parallelize_module()")),
     (Case("pp-2-gpipe", "pp", "gpipe"), Case("ScheduleGPipe-2", "pp", by_hand="ScheduleGPipe")),
@@ -68,10 +70,11 @@ PAIRS = (
         Case("pp-2-zero-bubble", "pp", "zero_bubble"),
         Case("ScheduleInterleavedZeroBubble-2", "pp", by_hand="ScheduleInterleavedZeroBubble"),
     ),
-    (Case("sp-2", "sp"), Case("ulysses-2", "sp", by_hand="DeepSpeed-Ulysses' algorithm")),
+    (Case("sp-2", "sp"), ULYSSES),
+    (Case("sp-2-ring", "sp", ring_size=2), ULYSSES),
 )
 """Ours, and that by hand."""
-CASES = tuple(case for pair in PAIRS for case in pair)
+CASES = tuple(dict.fromkeys(case for pair in PAIRS for case in pair))
 
 
 def main() -> int:
@@ -109,6 +112,7 @@ def build(case: Case, total_steps: int) -> "Steps":
     config = torchacc.Config(backend="native")
     config.dist.fsdp.size = 1
     getattr(config.dist, case.axis).size = case.processes
+    config.dist.sp.ring_size = case.ring_size
     if case.schedule:
         config.dist.pp.num_microbatches, config.dist.pp.schedule = MICROBATCHES, case.schedule  # type: ignore[assignment]
     return train_sharded(model, tokens, size.batch, config)
