@@ -254,6 +254,7 @@ RINGS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "and-fsdp": (FAMILIES["gpt2"], {"sp": 2, "ring": 2}),
     "beside-split-layers": (FAMILIES["llama"], {"sp": 2, "ring": 2, "tp": 2}),
     "recomputed": (FAMILIES["mistral"], {"sp": 2, "ring": 2, "memory": {"gc": True}}),
+    "by-a-kernel-without-sums": (FAMILIES["llama"], {"sp": 2, "ring": 2, "compute": {"attention": "sdpa_math"}}),
 }
 
 

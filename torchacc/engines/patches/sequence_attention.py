@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import gcd
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +30,12 @@ from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, in_order
 
 _PREFIX = "torchacc_sequence_over_"
 """How the names of implementations begin, in transformers' tables: there is one for each group of devices."""
+_IS_ENABLED = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,  # these are of all devices
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
 
 
 @dataclass(frozen=True)
@@ -240,8 +247,18 @@ def _attend_over_groups(
         if output is not None:
             return output.transpose(1, 2)
     attend = functools.partial(_attend_from, groups, own, **kwargs)
-    gathered: torch.Tensor = checkpoint(attend, query, key, value, mask, use_reentrant=False)
+    in_backward = functools.partial(_in_backward_by, _enabled_backends())
+    gathered: torch.Tensor = checkpoint(attend, query, key, value, mask, use_reentrant=False, context_fn=in_backward)
     return gathered
+
+
+def _enabled_backends() -> list[SDPBackend]:
+    return [backend for backend, is_enabled in _IS_ENABLED.items() if is_enabled()]
+
+
+def _in_backward_by(backends: list[SDPBackend]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for forward and for backward, which runs when the choice of `compute.attention` has ended."""
+    return nullcontext(), sdpa_kernel(backends)
 
 
 def _attend_from(
