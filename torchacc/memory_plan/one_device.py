@@ -18,7 +18,8 @@ from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.split_stages import StageModules
 from torchacc.engines.patches import sequence_attention
 from torchacc.engines.patches.sequence_attention import AttentionGroups, SplitForward
-from torchacc.parallel.axes import Role
+from torchacc.errors import ConfigError
+from torchacc.parallel.axes import Role, axis_with
 from torchacc.parallel.experts import Experts
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.sequence_split import SequenceSplit, head_parts, next_labels
@@ -181,7 +182,7 @@ def _split_samples(model: Any, plan: ShardingPlan, traffic: Traffic) -> None:
         num_groups=ring.size,
         group=0,
         all_to_all=partial(_exchange, num_parts, traffic),
-        all_gather=_refuse_to_gather,
+        all_gather=partial(_refuse_to_gather, size, ring.size),
         attend_in_ring=partial(attend_in_ring, ring),
     )
     name = sequence_attention.register(groups)
@@ -215,8 +216,14 @@ def _pass_on(traffic: Traffic, tensor: torch.Tensor) -> Callable[[], torch.Tenso
     return lambda: received
 
 
-def _refuse_to_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
-    raise AssertionError("causal attention gathers nothing")
+def _refuse_to_gather(size: int, num_groups: int, part: torch.Tensor, dim: int) -> torch.Tensor:
+    asked = f"config.dist.{axis_with(Role.SEQUENCE, Role.SHARD)}.size = {size}"
+    raise ConfigError(
+        f"{asked} computes attention in {num_groups} groups of devices, which gather keys and values where it has "
+        "dropout or a mask that is more than causal, as of a sliding window; the memory plan has the ring of a causal "
+        "mask only: plan without attention's dropout and with batches no longer than the window, or for a size that "
+        "divides the heads, without ring_size"
+    )
 
 
 def _exchange(size: int, traffic: Traffic, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:

@@ -155,6 +155,18 @@ def test_what_the_engine_refuses_is_not_planned():
         plan(sp=2).on(3, "FULL_SHARD")
 
 
+def test_keys_that_groups_of_devices_gather_are_refused():
+    def make(**options):
+        config = transformers.AutoConfig.for_model("mistral", **SIZES, intermediate_size=256, **options)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config).train()
+
+    plan(partial(make, sliding_window=300), sp=8)
+    for options in ({"sliding_window": 100}, {"sliding_window": None, "attention_dropout": 0.1}):
+        with pytest.raises(ConfigError, match="sp.size = 8 computes attention in .* groups .* gather keys and values"):
+            plan(partial(make, **options), sp=8)
+
+
 def test_the_model_stays_as_it_is():
     model = mixtral()
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
