@@ -21,11 +21,12 @@ BLOCK = 256
 """Queries of a block."""
 
 
-def replace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def replace(original: Callable[..., torch.Tensor], *, takes_dropout: bool = True) -> Callable[..., torch.Tensor]:
     """Return a function in place of PyTorch's, which is left what has another form or a mask that needs a gradient.
 
     Args:
         original: PyTorch's function.
+        takes_dropout: Whether it is not left attention with dropout.
     """
 
     @functools.wraps(original)
@@ -41,7 +42,8 @@ def replace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         fits = have_known_shapes(query, key, value, enable_gqa) and _is_known_mask(attn_mask, query, key)
-        if not fits or dropout_p >= 1 or (is_causal and attn_mask is not None):
+        is_left = dropout_p >= 1 or (dropout_p and not takes_dropout)
+        if not fits or is_left or (is_causal and attn_mask is not None):
             others = {"scale": scale, "enable_gqa": enable_gqa}
             return original(query, key, value, attn_mask, dropout_p, is_causal, **others)
         grouped = query.unflatten(1, (key.shape[1], -1))

@@ -345,7 +345,9 @@ class XlaModel(ShardedModel):
         name = self.engine.attention
         if name not in IN_BLOCKS:
             return original
-        in_blocks = blockwise_attention.replace(original)
+        # The masks of all blocks take the compiler many minutes, which nobody has asked for who has named no kernel.
+        takes_dropout = self.engine.config.compute.attention != OWN
+        in_blocks = blockwise_attention.replace(original, takes_dropout=takes_dropout)
         if name == BLOCKWISE or not self.engine.has_tpu_kernels:
             return in_blocks
         return splash_attention.replace(original, in_blocks, self.engine.by_heads)

@@ -133,3 +133,12 @@ def test_second_derivatives_are_refused():
     loss = attention(query, key, value).sum()
     with pytest.raises(EngineError, match="create_graph=True"):
         torch.autograd.grad(loss, query, create_graph=True)
+
+
+def test_attention_with_dropout_is_left_to_pytorch_if_asked_for():
+    calls = []
+    attention = blockwise_attention.replace(lambda *args, **_: calls.append(args[4]) or args[0], takes_dropout=False)
+    query = torch.rand(1, 2, 4, 8)
+    attention(query, query, query, dropout_p=0.1)
+    attention(query, query, query, is_causal=True)
+    assert calls == [0.1]
