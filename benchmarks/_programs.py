@@ -23,6 +23,7 @@ PROFILES = {
         "axes_memory",
         "axes_time",
         "layout_search",
+        "many_devices",
         "compiled_for_tpu",
     ),
     "gpu": ("gpu",),

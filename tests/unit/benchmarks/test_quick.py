@@ -17,7 +17,7 @@ QUICK = {
 }
 """Programs with what they are told: those that have workers of their own, and one that has not."""
 ALIKE = {
-    **dict.fromkeys(("scaling", "fsdp_claims", "axes_memory", "axes_time", "layout_search"), []),
+    **dict.fromkeys(("scaling", "fsdp_claims", "axes_memory", "axes_time", "layout_search", "many_devices"), []),
     "beside": [str(BENCHMARKS.parent)],
 }
 """Those whose workers others run, too: they are run with `--every-benchmark`, as CI does."""
