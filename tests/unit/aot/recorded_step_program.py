@@ -23,7 +23,7 @@ def configured(**compute):
     config = torchacc.Config()
     config.backend = "xla"
     config.dist.fsdp.size, config.dist.fsdp.use_spmd = 2, True
-    config.compute.bf16 = True
+    config.compute.bf16, config.compute.attention = True, "sdpa"  # which is the same on TPUs
     for name, value in compute.items():
         setattr(config.compute, name, value)
     config.memory.gc = not config.compute.scan_layers

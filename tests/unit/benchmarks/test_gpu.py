@@ -68,7 +68,7 @@ def test_xla_is_left_out_where_its_plugin_is_not_installed(monkeypatch):
     monkeypatch.setattr(torchacc.engines.xla.cuda, "installed_plugin", lambda: None)
     args = argparse.Namespace(device="cuda", xla_path=None)
     missing = {case.name: missing_package(case, args) for case in CASES}
-    assert [name for name, why in missing.items() if why] == ["XLA"]
+    assert [name for name, why in missing.items() if why] == ["XLA", "XLA, loss in chunks"]
 
 
 def test_a_loss_that_is_far_from_the_others_is_told(run_of):
