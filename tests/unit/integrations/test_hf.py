@@ -52,6 +52,7 @@ def test_an_argument_that_cannot_be_carried_out_is_refused(tmp_path, name, value
         adopt(args, Config())
 
 
+@pytest.mark.xla
 def test_one_program_for_several_hosts_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
