@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchacc.config import Config
 from torchacc.config.option_types import Attention
+from torchacc.config.sections import ComputeConfig
 from torchacc.engines.patches import torch_compile, transformers_attention
 from torchacc.engines.patches.transformers_attention import EAGER, FLEX, SDPA
 from torchacc.env import installed_version
@@ -44,6 +45,11 @@ _BACKENDS: Mapping[str, SDPBackend] = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     _MATH: SDPBackend.MATH,
 }
+
+
+def asked_of_xla(compute: ComputeConfig) -> str:
+    """Return which of `OF_XLA` a config asks for, by its name or by TorchAcc's older option."""
+    return FLASH if compute.acc_scaled_dot_attn else compute.attention
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torchacc.config import Config, resolve
 from torchacc.config.names import nearest
 from torchacc.config.resolve import requested_devices
+from torchacc.engines.attention_kernels import IN_BLOCKS, asked_of_xla
 from torchacc.engines.native.native_engine import check_axes
 from torchacc.env import Job
 from torchacc.errors import ConfigError, shown
@@ -238,8 +239,8 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
     Raises:
         ConfigError: The config asks for it.
     """
-    attention = "flash" if config.compute.acc_scaled_dot_attn and not backend.runs_eagerly else config.compute.attention
-    if attention in ("blockwise", "flash"):
+    attention = config.compute.attention if backend.runs_eagerly else asked_of_xla(config.compute)
+    if attention in IN_BLOCKS:
         raise ConfigError(
             f"config.compute.attention = {attention!r} is not in the memory plan, which counts all scores under XLA: "
             "leave it at 'auto' to plan without it, or take `torchacc plan --compile-for`, which compiles it"

@@ -16,7 +16,7 @@ from torchacc.config.sections import MemoryConfig
 from torchacc.data import make_buckets
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines import recompute
-from torchacc.engines.attention_kernels import BLOCKWISE, FLASH, IN_BLOCKS, OWN
+from torchacc.engines.attention_kernels import BLOCKWISE, FLASH, IN_BLOCKS, OWN, asked_of_xla
 from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
@@ -108,12 +108,10 @@ class XlaEngine(Engine):
     @property
     def attention(self) -> str:
         """What computes attention, of `attention_kernels.OF_XLA`."""
-        compute = self.config.compute
-        if compute.acc_scaled_dot_attn:
-            return FLASH
+        name = asked_of_xla(self.config.compute)
         # In blocks a step for TPUs holds less and moves less, by their compiler, which could not split such blocks.
-        is_in_blocks = compute.attention == OWN and self.has_tpu_kernels and self.mesh.size(Role.SEQUENCE) == 1
-        return BLOCKWISE if is_in_blocks else compute.attention
+        is_in_blocks = name == OWN and self.has_tpu_kernels and self.mesh.size(Role.SEQUENCE) == 1
+        return BLOCKWISE if is_in_blocks else name
 
     @property
     def drops_barriers(self) -> bool:
