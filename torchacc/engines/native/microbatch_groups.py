@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 from torchacc.engines.native.parameter_groups import Groups
 from torchacc.engines.native.unit_parameters import Group
 
@@ -12,20 +14,25 @@ class MicrobatchGroup(Group):
 
     owner: "MicrobatchGroups"
 
+    def unshard(self, async_op: bool = False) -> None:
+        """Gather, unless an earlier microbatch has left unsharded weights that are still current."""
+        if not self._stays_unsharded():
+            super().unshard(async_op)
+
     def reshard(self) -> None:
-        """Let modules show their shards; keep unsharded weights for the next microbatch."""
-        if self.owner.keeps_weights:
-            self._hide()
-        else:
+        """Let modules show their shards, unless unsharded weights stay for the next microbatch."""
+        if not self.owner.keeps_weights:
             super().reshard()
+
+    def _stays_unsharded(self) -> bool:
+        is_shown = self.owner.keeps_weights and self.is_unsharded and not self._waits
+        return is_shown and self._versions == self.versions_now()
 
     def _may_reuse(self) -> bool:
         return self.owner.keeps_weights or super()._may_reuse()
 
     def _to_sharded(self) -> None:
-        if self.owner.keeps_weights and self._versions == self.versions_now():
-            self._hide()
-        else:
+        if not self._stays_unsharded():
             super()._to_sharded()
 
 
@@ -53,13 +60,17 @@ class MicrobatchGroups(Groups):
         finally:
             self.keeps_weights = False
             for group in self._all_groups():
-                if not until_backward or group._is_done_after_forward():
+                if until_backward and not group._is_done_after_forward():
+                    group._hide()
+                else:
                     group._to_sharded()
 
+    def _gather_for_recorded(self, model: nn.Module) -> None:
+        """Do nothing: of what transformers records and returns a model in stages returns nothing."""
+
     def _gather_ahead(self) -> None:
-        """Gather all units; modules show their shards until they run."""
+        """Gather all units."""
         for group in self._all_groups():
             group.unshard()
         for group in self._all_groups():
             group.wait_for_unshard()
-            group._hide()

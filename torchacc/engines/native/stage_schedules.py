@@ -194,7 +194,9 @@ def check_hooks(owner: "PipelinedModel") -> None:
     pipeline = owner.plan.pipeline
     is_early = pipeline.runs_backward_early
     seen = owner.model.parameters() if is_early else owner.shared
-    if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in seen):
+    with torch._C.DisableTorchFunctionSubclass():  # each attribute of a distributed tensor would be a call in Python
+        has_hooks = any(getattr(each, "_post_accumulate_grad_hooks", None) for each in seen)
+    if has_hooks:
         why = (
             f"with config.dist.pp.schedule = {pipeline.schedule!r}: it would run in the model's forward, before the "
             "loss is scaled"
