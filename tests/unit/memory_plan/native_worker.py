@@ -75,7 +75,7 @@ def planned(make, config, *, accumulates):
 
 
 def held(make, config, folder, *, accumulates):
-    """Return the most bytes that PyTorch's CPU allocator has given away in a step after the first: the least of several.
+    """Return the most bytes that PyTorch's CPU allocator gives away in a step after the first: the least of six.
 
     Beside what a step needs, a process that is ahead of the others holds what it has sent until they take it, and how
     much that is differs from step to step.
