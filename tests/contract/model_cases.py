@@ -196,11 +196,11 @@ def backward_inside_of_a_scripts_autocast_has_the_gradients_of_the_forward() -> 
     check_gradients(model, plain)
 
 
-def make_gpt2() -> nn.Module:
+def make_gpt2(layers: int = 1) -> nn.Module:
     """Return a GPT-2 whose loss depends much on where it attends to, and which looks for packed documents."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": layers, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, **tokens, initializer_range=0.5, use_cache=False))
@@ -226,24 +226,45 @@ def masks_are_those_of_transformers(given: dict[str, torch.Tensor]) -> None:
 
 
 @case(XLA)
+def masks_of_packed_documents_are_the_same_where_layers_are_computed_again() -> None:
+    check_gradients_of_packed_documents(memory={"gc": True})
+
+
+@case([SPMD])
+def masks_of_packed_documents_are_the_same_in_a_loop_of_layers() -> None:
+    check_gradients_of_packed_documents(compute={"scan_layers": True})
+
+
+def check_gradients_of_packed_documents(**how: Any) -> None:
+    model, plain = sharded_and_plain(lambda: make_gpt2(layers=2), wrap_layer_cls="GPT2Block", **how)
+    batch = {"input_ids": TOKENS, "labels": TOKENS, **MASKS["packed-documents"]}
+    model(**{name: part(tensor) for name, tensor in batch.items()}).loss.backward()
+    plain(**batch).loss.backward()
+    check_gradients(model, plain)
+
+
+@case(XLA)
 def patches_end_with_the_forward() -> None:
     from transformers import masking_utils
 
-    before = dict(vars(masking_utils))
+    def whole() -> dict[str, Any]:
+        return {**vars(masking_utils), "masks": dict(masking_utils.AttentionMaskInterface._global_mapping)}
+
+    before = whole()
     model, _ = sharded_and_plain(make_gpt2)
     was_patched = []
 
     def look(module: nn.Module, args: Any) -> None:
-        was_patched.append(dict(vars(masking_utils)) != before)
+        was_patched.append(whole() != before)
         if len(was_patched) == 2:
             raise KeyError("on purpose")
 
     model.lm_head.register_forward_pre_hook(look)
     model(input_ids=part(TOKENS))
-    assert dict(vars(masking_utils)) == before
+    assert whole() == before
     with pytest.raises(KeyError):
         model(input_ids=part(TOKENS))
-    assert dict(vars(masking_utils)) == before
+    assert whole() == before
     assert was_patched == [True, True]
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for_plan = replace(training, model=deepcopy(training.model))  # planned afterwards: autograd is to know XLA first
     config = _config(training.config, topology, strategy, args.dp or 1)
     shards = topology.num_devices // (config.dist.tp.size * config.dist.sp.size)
-    batch = training.make_batch(training.batch * shards)
+    batch = training.make_batch(training.batch * shards, with_positions=training.is_packed)
     make_optimizer = optimizer_of(training)
     program = record_step(
         training.model,

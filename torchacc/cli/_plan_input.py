@@ -62,12 +62,19 @@ class Training:
     """Whether a step is of several batches."""
     clips: bool = False
     """Whether gradients are clipped by their norm."""
+    is_packed: bool = False
+    """Whether a sample is several documents, which do not see one another."""
 
-    def make_batch(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return a batch of so many samples, without values, with labels."""
+    def make_batch(self, rows: int, *, with_positions: bool = False) -> dict[str, torch.Tensor]:
+        """Return a batch of so many samples, without values, with labels.
+
+        Args:
+            rows: Their number.
+            with_positions: Whether it has the positions of tokens in their documents.
+        """
         tokens = torch.zeros(rows, self.length, dtype=torch.long, device="meta")
         labels = tokens[:, 0] if type(self.model).__name__.endswith("ForSequenceClassification") else tokens
-        return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": labels, **({"position_ids": tokens} if with_positions else {})}
 
 
 def read(args: argparse.Namespace) -> Training:
@@ -131,7 +138,8 @@ def _from_file(args: argparse.Namespace) -> Training:
         options,
     )
     # The trainer asks for the norm of the gradients in each step, whatever it clips them to.
-    return replace(training, adds_gradients=stage.training.gradient_accumulation_steps > 1, clips=True)
+    sums = stage.training.gradient_accumulation_steps > 1
+    return replace(training, adds_gradients=sums, clips=True, is_packed=stage.data.packing is True)
 
 
 def _training(

@@ -143,16 +143,30 @@ def test_a_training_file_says_it_all(tmp_path, capsys):
     assert (found["devices"], found["engine"]) == (2, "xla")
 
 
-def test_the_optimizer_has_the_options_of_a_training_file(tmp_path):
-    path = tmp_path / "config.yaml"
+def test_a_step_that_is_compiled_has_documents_where_the_training_file_packs_them(tmp_path):
+    for packing, is_packed in ("", True), (", packing: concat", False), (", packing: false", False):
+        path = write(tmp_path, "config.yaml", TRAINING.replace("vocab_size: 300", f"vocab_size: 300{packing}"))
+        assert read(path).is_packed == is_packed
+    batch = read(path).make_batch(2, with_positions=True)
+    assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (2, 8)
+    )
+
+
+def read(path):
     parser = ArgumentParser()
     plan_command.add_options(parser)
+    return _plan_input.read(parser.parse_args(["--config", str(path)]))
+
+
+def test_the_optimizer_has_the_options_of_a_training_file(tmp_path):
+    path = tmp_path / "config.yaml"
     for options, expected in (
         ("name: sgd, lr: 0.1, momentum: 0.9", {"momentum_buffer"}),
         ("name: adamw, lr: 0.1, amsgrad: true", {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     ):
         path.write_text(TRAINING.replace("name: sgd, lr: 0.1", options))
-        training = _plan_input.read(parser.parse_args(["--config", str(path)]))
+        training = read(path)
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.ones_like(parameter)
         optimizer = _compile_step.optimizer_of(training)([parameter])

@@ -1,11 +1,13 @@
 """`scaled_dot_product_attention()` by the kernel that JAX has for TPUs, as a part of torch_xla's program.
 
-The kernel, splash attention, keeps no scores, skips the blocks that a causal mask hides, and reads heads of keys that
-several heads of queries share once. JAX makes an XLA program of it where no TPU is, too, and touches no device.
+The kernel, splash attention, keeps no scores, skips the blocks that a causal mask hides, reads heads of keys that
+several heads of queries share once, and keeps documents apart by the number of each token's. JAX makes an XLA program
+of it where no TPU is, too, and touches no device.
 """
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.patches.blockwise_attention import have_known_shapes, refuse_second_gradients
+from torchacc.engines.patches.transformers_masks import documents_of
 from torchacc.engines.patches.versions import PATCHES, is_for_installed
 from torchacc.env import installed_version
 from torchacc.errors import ConfigError
@@ -40,6 +43,7 @@ class _Shapes:
     size: int
     dtype: torch.dtype
     is_causal: bool
+    has_documents: bool
 
 
 def check_installed() -> None:
@@ -64,7 +68,7 @@ def replace(
 
     Args:
         original: PyTorch's function.
-        otherwise: Computes the rest: masks, dropout, lengths that are no multiple of 128.
+        otherwise: Computes the rest: masks of other than documents, dropout, lengths that are no multiple of 128.
         by_heads: Runs the kernel on each device's samples and heads.
     """
 
@@ -80,12 +84,15 @@ def replace(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        fits = attn_mask is None and not dropout_p and have_known_shapes(query, key, value, enable_gqa)
+        documents = None if is_causal else documents_of(attn_mask)
+        is_known = attn_mask is None or documents is not None
+        fits = is_known and not dropout_p and have_known_shapes(query, key, value, enable_gqa)
         if not fits or not _takes(query, key, value):
             others = {"scale": scale, "enable_gqa": enable_gqa}
             return otherwise(query, key, value, attn_mask, dropout_p, is_causal, **others)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        output: torch.Tensor = _SplashAttention.apply(query * scale, key, value, is_causal, by_heads)
+        is_causal = is_causal or documents is not None
+        output: torch.Tensor = _SplashAttention.apply(query * scale, key, value, documents, is_causal, by_heads)
         return output
 
     return attention
@@ -104,12 +111,15 @@ class _SplashAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        documents: torch.Tensor | None,
         is_causal: bool,
         by_heads: ByHeads,
     ) -> torch.Tensor:
+        # Of each head, as all that is split over devices has samples and heads.
+        numbers = [] if documents is None else [documents.int()[:, None].expand(-1, key.shape[1], -1)]
         run = functools.partial(_run, "forward", is_causal)
-        output, sums = by_heads(run, [query, key, value])
-        ctx.save_for_backward(query, key, value, output, sums)
+        output, sums = by_heads(run, [query, key, value, *numbers])
+        ctx.save_for_backward(query, key, value, *numbers, output, sums)
         ctx.is_causal, ctx.by_heads = is_causal, by_heads
         return output
 
@@ -118,7 +128,7 @@ class _SplashAttention(torch.autograd.Function):
         refuse_second_gradients("flash")
         query, *others = ctx.saved_tensors
         run = functools.partial(_run, "backward", ctx.is_causal)
-        return *ctx.by_heads(run, [query, *others, gradient.to(query.dtype)]), None, None
+        return *ctx.by_heads(run, [query, *others, gradient.to(query.dtype)]), None, None, None
 
 
 def _run(direction: str, is_causal: bool, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -126,7 +136,8 @@ def _run(direction: str, is_causal: bool, *tensors: torch.Tensor) -> Sequence[to
     from torch_xla import _XLAC
 
     (samples, heads, length, size), key_heads = tensors[0].shape, tensors[1].shape[1]
-    shapes = _Shapes(samples, heads, key_heads, length, size, tensors[0].dtype, is_causal)
+    has_documents = any(tensor.dtype == torch.int32 for tensor in tensors)
+    shapes = _Shapes(samples, heads, key_heads, length, size, tensors[0].dtype, is_causal, has_documents)
     computation = _computation(direction, shapes, interpreted)
     computed: Sequence[torch.Tensor] = _XLAC._xla_user_computation("xla::splash_attention", list(tensors), computation)
     return computed
@@ -143,7 +154,10 @@ def _computation(direction: str, shapes: _Shapes, interpreted: bool) -> Any:
     queries = jax.ShapeDtypeStruct((shapes.samples, shapes.heads, shapes.length, shapes.size), dtype)
     keys = jax.ShapeDtypeStruct((shapes.samples, shapes.key_heads, shapes.length, shapes.size), dtype)
     sums = jax.ShapeDtypeStruct((shapes.samples, shapes.heads, shapes.length), jnp.float32)
-    given = [queries, keys, keys] if direction == "forward" else [queries, keys, keys, queries, sums, queries]
+    numbers = jax.ShapeDtypeStruct((shapes.samples, shapes.key_heads, shapes.length), jnp.int32)
+    given = [queries, keys, keys, *([numbers] if shapes.has_documents else [])]
+    if direction == "backward":
+        given += [queries, sums, queries]
     # float32 is multiplied as float32, which a TPU does not do unless it is asked to.
     with jax.default_matmul_precision("highest" if shapes.dtype == torch.float32 else "default"):
         traced = jax.jit(getattr(_SplashKernel(shapes, interpreted), direction), keep_unused=True).trace(*given)
@@ -172,19 +186,28 @@ class _SplashKernel:
         )
         self._interpreted = interpreted
 
-    def forward(self, query: Any, key: Any, value: Any) -> Any:
+    def forward(self, *given: Any) -> Any:
         """Return the output, and the logarithm of each row's sum of exponentials."""
-        output, (sums,) = _import_jax().vmap(self._kernel)(query, key, value)
+        output, (sums,) = _import_jax().vmap(self._of_one_sample)(*given)
         return output, sums
 
     def backward(self, *given: Any) -> Any:
         """Return the gradients of queries, keys and values, from what forward took and returned."""
-        return _import_jax().vmap(self._of_one_sample)(*given)
+        return _import_jax().vmap(self._gradients_of_one_sample)(*given)
 
-    def _of_one_sample(self, query: Any, key: Any, value: Any, output: Any, sums: Any, gradient: Any) -> Any:
+    def _of_one_sample(self, query: Any, key: Any, value: Any, *numbers: Any) -> Any:
+        return self._kernel(query, key, value, segment_ids=self._segments(*numbers))
+
+    def _segments(self, *numbers: Any) -> Any:
+        """Return the numbers of documents as the kernel takes them; None where there are none."""
+        return self._library.SegmentIds(numbers[0][0], numbers[0][0]) if numbers else None
+
+    def _gradients_of_one_sample(self, query: Any, key: Any, value: Any, *others: Any) -> Any:
         inner = importlib.import_module(f"{self._library.__name__}.splash_attention_kernel")
+        *numbers, output, sums, gradient = others
         kernel, options = self._kernel, self._kernel.kwargs
-        saved = (query, key, value, None, None, output, sums, kernel.dq_mask_info, kernel.dkv_mask_info)
+        segments = self._segments(*numbers)
+        saved = (query, key, value, segments, None, output, sums, kernel.dq_mask_info, kernel.dkv_mask_info)
         gradients = inner._splash_attention_bwd(
             False,
             options["mask_value"],
@@ -206,4 +229,9 @@ def _import_jax() -> Any:
     jax = importlib.import_module("jax")
     if is_new:
         jax.config.update("jax_platforms", "cpu")
+        log = logging.getLogger("jax._src.xla_bridge")
+        level = log.level
+        log.setLevel(logging.CRITICAL)  # of plugins for GPUs, which do not begin where there is none
+        jax.devices()
+        log.setLevel(level)
     return jax

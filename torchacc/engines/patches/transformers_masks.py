@@ -5,6 +5,9 @@ anything is padded. What the answer depends on is known without a look at values
 such as the range that a model makes where it is given none, are a constant of the recorded program. All others may
 begin anew in a row, and get the mask that keeps documents apart, which is right for either. So it does not matter who
 made the position ids, nor how they came into the model.
+
+A mask remembers the numbers of the documents where it hides those of others, and later tokens, and nothing else: a
+kernel of attention may take them in its place.
 """
 
 import sys
@@ -16,6 +19,11 @@ import torch
 
 from torchacc.engines.patches.versions import is_for_installed
 from torchacc.engines.xla import runtime
+
+_DOCUMENTS = "_torchacc_documents"
+"""The attribute of a mask, or of a function that makes one, with the numbers of documents."""
+_ATTENTION = "sdpa"
+"""Whose masks remember them, in `transformers.masking_utils`."""
 
 _constants: dict[bytes, bool] = {}
 """Whether position ids that are a constant of the program are a plain range, by the hash of their operations."""
@@ -56,6 +64,22 @@ _noting: list[list[bool]] = []
 _repeating: list[Iterator[bool]] = []
 
 
+def documents_of(mask: Any) -> torch.Tensor | None:
+    """Return the number of each token's document, (samples, tokens), where a mask hides all else and later tokens.
+
+    Returns:
+        None where the mask is another one, or it is not known.
+    """
+    documents, version = getattr(mask, _DOCUMENTS, (None, 0))
+    return documents if getattr(mask, "_version", 0) == version else None  # not of a mask that was written to
+
+
+def keep_documents(source: Any, mask: torch.Tensor) -> None:
+    """Let a mask remember the documents of another one that it is a copy of, or of the function that has made it."""
+    if (documents := documents_of(source)) is not None:
+        setattr(mask, _DOCUMENTS, (documents, mask._version))
+
+
 @contextmanager
 def without_questions() -> Iterator[None]:
     """Hold a context in which transformers builds masks without waiting for the device."""
@@ -69,6 +93,10 @@ def without_questions() -> Iterator[None]:
             if original is not None:
                 setattr(masking_utils, name, replace(original))
                 stack.callback(setattr, masking_utils, name, original)
+        masks = masking_utils.AttentionMaskInterface._global_mapping
+        original = masks[_ATTENTION]
+        masks[_ATTENTION] = _remembering(original)
+        stack.callback(masks.__setitem__, _ATTENTION, original)
         yield
 
 
@@ -117,8 +145,33 @@ def _skipped_without_padding(original: Callable[..., Any]) -> Callable[..., Any]
     return may_skip
 
 
+def _with_documents(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the documents on the function that makes the mask, where it makes a causal one of each."""
+
+    def combine(mask_function: Any, position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
+        combined = original(mask_function, position_ids, documents)
+        if mask_function is sys.modules["transformers.masking_utils"].causal_mask_function:
+            setattr(combined, _DOCUMENTS, (documents, 0))
+        return combined
+
+    return combine
+
+
+def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the mask remember what the function that makes it does, if nothing is padded."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        mask = original(*args, **kwargs)
+        if mask is not None and kwargs.get("attention_mask") is None:
+            keep_documents(kwargs.get("mask_function"), mask)
+        return mask
+
+    return make
+
+
 _REPLACEMENTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "find_packed_sequence_indices": _packed_indices,
+    "packed_sequence_compatibility_function": _with_documents,
     "remap_positions_for_packed_sequence": _keep_apart,
     "fast_all": _never_skipped,
     "_ignore_bidirectional_mask_sdpa": _skipped_without_padding,

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines.patches import torch_patches
-from torchacc.engines.patches.transformers_masks import Answers
+from torchacc.engines.patches.transformers_masks import Answers, documents_of
 from torchacc.engines.recompute import statistics_kept
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.gather import EDITED_TWICE, Gatherer, UnitHooks, lost_edit
@@ -235,8 +235,9 @@ class _Call:
         import torch_xla.core.xla_model as xm
 
         tensors = tensors_in(self._inputs)
-        again = [tensor.detach().clone() for tensor in tensors]
-        xm.optimization_barrier_([*again, *gradients])
+        # A mask that a kernel may do without stays what it is: behind a barrier it would be written out.
+        again = [tensor if documents_of(tensor) is not None else tensor.detach().clone() for tensor in tensors]
+        xm.optimization_barrier_([*(new for new in again if documents_of(new) is None), *gradients])
         if self._zero is not None:
             again = [new + self._zero.to(new.dtype) if new.is_floating_point() else new for new in again]
         return [new.requires_grad_(old.requires_grad) for new, old in zip(again, tensors, strict=True)]
