@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import product
 from math import prod
@@ -36,6 +36,8 @@ class Chip:
     """The chips of one machine, along each dimension."""
     platform: str = tpu.PLATFORM
     """As PJRT_DEVICE names it."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What JAX wants to know beside the topology's name."""
 
 
 def _gpu(key: str) -> Chip:
@@ -57,7 +59,18 @@ def _gpu(key: str) -> Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip("TPU v4", 3, 275e12, 32 * 2**30, 1228e9, 300e9, 1.05e9, ("v4:2x2x1", "v4:4x4x4"), (2, 2, 1)),
+    "v4": Chip(
+        "TPU v4",
+        3,
+        275e12,
+        32 * 2**30,
+        1228e9,
+        300e9,
+        1.05e9,
+        ("v4:2x2x1", "v4:4x4x4"),
+        (2, 2, 1),
+        options={"chip_config_name": "megacore"},  # the two cores of a chip are one device, as on a TPU VM
+    ),
     "v5e": Chip("TPU v5e", 2, 197e12, 16 * 2**30, 819e9, 200e9, 1.5e9, ("v5e:2x2", "v5e:2x4", "v5e:16x16"), (2, 2)),
     "v5p": Chip(
         "TPU v5p", 3, 459e12, 95 * 2**30, 2765e9, 600e9, 1.75e9, ("v5p:2x2x1", "v5p:4x4x4", "v5p:8x8x8"), (2, 2, 1)
@@ -111,7 +124,7 @@ class Topology:
             described = Path(__file__).with_name(self.name.partition("x")[0] + ".txtpb")
             return {"topology": f"1x1x{self.num_devices}", "target_config": described.read_text(encoding="utf-8")}
         # A single chip is no host of its own in JAX's tables.
-        return {"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {}
+        return {**self.chip.options, **({"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {})}
 
 
 def _nearest(name: str) -> str:
