@@ -483,6 +483,7 @@ def what_a_script_does_to_the_loss_of_stages_reaches_all_gradients(schedule: str
         each(**batch)  # without a backward: nothing is left of it
         decay = 1e-3 * sum(parameter.square().sum() for parameter in each.parameters())
         (decay + each(**batch).loss * 3 + each(**plain()).loss.square()).backward()
+    assert float(penalty(model)) == pytest.approx(float(penalty(plain_model)), rel=RELATIVE)
     norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, plain_model))
     assert float(norm) == pytest.approx(float(expected), rel=RELATIVE)
     for order in (1.0, float("inf")):
@@ -593,6 +594,8 @@ def norms_of_stages_are_of_all_of_them_or_refused() -> None:
     ):
         with pytest.raises(torchacc.EngineError, match="of another stage"):
             read()
+    with pytest.raises(torchacc.EngineError, match=r"sum\(\) along dimensions of parameters of a model in stages"):
+        parameters[0].square().sum(0)
 
 
 @case([NATIVE])

@@ -148,7 +148,7 @@ class PipelinedModel(NativeModel):
         own = {each.name for each in self._own_plan.parameters}
         others = [each for each in self.plan.parameters if each.name not in own]
         mesh = self.engine.parameter_mesh
-        script_reads.note_stage(mesh)
+        script_reads.note_stages(mesh, self.link)
         self.absent = leave_out(self.model, others, self.plan, mesh, self.engine.device)
 
     # ---- A forward

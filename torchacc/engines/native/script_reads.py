@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import read_job
 from torchacc.errors import EngineError
+
+if TYPE_CHECKING:
+    from torchacc.engines.native.stage_collectives import StageLink
 
 _NUM_CHECKED = 64
 """How many reads of a process are checked: what only some processes read, they mostly do from the start."""
@@ -63,18 +66,48 @@ def _is_of_script() -> bool:
     return not _reads.is_inside and torch._C._current_graph_task_id() == -1
 
 
-_meshes_of_stages: set[Any] = set()
+_stages: "dict[Any, StageLink]" = {}
+"""The connections of stages, by the mesh of their parameters."""
 
 
-def note_stage(mesh: Any) -> None:
+def note_stages(mesh: Any, link: "StageLink") -> None:
     """Note that parameters without elements on a mesh are those of other stages."""
-    _meshes_of_stages.add(mesh)
+    _stages[mesh] = link
+
+
+def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
+    """Return what a script computes, a sum that becomes a part of the loss as all stages have it.
+
+    Collective: all stages, for such sums of parameters. Each stage has the gradients of its own parameters.
+
+    Args:
+        name: The function's.
+        shards: The distributed tensors that it is given.
+        own: What it returns here, nothing of other stages.
+
+    Raises:
+        EngineError: It is no sum of all elements.
+    """
+    if not _is_part_of_loss(name, shards):
+        return own
+    if own.dim():
+        raise EngineError(
+            "sum() along dimensions of parameters of a model in stages (config.dist.pp.size), which a stage alone has: "
+            "only a sum of all elements is the same on all, parameter.square().sum(). Leave out the dimensions, or "
+            "set config.dist.pp.size = 1"
+        )
+    return next(iter(_stages.values())).total(own, is_held=all(each.numel() for each in shards))
+
+
+def _is_part_of_loss(name: str, shards: Sequence[Any]) -> bool:
+    is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in shards)
+    return bool(_stages) and _is_of_script() and name == "sum" and is_recorded
 
 
 def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
     """Refuse what a script computes from tensors of other stages, of which this one has no elements.
 
-    A sum that becomes a part of the loss is let through: each stage has the gradients of its own parameters.
+    But for `total_of_stages()`.
 
     Args:
         name: The function's.
@@ -83,11 +116,9 @@ def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
     Raises:
         EngineError: One of them is another stage's.
     """
-    if not _meshes_of_stages or not _is_of_script():
+    if not _stages or not _is_of_script() or _is_part_of_loss(name, shards):
         return
-    if name == "sum" and torch.is_grad_enabled() and any(each.requires_grad for each in shards):
-        return
-    if any(not each.numel() and each._spec.mesh in _meshes_of_stages for each in shards):
+    if any(not each.numel() and each._spec.mesh in _stages for each in shards):
         raise EngineError(
             f"{name}() of a parameter or gradient of another stage (config.dist.pp.size), which has no elements here: "
             "the stages would get different numbers. For a norm of all gradients, "

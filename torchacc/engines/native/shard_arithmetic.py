@@ -110,7 +110,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     output = func(*_full_tensors(args), **_full_tensors(kwargs))
     if kind is FunctionKind.VIEW and not any(map(_needs_graph, shards)) and any(map(_is_split_or_copy, shards)):
         return tree_map(lambda leaf: _as_copy(leaf, shards[0]) if isinstance(leaf, torch.Tensor) else leaf, output)
-    return output
+    return script_reads.total_of_stages(func.__name__, shards, output)
 
 
 @contextmanager

@@ -140,6 +140,16 @@ class StageLink:
         norm: torch.Tensor = torch.linalg.vector_norm(found, norm_type)
         return norm
 
+    def total(self, own: torch.Tensor, *, is_held: bool) -> torch.Tensor:
+        """Return the sum that the stages which hold a parameter have of it. Collective: all stages.
+
+        Args:
+            own: This stage's, without dimensions; in backward it has the gradient of the result.
+            is_held: Whether it holds the parameter, as two stages hold a tied one.
+        """
+        found: torch.Tensor = _Total.apply(own, self, is_held)
+        return found
+
     def finish(self) -> None:
         """Wait until everything has been sent."""
         for sent in self._sent.values():
@@ -221,3 +231,15 @@ class _Receive(torch.autograd.Function):
         link, stage, tag = ctx.how
         link._begin_send(gradient, stage, _PREVIOUS, tag + 1)
         return None, None, None, None, None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, link: StageLink, is_held: bool) -> torch.Tensor:
+        found = torch.tensor([float(own) if is_held else 0.0, is_held], device=link._device)
+        dist.all_reduce(found, group=link._group)
+        return (found[0] / found[1]).to(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
