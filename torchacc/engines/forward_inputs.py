@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import wraps
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ class InputMover:
             )
         moved = iter(self._put(found))
         return map_tensors(lambda tensor: next(moved) if tensor.device.type == "cpu" else tensor, inputs)
+
+
+def inputs_by_name(signature: Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return what a forward is called with, by name, those of its variable keywords among them, without `None`."""
+    bound = signature.bind(*args, **kwargs).arguments
+    variable = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), None)
+    more = bound.pop(variable, {}) if variable is not None else {}
+    return {name: value for name, value in {**bound, **more}.items() if value is not None}
 
 
 def takes_half(forward: Callable[..., Any], dtypes: Collection[torch.dtype]) -> Callable[..., Any]:

@@ -14,8 +14,8 @@ from torch import nn
 
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
-from torchacc.engines.forward_inputs import CACHES
-from torchacc.engines.native import expert_parallel, script_reads
+from torchacc.engines.forward_inputs import CACHES, inputs_by_name
+from torchacc.engines.native import expert_parallel, script_reads, stage_inputs
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
@@ -25,8 +25,6 @@ from torchacc.engines.native.split_backward import SplitBackward
 from torchacc.engines.native.split_stages import StageModules, language_model, leave_out
 from torchacc.engines.native.stage_collectives import StageLink, num_groups
 from torchacc.engines.native.stage_schedules import (
-    OF_LOSS,
-    SPLIT_INPUTS,
     Microbatches,
     check_backward,
     check_hooks,
@@ -37,13 +35,11 @@ from torchacc.errors import DataError, EngineError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sequence_split import IGNORED, next_labels
 from torchacc.parallel.sharding import LocalShard, ShardPlacement
 
 if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
-_OTHER_INPUTS = ("num_items_in_batch", "use_cache")
 _OUTPUTS = ("loss", "logits", *CACHES)
 _COMPARED_FORWARDS = 2
 """Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
@@ -158,14 +154,14 @@ class PipelinedModel(NativeModel):
         return super()._run(functools.partial(self._run_stages, inner), args, kwargs)
 
     def _run_stages(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = self._by_name(inner, args, kwargs)
+        given = self._by_name(args, kwargs)
         config = self._language_model.config
         is_tuple = given.pop("return_dict", config.return_dict) is False
         if getattr(config, "output_router_logits", False):
             raise self._refuse("config.output_router_logits = True, set after accelerate()")
-        self._check_inputs(given)
+        stage_inputs.check(given, self._refuse)
         self._compare(given)
-        self._num_counted = _num_counted(given)
+        self._num_counted = stage_inputs.num_counted(given)
         if torch.is_grad_enabled():
             check_backward(self)
         self.link.begin_batch()
@@ -193,41 +189,12 @@ class PipelinedModel(NativeModel):
         output = made(loss=loss, logits=logits, **others)
         return output.to_tuple() if is_tuple else output
 
-    def _by_name(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    def _by_name(self, args: Any, kwargs: Any) -> dict[str, Any]:
         signature = inspect.signature(type(self.model).forward)
         if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # adapters of no task: as without
             signature = inspect.signature(type(self._language_model).forward)
-        bound = signature.bind(self.model, *args, **kwargs).arguments
-        bound.pop("self")
-        variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        more = bound.pop(variable, {}) if variable is not None else {}
-        return {name: value for name, value in {**bound, **more}.items() if value is not None}
-
-    def _check_inputs(self, given: dict[str, Any]) -> None:
-        """Refuse inputs of which it is not known what they are to a stage.
-
-        Raises:
-            EngineError: There is one, or gradients are recorded of a call without labels.
-        """
-        ids = given.get("input_ids")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not len(ids):
-            raise self._refuse("a call without input_ids of shape (rows, tokens)")
-        for name in ("logits_to_keep", "output_attentions", "output_hidden_states"):
-            if isinstance(given.get(name), bool | int) and not given[name]:
-                given.pop(name)
-        for name, value in given.items():
-            if name not in (*SPLIT_INPUTS, *_OTHER_INPUTS):
-                raise self._refuse(f"the input {name!r}")
-            if name in SPLIT_INPUTS and not isinstance(value, torch.Tensor):
-                raise self._refuse(f"{name} that is a {type(value).__name__}")
-            if name in OF_LOSS and value.shape != ids.shape:
-                raise self._refuse(f"{name} of shape {tuple(value.shape)} for input_ids of {tuple(ids.shape)}")
-        if torch.is_grad_enabled() and "labels" not in given:
-            raise EngineError(
-                f"a call without labels that records gradients, of a model in {self.link.num_stages} stages "
-                "(config.dist.pp.size): only the last stage has logits, so that the model has to compute the loss. "
-                "Pass labels, or call it under torch.no_grad(), where all ranks get the logits"
-            )
+        given = inputs_by_name(signature, self.model, *args, **kwargs)
+        return {name: value for name, value in given.items() if name != "self"}
 
     def _refuse(self, what: str) -> EngineError:
         return EngineError(
@@ -515,16 +482,6 @@ class _StageRoot(nn.Module):
 def _groups_of_stages(engine: NativeEngine) -> list[list[int]]:
     """Return the processes of each stage."""
     return engine.mesh.groups(*(role for role in Role if role is not Role.PIPELINE))
-
-
-def _num_counted(given: Mapping[str, Any]) -> Any:
-    """Return the number by which the sum of a batch's losses is divided; None without labels."""
-    if given.get("num_items_in_batch") is not None:
-        return given["num_items_in_batch"]
-    if "labels" not in given:
-        return None
-    shifted = given.get("shift_labels")
-    return (next_labels(given["labels"]) if shifted is None else shifted).ne(IGNORED).sum()
 
 
 def _check_accumulates() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.data import digest_of, tensors_in
-from torchacc.engines.forward_inputs import CACHES
+from torchacc.engines.forward_inputs import CACHES, inputs_by_name
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.sequence_collectives import (
@@ -271,7 +271,7 @@ class _SplitModel:
         self._model.forward = functools.wraps(self._forward)(lambda *args, **kwargs: self._run(*args, **kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._by_name(args, kwargs)
+        given = inputs_by_name(self._signature, *args, **kwargs)
         chosen = transformers_attention.chosen(self._model)
         if chosen != self._attention:
             raise EngineError(
@@ -300,12 +300,6 @@ class _SplitModel:
         if not torch.is_grad_enabled() and self._caches(given):
             whole[next(name for name in reversed(CACHES) if hasattr(whole, name))] = _NotCached()
         return whole
-
-    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        bound = self._signature.bind(*args, **kwargs).arguments
-        variable = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        more = bound.pop(variable, {}) if variable is not None else {}
-        return {name: value for name, value in {**bound, **more}.items() if value is not None}
 
     def _is_to_be_split(self, given: Mapping[str, Any]) -> bool:
         """Return whether a call runs on parts. Each device computes the calls of a generation on full samples.

@@ -16,15 +16,12 @@ from torch.utils import checkpoint
 
 from torchacc.engines.native.gradients import is_graph_kept
 from torchacc.engines.native.stage_collectives import refuse_graphs_of_gradients
+from torchacc.engines.native.stage_inputs import OF_LOSS, SPLIT_INPUTS
 from torchacc.errors import EngineError
 from torchacc.parallel.pipeline_plan import Pass
 
 if TYPE_CHECKING:
     from torchacc.engines.native.pipelined_model import PipelinedModel
-
-SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
-"""Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
-OF_LOSS = ("labels", "shift_labels")
 
 
 class Microbatches:
