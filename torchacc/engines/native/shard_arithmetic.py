@@ -336,14 +336,12 @@ def gradient_over_data(spec: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def local_part(values: torch.Tensor, spec: Any) -> torch.Tensor:
     """Return this process's part of a full tensor, a view."""
-    for dim, placement in enumerate(spec.placements):
+    split = list(enumerate(spec.placements))
+    if any(type(placement).__name__ == "_StridedShard" for placement in spec.placements):
+        split.reverse()  # a weight that dist.tp splits, too, along the same dimension, is sharded within its part
+    for dim, placement in split:
         if isinstance(placement, Replicate) or spec.mesh.size(dim) == 1:
             continue
-        if type(placement).__name__ != "Shard" or sum(not isinstance(p, Replicate) for p in spec.placements) > 1:
-            raise EngineError(
-                "a full tensor cannot be cut up for a weight whose layer is split over dist.tp: change such weights "
-                "by functions that work element by element, on tensors that lie like them, or by load_state_dict()"
-            )
         own = chunk(values.shape[placement.dim], spec.mesh.size(dim), spec.mesh.get_local_rank(dim))
         values = values.narrow(placement.dim, own.start, len(own))
     return values
