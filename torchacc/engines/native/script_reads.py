@@ -54,12 +54,14 @@ def expect_all(mesh: Any) -> None:
     Raises:
         EngineError: Others do something else, as `ProcessGroup.expect_all()` finds it.
     """
-    if not _is_of_script() or not _reads.num_left or mesh.ndim != 1:
-        return
-    job = read_job()
-    if mesh.size() == job.num_processes:
+    if _is_of_script() and mesh.ndim == 1 and mesh.size() == read_job().num_processes:
+        _expect("a read of a sharded parameter or gradient, as by parameter.norm()")
+
+
+def _expect(read: str) -> None:
+    if _reads.num_left:
         _reads.num_left -= 1
-        ProcessGroup(job).expect_all("a read of a sharded parameter or gradient, as by parameter.norm()")
+        ProcessGroup(read_job()).expect_all(read)
 
 
 def _is_of_script() -> bool:
@@ -86,7 +88,7 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
         own: What it returns here, nothing of other stages.
 
     Raises:
-        EngineError: It is no sum of all elements.
+        EngineError: It is no sum of all elements, or others do something else, as `expect_all()` finds it.
     """
     if not _is_part_of_loss(name, shards):
         return own
@@ -96,6 +98,7 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
             "only a sum of all elements is the same on all, parameter.square().sum(). Leave out the dimensions, or "
             "set config.dist.pp.size = 1"
         )
+    _expect("a sum over a parameter of a model in stages, as by parameter.square().sum()")
     return next(iter(_stages.values())).total(own, is_held=all(each.numel() for each in shards))
 
 
