@@ -287,6 +287,23 @@ def a_full_state_loads_as_it_was() -> None:
             assert all(torch.equal(found[index][key], value) for key, value in entry.items())
 
 
+@case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
+def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same(how: tuple[int, int]) -> None:
+    fsdp, tp = how
+    model = make_llama()
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=fsdp, tp=tp)
+    for each, ids in ((model, put(IDS)), (plain, IDS)):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        penalty = sum(parameter.square().sum() for parameter in each.parameters())
+        (each(input_ids=ids, labels=ids).loss + 0.01 * penalty).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter[1:3] = 2 * parameter[1:3]
+    check_parameters(model, plain)
+
+
 @case((NATIVE,))
 def rows_that_are_padding_are_not_trained() -> None:
     torch.manual_seed(1)
