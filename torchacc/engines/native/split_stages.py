@@ -152,14 +152,16 @@ class StageModules:
         """The layers of the stage that runs."""
         self._num_layers = pipeline.bounds[-1]
         self._others: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {stage: [] for stage in self._layers}
-        """What stands in for modules of other stages while a stage of this device runs, by the module that has them."""
+        """What stands in for modules of other stages while a stage of this device runs, by the module that has them.
+
+        It has no hooks: those of a layer see and change what the layer's own stage computes.
+        """
         layers = (f"{pipeline.layers}.{number}" for number in range(self._num_layers))
         for name in (*layers, *pipeline.before, *pipeline.after):
             module, stage = model.get_submodule(name), pipeline.stage_of(name)
             run = self._instead_of(module, name.removeprefix(f"{pipeline.layers}.") if pipeline.is_layer(name) else "")
             if stage not in self._layers:
                 self._let_run(module, run)
-                continue
             parent, _, leaf = name.rpartition(".")
             for other in self._layers.keys() - {stage}:
                 self._others[other].append((model.get_submodule(parent), leaf, _StandIn(module, run)))
