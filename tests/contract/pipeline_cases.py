@@ -433,6 +433,15 @@ def split_backwards_leave_changed_layers_as_they_are() -> None:
         compare(make(), [plain()], **how)
 
 
+@case([NATIVE], each={each: each for each in SCHEDULES})
+def hooks_that_change_what_layers_get_and_return_run_once(schedule: str) -> None:
+    model = make(layers=4)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.25, *args[1:]))
+        layer.register_forward_hook(lambda module, args, output: output * 0.75)
+    compare(model, [plain()], pp=2, microbatches=2, schedule=schedule)
+
+
 @case([NATIVE])
 def a_gradient_that_a_hook_changes_before_a_weight_needs_it_is_refused() -> None:
     model = make()
