@@ -304,6 +304,21 @@ def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same
     check_parameters(model, plain)
 
 
+@case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
+def what_a_script_draws_into_split_weights_is_what_it_draws_into_full_ones(how: tuple[int, int]) -> None:
+    fsdp, tp = how
+    model = make_llama()
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=fsdp, tp=tp)
+    for each in (model, plain):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+                parameter.add_(torch.randn_like(parameter))
+    check_parameters(model, plain, absolute=0.0)
+
+
 @case((NATIVE,))
 def rows_that_are_padding_are_not_trained() -> None:
     torch.manual_seed(1)

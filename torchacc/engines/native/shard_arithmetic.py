@@ -406,8 +406,6 @@ def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: A
     Each would otherwise draw the same numbers for its own part, and generators would go apart where parts are uneven.
     """
     spec = like._spec
-    if sum(not isinstance(placement, Replicate) for placement in spec.placements) > 1:  # which cannot be cut up
-        return _same_on_copies(_call_as_is(func, args, kwargs))
     in_place = _targets(func, args, kwargs)
     if in_place and _needs_graph(like):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
