@@ -6,6 +6,7 @@ several heads of queries share once. JAX makes an XLA program of it where no TPU
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ LANES = 128
 """Of a TPU's registers: what the kernel takes a multiple of."""
 _BLOCKS = (512, 256, LANES)
 """Tokens of a block, the best first."""
+
+_UNUSED_PLUGIN = "Jax plugin configuration error"
+"""How JAX begins what it logs of a plugin that it cannot use."""
 
 interpreted = False
 """Whether the kernel's operations run one by one, on any device and slowly, as tests want it."""
@@ -206,4 +210,6 @@ def _import_jax() -> Any:
     jax = importlib.import_module("jax")
     if is_new:
         jax.config.update("jax_platforms", "cpu")
+        # Of a plugin beside it, which is torch_xla's: without the rest of JAX for CUDA it is none for JAX.
+        logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: _UNUSED_PLUGIN not in str(record.msg))
     return jax
