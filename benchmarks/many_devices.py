@@ -73,9 +73,8 @@ def main() -> int:
     for name, count in progress(sizes, "sizes"):
         said = run_alone([__file__, "--worker", name, str(count), str(layers[name])])
         found[name, count] = Found(**{each.name: said[each.name] for each in fields(Found)})
-    groups = {
-        count: run_alone([__file__, "--groups", str(count)])["layouts"] for count in dict.fromkeys(dict(sizes).values())
-    }
+    counts = dict.fromkeys(count for _, count in sizes)
+    groups = {count: run_alone([__file__, "--groups", str(count)])["layouts"] for count in counts}
     emit(make_report(found, groups), args.json)
     return 0
 
