@@ -25,11 +25,16 @@ PROFILES = {
         "layout_search",
         "many_devices",
         "compiled_for_tpu",
+        "scale_on_paper",
     ),
     "gpu": ("gpu",),
 }
 """The programs for a kind of machine, in the order in which they run and are reported."""
-EXTRAS = {"compiled_for_tpu": ("plan-tpu", ("jax", "jaxlib", "libtpu"))}
+_OF_TPUS = ("jax", "jaxlib", "libtpu")
+EXTRAS = {
+    "compiled_for_tpu": ("plan-tpu", _OF_TPUS),
+    "scale_on_paper": ("plan-tpu,plan-cuda", (*_OF_TPUS, "jax_plugins")),
+}
 """The extra of torchacc that a program needs, and its packages."""
 
 

@@ -7,9 +7,14 @@ For Llamas on the meta device, sharded by FULL_SHARD: the plan of the model, wha
 AdamW's state, and the end of a checkpoint, where rank 0 reads what each process reports to have written, checks that
 nothing is missing, and writes the manifest, which a load reads. The files of tensors are empty space of their sizes: no
 weight is made or written.
+
+Then the native engine's groups of processes, made by one that stands for rank 0, with PyTorch's fake backend: all that
+Python and PyTorch do for them, without the others, whom a process of a job meets for each group at a store and, at the
+latest in the group's first exchange, over connections of the backend.
 """
 
 import argparse
+import json
 import resource
 import sys
 import tempfile
@@ -26,6 +31,9 @@ from _teams import progress
 LAYERS = {"Llama 8B": (32, 4096, 14336, 32), "Llama 70B": (80, 8192, 28672, 64)}
 """Layers, width, width within, and heads."""
 VOCABULARY, KV_HEADS, STATES = 128_256, 8, ("exp_avg", "exp_avg_sq")
+SHARED = 8
+"""Devices along the other axis of a layout that has one beside `fsdp`."""
+GROUPS_HEADER = ["layout", "devices", "groups of all", "s"]
 HEADER = ["model", "devices", "plan s", "a rank's writes s", "pieces", "manifest MB", "commit s", "load s", "host MB"]
 
 
@@ -50,10 +58,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one layer on few devices, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--groups", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.groups:
+        sys.stdout.write(json.dumps(make_groups(args.groups)) + "\n")
+        return 0
     if args.worker:
-        import json
-
         name, devices, layers = args.worker
         sys.stdout.write(json.dumps(vars(measure(name, int(devices), int(layers)))) + "\n")
         return 0
@@ -63,11 +73,13 @@ def main() -> int:
     for name, count in progress(sizes, "sizes"):
         said = run_alone([__file__, "--worker", name, str(count), str(layers[name])])
         found[name, count] = Found(**{each.name: said[each.name] for each in fields(Found)})
-    emit(make_report(found), args.json)
+    counts = dict.fromkeys(count for _, count in sizes)
+    groups = {count: run_alone([__file__, "--groups", str(count)])["layouts"] for count in counts}
+    emit(make_report(found, groups), args.json)
     return 0
 
 
-def make_report(found: dict[tuple[str, int], Found]) -> Report:
+def make_report(found: dict[tuple[str, int], Found], groups: dict[int, dict[str, list[float]]]) -> Report:
     """Return what was measured."""
     rows = [
         [
@@ -81,12 +93,27 @@ def make_report(found: dict[tuple[str, int], Found]) -> Report:
         ]
         for (name, devices), each in found.items()
     ]
+    made = [
+        [layout, str(devices), f"{number:,.0f}", f"{seconds:.3f}"]
+        for devices, layouts in groups.items()
+        for layout, (number, seconds) in layouts.items()
+    ]
     return Report(
         name="many_devices",
         title="Start and save on many devices",
         setting="Llamas on the meta device, FULL_SHARD, with AdamW's state, float32; one process stands for all ranks, "
         "one after another, and the files of tensors are empty space.",
-        tables=[Table(title="Seconds on the host, and what a checkpoint's manifest has", header=HEADER, rows=rows)],
+        tables=[
+            Table(title="Seconds on the host, and what a checkpoint's manifest has", header=HEADER, rows=rows),
+            Table(
+                title="The native engine's groups, made by one process with a fake backend",
+                header=GROUPS_HEADER,
+                rows=made,
+                note="Without what the others are needed for: to meet at a store, which each process does for each "
+                "group of all, whether it is in it or not, and what the backend sets up, such as NCCL in a group's "
+                "first exchange.",
+            ),
+        ],
         series=list(growth(found)),
     )
 
@@ -143,6 +170,32 @@ def measure(name: str, devices: int, layers: int) -> Found:
     )
 
 
+def make_groups(devices: int) -> dict[str, dict[str, list[float]]]:
+    """Return for each layout how many groups there are of all processes, and the seconds in which one makes them."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from torchacc import Config
+    from torchacc.engines import registry
+    from torchacc.env import Job
+
+    shared, layouts = min(SHARED, devices), {}
+    for other in (None, "dp", "tp", "ep"):
+        config = Config(backend="native")
+        config.dist.fsdp.size = devices if other is None else devices // shared
+        if other is not None:
+            getattr(config.dist, other).size = shared
+        engine: Any = registry.make_engine(config, Job(num_processes=devices, local_num_processes=SHARED))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+        started = time.perf_counter()
+        _ = engine.parameter_mesh, engine.expert_mesh if other == "ep" else None
+        seconds = time.perf_counter() - started
+        name = " x ".join([*([] if other is None else [f"{other} {shared}"]), f"fsdp {config.dist.fsdp.size}"])
+        layouts[name] = [dist.distributed_c10d._world.group_count, seconds]
+        dist.destroy_process_group()
+    return {"layouts": layouts}
+
+
 def make_model(name: str, layers: int) -> Any:
     """Return a Llama without values."""
     import torch
@@ -193,8 +246,6 @@ def segments(plan: Any, regions: dict[str, Any], device: int) -> dict[str, list[
 
 def commit(final: Path, files: dict[str, Any], parts: list[dict[str, list[Any]]]) -> float:
     """Return the seconds that rank 0 takes to end a save, once all processes have reported."""
-    import json
-
     from torchacc.checkpoint.own_format.commit import FolderWriter
 
     writer = FolderWriter(final, "0" * 32, 0, len(parts))

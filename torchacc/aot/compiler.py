@@ -72,9 +72,9 @@ class CompiledStep:
     """Of outputs that take the memory of arguments."""
     temp_bytes: int
     flops: float
-    """A loop's body counted once."""
+    """A loop's body counted as often as it runs."""
     bytes_accessed: float
-    """To and from the device's memory; a loop's body counted once."""
+    """To and from the device's memory; a loop's body counted as often as it runs."""
     text: str
     """Of the optimized program."""
 
@@ -114,6 +114,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         "plugin": [_PLUGIN.wheel, _PLUGIN.library],
         "flags": dict(_COMPILERS[topology.chip.platform].flags),
         "xla_flags": _flags_of_gpus(),
+        "counts": "loops as often as they run",  # what was kept before counted them once
         "inputs": [asdict(each) for each in program.inputs],
         "versions": _installed(topology.chip.platform),
     }

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -93,6 +94,21 @@ class Instruction:
         counted = re.search(r"replica_groups=\[\d+,(\d+)\]", self.rest)
         return int(counted[1]) if counted else 1
 
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The devices that exchange something with each other; empty where that are all of them."""
+        if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", self.rest):
+            return [list(map(int, each.split(","))) for each in re.findall(r"[\d,]+(?=\})", listed[1])]
+        counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.rest)
+        if counted is None:
+            return []
+        dims = list(map(int, counted[2].split(",")))
+        order = map(int, counted[3].split(",")) if counted[3] else range(len(dims))
+        # Along each dimension, the slowest first: how far its steps are apart in numbers of devices.
+        steps = [range(0, prod(dims[axis:]), prod(dims[axis + 1 :])) for axis in order]
+        devices, size = [sum(place) for place in product(*steps)], int(counted[1])
+        return [devices[start : start + size] for start in range(0, len(devices), size)]
+
     def calls(self, role: str) -> str:
         """Return the computation that it runs as its `body` or `condition`."""
         found = re.search(rf"{role}=%?([\w.\-]+)", self.rest)
@@ -109,6 +125,8 @@ class Collective:
     num_bytes: int
     """Of its result on one device."""
     group_size: int
+    groups: Sequence[Sequence[int]]
+    """The devices that exchange something with each other; empty where that are all of them."""
     is_asynchronous: bool
     """Whether the device computes something else from its start to its end."""
     cycles_beside: int
@@ -143,6 +161,13 @@ class ScheduledProgram:
             if each.op == "while":
                 yield from self._sequences(each.calls("body"), times * self._trips(each))
 
+    def loops(self) -> Iterator[tuple[str, int]]:
+        """Yield each loop's body, and how often it runs beyond the first time in each run of what it stands in."""
+        for sequence, times in self._sequences(self.entry, 1):
+            yield from (
+                (each.calls("body"), times * (self._trips(each) - 1)) for each in sequence if each.op == "while"
+            )
+
     def _trips(self, loop: Instruction) -> int:
         """Return how often a loop's body runs: as the compiler says, else what its counter stays below; else 1."""
         if (known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest)) is not None:
@@ -167,8 +192,9 @@ class ScheduledProgram:
                     num_bytes = found.result_bytes
                     if kind == "reduce-scatter" and found.op == "all-reduce":  # fused with the slice of its result
                         num_bytes //= found.group_size
-                    cycles = sum(other.cycles for other in beside)
-                    yield from [Collective(kind, num_bytes, found.group_size, _is_beside_work(each), cycles)] * times
+                    cycles, is_beside_work = sum(other.cycles for other in beside), _is_beside_work(each)
+                    one = Collective(kind, num_bytes, found.group_size, found.groups, is_beside_work, cycles)
+                    yield from [one] * times
 
     def _exchanged_by(self, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Yield what an instruction exchanges by itself, or as a fusion; not what another has started."""
@@ -203,6 +229,28 @@ def parse(text: str) -> ScheduledProgram:
     if not entry:
         raise ValueError("the text has no entry computation")
     return ScheduledProgram(computations, entry)
+
+
+def cut_out(text: str, computation: str) -> str:
+    """Return the text of a program that runs only one computation of another, and what that calls.
+
+    Args:
+        text: Of an HloModule.
+        computation: Its name.
+    """
+    blocks: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if (opened := _COMPUTATION.match(line)) is not None:
+            current = blocks[opened[2]] = []
+        current.append(line)
+    reached = [computation]
+    for name in reached:
+        words = {word for line in blocks[name][1:] for word in re.findall(r"[\w.\-]+", line)}
+        reached += (words & blocks.keys()).difference(reached)
+    first = "\n".join(blocks[computation]).removeprefix("ENTRY ")
+    others = ["\n".join(lines) for name, lines in blocks.items() if name in reached and name != computation]
+    return "\n".join(["HloModule part", *others, f"ENTRY {first}"])  # what is called stands before what calls it
 
 
 def _is_start(instruction: Instruction) -> bool:

@@ -181,7 +181,8 @@ def make_report(compiled: CompiledStep, topology: Topology, device_bytes: int, p
     """
     program, chip = compiled.program(), topology.chip
     cycles = None if chip.clock_hz is None else program.cycles
-    exchanges = _sum_up(list(program.collectives()), topology)
+    collectives = list(program.collectives())
+    exchanges = _sum_up(collectives, topology)
     return StepReport(
         topology=topology.name,
         num_devices=topology.num_devices,
@@ -201,7 +202,7 @@ def make_report(compiled: CompiledStep, topology: Topology, device_bytes: int, p
         bytes_accessed=compiled.bytes_accessed,
         compute_seconds=compiled.flops / chip.flops_per_second,
         memory_seconds=compiled.bytes_accessed / chip.memory_bytes_per_second,
-        wire_seconds=sum(each.num_bytes for each in exchanges) / chip.wire_bytes_per_second,
+        wire_seconds=sum(_wire_seconds(each, topology) for each in collectives),
         cycles=cycles,
         cycle_seconds=None if chip.clock_hz is None else program.cycles / chip.clock_hz,
         compile_seconds=compiled.seconds,
@@ -235,8 +236,11 @@ def _largest(program: ScheduledProgram) -> list[LargeValue]:
     return [LargeValue(*value, count) for value, count in sorted(found.items(), reverse=True)[:NUM_VALUES]]
 
 
+def _wire_seconds(exchange: Collective, topology: Topology) -> float:
+    return exchange.wire_bytes / topology.wire_bytes_per_second(exchange.groups)
+
+
 def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Exchange]:
-    chip = topology.chip
     groups: dict[tuple[str, int], list[Collective]] = {}
     for each in collectives:
         groups.setdefault((each.kind, each.group_size), []).append(each)
@@ -244,7 +248,7 @@ def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Excha
     def exposed(found: Sequence[Collective], clock_hz: float | None) -> float | None:
         if clock_hz is None:
             return None
-        spent = ((each.wire_bytes / chip.wire_bytes_per_second, each.cycles_beside / clock_hz) for each in found)
+        spent = ((_wire_seconds(each, topology), each.cycles_beside / clock_hz) for each in found)
         return sum(max(0.0, wire - beside) for wire, beside in spent)
 
     order = sorted(groups, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
@@ -255,7 +259,7 @@ def _sum_up(collectives: Sequence[Collective], topology: Topology) -> list[Excha
             count=len(found),
             num_bytes=int(sum(each.wire_bytes for each in found)),
             num_asynchronous=sum(each.is_asynchronous for each in found),
-            exposed_seconds=exposed(found, chip.clock_hz),
+            exposed_seconds=exposed(found, topology.chip.clock_hz),
         )
         for (kind, size), found in ((key, groups[key]) for key in order)
     ]

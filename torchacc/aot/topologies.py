@@ -1,6 +1,7 @@
 """What a program can be compiled for: names such as `v5e:2x4` and `h100x8`, and what their chips are."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -38,10 +39,12 @@ class Chip:
     """As PJRT_DEVICE names it."""
     options: Mapping[str, str] = field(default_factory=dict)
     """What JAX wants to know beside the topology's name."""
+    far_bytes_per_second: float | None = None
+    """That it sends to chips of other machines; None where its links lead there as well."""
 
 
 def _gpu(key: str) -> Chip:
-    """Return a GPU with the figures by which layouts are ranked, in machines of up to eight."""
+    """Return a GPU with the figures by which layouts are ranked, alone, in a machine, and in several."""
     figures = DEVICES[key]
     assert figures.memory_bytes is not None, figures
     return Chip(
@@ -52,9 +55,10 @@ def _gpu(key: str) -> Chip:
         memory_bytes_per_second=figures.memory_bytes_per_second,
         wire_bytes_per_second=figures.near_bytes_per_second,
         clock_hz=None,
-        examples=tuple(f"{key}x{number}" for number in (1, 2, 4, 8)),
+        examples=tuple(f"{key}x{number}" for number in (1, 2, 4, 8, 64, 512)),
         host=(figures.devices_per_machine,),
         platform=cuda.PLATFORM,
+        far_bytes_per_second=figures.far_bytes_per_second,
     )
 
 
@@ -117,12 +121,30 @@ class Topology:
             return self.chip.memory_bytes
         return int(self.chip.memory_bytes * (cuda.MEMORY_FRACTION if gpu_fraction is None else gpu_fraction))
 
+    def wire_bytes_per_second(self, groups: Sequence[Sequence[int]]) -> float:
+        """Return how fast a device can send what its group exchanges in a ring.
+
+        Between machines each device has a way of its own, and a ring takes those of all its devices of a machine.
+
+        Args:
+            groups: The devices of each group; empty where all of them are one.
+        """
+        chip = self.chip
+        if chip.far_bytes_per_second is None:
+            return chip.wire_bytes_per_second
+        machines = [Counter(device // chip.host[0] for device in each) for each in groups or [range(self.num_devices)]]
+        ways = min((min(each.values()) for each in machines if len(each) > 1), default=None)
+        far = None if ways is None else ways * chip.far_bytes_per_second
+        return chip.wire_bytes_per_second if far is None else min(far, chip.wire_bytes_per_second)
+
     @property
     def options(self) -> dict[str, Any]:
         """What JAX wants beside the name."""
         if self.chip.platform == cuda.PLATFORM:
             described = Path(__file__).with_name(self.name.partition("x")[0] + ".txtpb")
-            return {"topology": f"1x1x{self.num_devices}", "target_config": described.read_text(encoding="utf-8")}
+            each = min(self.num_devices, *self.chip.host)
+            machines = f"1x{self.num_devices // each}x{each}"
+            return {"topology": machines, "target_config": described.read_text(encoding="utf-8")}
         # A single chip is no host of its own in JAX's tables.
         return {**self.chip.options, **({"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {})}
 
@@ -153,13 +175,15 @@ def find_topology(name: str) -> Topology:
 
 
 def _shape_of_gpus(name: str, chip: Chip) -> tuple[int, ...]:
-    if name not in chip.examples:
+    (each,) = chip.host
+    found = re.fullmatch(r"\w+x([1-9]\d{0,3})", name)
+    number = int(found[1]) if found else 0
+    if name not in chip.examples and (number == 0 or number % each):
         raise ConfigError(
-            f"--compile-for {shown(name)}: programs are compiled for one machine, which has {chip.host[0]} x "
-            f"{chip.name} at most: write one of {', '.join(chip.examples)}. For several machines `torchacc plan "
-            "--search` says what fits"
+            f"--compile-for {shown(name)}: a machine has {each} x {chip.name}; write how many of one machine's there "
+            f"are, or a multiple of {each} for several, such as {', '.join(chip.examples)}"
         )
-    return (int(name.rpartition("x")[2]),)
+    return (number,)
 
 
 def _shape_of_tpus(name: str, chip: Chip) -> tuple[int, ...]:

@@ -35,8 +35,8 @@ def model(tmp_path):
     return path
 
 
-def start(model, cache, *arguments):
-    command = [sys.executable, "-m", "torchacc", "plan", "--model", str(model), *arguments]
+def start(cache, *arguments):
+    command = [sys.executable, "-m", "torchacc", "plan", *arguments]
     return subprocess.Popen(
         command,
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
@@ -47,7 +47,10 @@ def start(model, cache, *arguments):
 
 
 def compiled(model, cache, name, *arguments):
-    process = start(model, cache, "--compile-for", name, "--bf16", *arguments)
+    return ended(start(cache, "--model", str(model), "--compile-for", name, "--bf16", *arguments))
+
+
+def ended(process):
     out, errors = process.communicate(timeout=500)
     return process.returncode, out, errors
 
@@ -105,10 +108,32 @@ def test_a_step_is_compiled_for_gpus(model, tmp_path, name):
     assert {path.name for path in kept.iterdir()} == {"compiled.json", "optimized.txt", "output.txt", "request.json"}
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param("v5e:2x2", marks=needs("plan-tpu")), pytest.param("h100x2", marks=needs("plan-cuda"))]
+)
+def test_a_loop_of_layers_computes_what_as_many_layers_do_that_are_recomputed(tmp_path, name):
+    llama = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128}
+    llama |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64}
+    flops = {}
+    for what, options in {
+        "loop": {"compute": {"scan_layers": True}},
+        "layers": {"memory": {"gc": True}},
+    }.items():
+        stage = {"model_config": "llama", "data": {"block_size": 64, "vocab_size": 320}, "torchacc": options}
+        stage |= {"training": {"batch_size": 1}, "optimizer": {"name": "adamw", "lr": 1e-3}}
+        file = tmp_path / f"{what}.yaml"
+        file.write_text(json.dumps({"training_stages": {"one": stage}, "model_config_llama": llama}))
+        command = ["--config", str(file), "--compile-for", name, "--bf16", "--json"]
+        status, out, errors = ended(start(tmp_path, *command))
+        assert status == 0, errors
+        flops[what] = json.loads(out)["flops"]
+    assert flops["loop"] == pytest.approx(flops["layers"], rel=0.02)
+
+
 @needs("plan-tpu")
 def test_an_interrupt_ends_the_compiler_and_leaves_nothing(model, tmp_path):
     folder = tmp_path / "torchacc" / "compiled"
-    process = start(model, tmp_path, "--compile-for", "v5e:2x4")
+    process = start(tmp_path, "--model", str(model), "--compile-for", "v5e:2x4")
     for _ in range(1200):
         if list(folder.glob("*/output.txt")):
             break

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchacc.aot.scheduled_program import parse
+from torchacc.aot.scheduled_program import Instruction, cut_out, parse
 
 KERNEL = (
     'metadata={op_name="model.1/model.layers.0.self_attn.7/xla__splash_attention.2/splash_mha_v_layout=1/pallas_call"}'
@@ -73,6 +73,52 @@ def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter(program):
 
 def test_a_loop_exchanges_as_often_as_it_runs(program):
     assert sum(each.kind == "collective-permute" for each in program.collectives()) == 3
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, x", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=[1,8]<=[2,2,2]T(2,0,1)", [[0, 2, 4, 6, 1, 3, 5, 7]]),
+        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
+        ("replica_groups={}, x", []),
+    ],
+)
+def test_groups_are_read_as_xla_writes_them(written, groups):
+    assert Instruction("gather", "f32[8]", "all-gather", f"%p), {written}").groups == groups
+
+
+NESTED = """HloModule nested, is_scheduled=true
+
+%inner (state: (s32[])) -> (s32[]) {
+  %state = (s32[]) parameter(0)
+  ROOT %same = (s32[]) fusion(%state), calls=%nothing
+}
+
+%outer (state.1: (s32[])) -> (s32[]) {
+  %state.1 = (s32[]) parameter(0)
+  ROOT %loop.1 = (s32[]) while(%state.1), condition=%never, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+}
+
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
+  ROOT %loop = (s32[]) while(%p), condition=%never, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_a_loop_within_a_loop_runs_as_often_as_both():
+    # What counts each body once has the inner one once; with the outer one's other runs, three times.
+    assert list(parse(NESTED).loops()) == [("outer", 2), ("inner", 12)]
+
+
+def test_a_loops_body_is_cut_out_with_what_it_calls():
+    whole, part = parse(NESTED), parse(cut_out(NESTED, "outer"))
+    assert part.entry == "outer"
+    assert part.computations == {name: whole.computations[name] for name in ("inner", "outer")}
+    assert list(parse(cut_out(NESTED, "inner")).computations) == ["inner"]
 
 
 GATHERED = "all-gather-start(%p0, %p1), replica_groups=[1,8]<=[8], dimensions={0}"

@@ -21,10 +21,27 @@ def test_a_single_chip_is_no_whole_machine():
     assert find_topology("v5e:2x4").num_devices == 8
 
 
-def test_gpus_are_those_of_one_machine_as_xla_describes_them():
-    options = find_topology("h100x4").options
-    assert options["topology"] == "1x1x4"
+@pytest.mark.parametrize(("name", "machines"), [("h100x4", "1x1x4"), ("h100x8", "1x1x8"), ("h100x24", "1x3x8")])
+def test_gpus_are_those_of_machines_as_xla_describes_them(name, machines):
+    options = find_topology(name).options
+    assert options["topology"] == machines
     assert "major: 9" in options["target_config"]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "speed"),
+    [
+        ("h100x8", [], 450e9),
+        ("h100x4", [[0, 1], [2, 3]], 450e9),
+        ("h100x64", [[0, 1, 2, 3], [4, 5, 6, 7]], 450e9),
+        ("h100x64", [], 400e9),
+        ("h100x64", [[0, 8, 16]], 50e9),
+        ("h100x64", [[0, 1, 8, 9], [2, 3, 10, 11]], 100e9),
+        ("v5p:4x4x4", [], 600e9),
+    ],
+)
+def test_between_machines_a_ring_has_the_ways_of_all_its_gpus_of_one(name, groups, speed):
+    assert find_topology(name).wire_bytes_per_second(groups) == speed
 
 
 def test_a_program_has_what_xla_takes_of_a_gpu():
@@ -61,9 +78,10 @@ def test_the_compiler_finds_devices_by_their_places():
         ("h200x8", "did you mean h100x8"),
         ("H100x8", "did you mean h100x8"),
         ("h100", "h100x1, h100x2, h100x4, h100x8"),
-        ("h100:8", "one machine, which has 8 x NVIDIA H100 SXM"),
-        ("h100x3", "write one of h100x1"),
-        ("h100x16", r"For several machines `torchacc plan --search`"),
+        ("h100:8", "a machine has 8 x NVIDIA H100 SXM"),
+        ("h100x3", "a multiple of 8 for several, such as h100x1"),
+        ("h100x12", "a multiple of 8"),
+        ("h100x0", "a multiple of 8"),
         ("v5ex4", "2 dimensions"),
         ("v5e", "2 dimensions"),
         ("v5e:2x2x2", "2 dimensions"),

@@ -51,10 +51,13 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
 
 
 def make_mesh(mesh: Mesh, device_type: str, group: ProcessGroup) -> Any:
-    """Return the DeviceMesh (pipeline, replicate, expert, shard), whose shards are of the same experts. Collective."""
+    """Return the DeviceMesh (pipeline, replicate, expert, shard), whose shards are of the same experts. Collective.
+
+    Without the first two where they have one process: each of its groups would be made by all processes.
+    """
     dims = ((Role.PIPELINE,), (Role.REPLICATE,), HELD_BY, (Role.SHARD,))
     ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.place(rank, *roles) for roles in dims])
-    sizes = {roles[0].value: mesh.size(*roles) for roles in dims[:-1]}
+    sizes = {roles[0].value: mesh.size(*roles) for roles in dims[:-1] if roles == HELD_BY or mesh.size(*roles) > 1}
     sizes[Role.SHARD.value] = mesh.num_devices // math.prod(sizes.values())
     return group.device_mesh(device_type, sizes, ranks)
 
