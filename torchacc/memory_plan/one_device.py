@@ -343,7 +343,6 @@ def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, t
     modules, last = StageModules(model, pipeline, stage % pipeline.num_devices, dtype), pipeline.size - 1
     anchor = torch.zeros((), device="meta", requires_grad=True)
     forward = model.forward
-    modules.is_running = True
 
     def run(**batch: torch.Tensor) -> Mapping[str, Any]:
         if stage > 0:

@@ -168,16 +168,12 @@ class PipelinedModel(NativeModel):
         microbatches = Microbatches(self, inner, given)
         if self.plan.experts and self._agree is not None:
             expert_parallel.check_microbatches(len(microbatches), self._agree)
-        self.modules.is_running = True
         loss: torch.Tensor | None = None
         logits: Any = None
-        try:
-            if torch.is_grad_enabled() and self.plan.pipeline.runs_backward_early:
-                loss = run_forwards_and_backwards(microbatches)
-            else:
-                loss, logits = run_forwards(microbatches)
-        finally:
-            self.modules.is_running = False
+        if torch.is_grad_enabled() and self.plan.pipeline.runs_backward_early:
+            loss = run_forwards_and_backwards(microbatches)
+        else:
+            loss, logits = run_forwards(microbatches)
         made, names = microbatches.output_type, microbatches.output_names
         unknown = next((name for name in names if name not in _OUTPUTS), None)
         if unknown is not None:

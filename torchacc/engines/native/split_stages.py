@@ -140,8 +140,6 @@ class StageModules:
     """
 
     def __init__(self, model: nn.Module, pipeline: PipelinePlan, place: int, dtype: torch.dtype) -> None:
-        self.is_running = False
-        """Whether a forward of the model runs."""
         self.receive: Callable[[torch.Size], torch.Tensor] | None = None
         """Returns the hidden states of a shape with which the first layer of the stage that runs begins."""
         self.computed: torch.Tensor | None = None
@@ -161,7 +159,7 @@ class StageModules:
             module, stage = model.get_submodule(name), pipeline.stage_of(name)
             run = self._instead_of(module, name.removeprefix(f"{pipeline.layers}.") if pipeline.is_layer(name) else "")
             if stage not in self._layers:
-                self._let_run(module, run)
+                _refuse_by_itself(module)
             parent, _, leaf = name.rpartition(".")
             for other in self._layers.keys() - {stage}:
                 self._others[other].append((model.get_submodule(parent), leaf, _StandIn(module, run)))
@@ -190,21 +188,6 @@ class StageModules:
             return partial(self._pass_layer, int(layer))
         return partial(self._embed, module.embedding_dim) if isinstance(module, nn.Embedding) else _pass_on
 
-    def _let_run(self, module: Any, run: Callable[..., torch.Tensor]) -> None:
-        """Let a function run in the place of a module's forward, outside of a checkpoint of transformers' own."""
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if not self.is_running:
-                raise EngineError(
-                    f"a part of a model in stages (config.dist.pp.size) was called by itself, and this device has no "
-                    f"{type(module).__name__} there: call the whole model, on all ranks"
-                )
-            return run(*args, **kwargs)
-
-        module.forward = forward
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = False
-
     def _pass_layer(self, number: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Begin with what was received, keep what the stage has computed, or pass it on."""
         if number == self._running.start - 1:
@@ -229,6 +212,18 @@ class _StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stands_for"], name)
+
+
+def _refuse_by_itself(module: Any) -> None:
+    """Let a module raise that this device has not, where it is called other than by what stands in for it."""
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise EngineError(
+            f"a part of a model in stages (config.dist.pp.size) was called by itself, and this device has no "
+            f"{type(module).__name__} there: call the whole model, on all ranks"
+        )
+
+    module.forward = forward
 
 
 def _pass_on(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
