@@ -54,7 +54,9 @@ def expect_all(mesh: Any) -> None:
     Raises:
         EngineError: Others do something else, as `ProcessGroup.expect_all()` finds it.
     """
-    if _is_of_script() and mesh.ndim == 1 and mesh.size() == read_job().num_processes:
+    if not _reads.num_left or mesh.ndim != 1 or not _is_of_script():
+        return
+    if mesh.size() == read_job().num_processes:
         _expect("a read of a sharded parameter or gradient, as by parameter.norm()")
 
 
