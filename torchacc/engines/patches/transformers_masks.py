@@ -21,7 +21,7 @@ from torchacc.engines.patches.versions import is_for_installed
 from torchacc.engines.xla import runtime
 
 _DOCUMENTS = "_torchacc_documents"
-"""The attribute of a mask, or of a function that makes one, with the numbers of documents."""
+"""The attribute with the numbers of documents: of a function that makes a mask, and of a mask, with its version."""
 _ATTENTION = "sdpa"
 """Whose masks remember them, in `transformers.masking_utils`."""
 
@@ -64,20 +64,14 @@ _noting: list[list[bool]] = []
 _repeating: list[Iterator[bool]] = []
 
 
-def documents_of(mask: Any) -> torch.Tensor | None:
+def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the number of each token's document, (samples, tokens), where a mask hides all else and later tokens.
 
     Returns:
         None where the mask is another one, or it is not known.
     """
-    documents, version = getattr(mask, _DOCUMENTS, (None, 0))
-    return documents if getattr(mask, "_version", 0) == version else None  # not of a mask that was written to
-
-
-def keep_documents(source: Any, mask: torch.Tensor) -> None:
-    """Let a mask remember the documents of another one that it is a copy of, or of the function that has made it."""
-    if (documents := documents_of(source)) is not None:
-        setattr(mask, _DOCUMENTS, (documents, mask._version))
+    documents, version = getattr(mask, _DOCUMENTS, (None, None))
+    return documents if mask is not None and mask._version == version else None  # not of one that was written to
 
 
 @contextmanager
@@ -151,7 +145,7 @@ def _with_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     def combine(mask_function: Any, position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
         combined = original(mask_function, position_ids, documents)
         if mask_function is sys.modules["transformers.masking_utils"].causal_mask_function:
-            setattr(combined, _DOCUMENTS, (documents, 0))
+            setattr(combined, _DOCUMENTS, documents)
         return combined
 
     return combine
@@ -162,8 +156,9 @@ def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         mask = original(*args, **kwargs)
-        if mask is not None and kwargs.get("attention_mask") is None:
-            keep_documents(kwargs.get("mask_function"), mask)
+        documents = getattr(kwargs.get("mask_function"), _DOCUMENTS, None)
+        if mask is not None and documents is not None and kwargs.get("attention_mask") is None:
+            setattr(mask, _DOCUMENTS, (documents, mask._version))
         return mask
 
     return make
