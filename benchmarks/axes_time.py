@@ -9,8 +9,8 @@ of `torch.distributed.pipelining`, of as many microbatches; and with sp beside D
 parameters sharded by FSDP2 over the same processes, as torchacc shards them. (PyTorch's `context_parallel()` has no
 kernel for CPUs.)
 
-Processes are started anew several times, and a ratio is the median over the rounds of all: where
-processes have their memory makes a case up to 3% faster or slower for as long as they live.
+Processes are started anew several times, and a ratio is the median over the rounds of all: where processes have their
+memory makes a case up to 3% faster or slower for as long as they live.
 
 Exits with 1 if a case fails, or the losses of an axis differ by more than 1e-5 after any of the steps.
 """
@@ -45,7 +45,7 @@ LONG = replace(SHORT, length=1024, batch=1)
 SIZES = {"tp": SHORT, "pp": SHORT, "sp": LONG}
 """By the axis."""
 MICROBATCHES = 4
-STARTS = 3
+STARTS, MOST_STARTS = 3, 100
 TOLERANCE = 1e-5
 MOST = 1.05
 """How much longer than by hand a step may take."""
@@ -91,11 +91,12 @@ def main() -> int:
 
         _worker.serve(lambda: build(args.worker, args.total_steps))
         return 0
+    args.starts = 1 if args.quick else args.starts
     results: dict[str, Result] = {}
     wrong: list[str] = []
     for axis in SIZES:  # one after the other, so that their processes are not alive together
         cases = [case for case in args.cases if case.axis == axis]
-        for start in range(1 if args.quick else args.starts):
+        for start in range(args.starts):
             found = measure(__file__, cases, args)
             wrong += differing_losses(found, TOLERANCE)
             for name, result in found.items():
@@ -109,7 +110,9 @@ def main() -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option of this benchmark's own."""
     help_text = f"how often the processes of each case are started (default: {STARTS}); --rounds is of each start"
-    parser.add_argument("--starts", type=int, default=STARTS, metavar="N", help=help_text)
+    parser.add_argument(
+        "--starts", type=int, choices=range(1, MOST_STARTS + 1), default=STARTS, metavar="N", help=help_text
+    )
 
 
 def build(case: Case, total_steps: int) -> "Steps":
