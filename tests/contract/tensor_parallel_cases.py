@@ -287,12 +287,15 @@ def a_full_state_loads_as_it_was() -> None:
             assert all(torch.equal(found[index][key], value) for key, value in entry.items())
 
 
-@case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
-def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same(how: tuple[int, int]) -> None:
-    fsdp, tp = how
+def split_and_plain(fsdp: int, tp: int) -> tuple[nn.Module, nn.Module]:
     model = make_llama()
     plain = copy.deepcopy(model)
-    accelerate(model, fsdp=fsdp, tp=tp)
+    return accelerate(model, fsdp=fsdp, tp=tp), plain
+
+
+@case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
+def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same(how: tuple[int, int]) -> None:
+    model, plain = split_and_plain(*how)
     for each, ids in ((model, put(IDS)), (plain, IDS)):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         penalty = sum(parameter.square().sum() for parameter in each.parameters())
@@ -306,10 +309,7 @@ def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same
 
 @case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
 def what_a_script_draws_into_split_weights_is_what_it_draws_into_full_ones(how: tuple[int, int]) -> None:
-    fsdp, tp = how
-    model = make_llama()
-    plain = copy.deepcopy(model)
-    accelerate(model, fsdp=fsdp, tp=tp)
+    model, plain = split_and_plain(*how)
     for each in (model, plain):
         torch.manual_seed(5)
         with torch.no_grad():
