@@ -11,6 +11,7 @@ from typing import Any
 
 import pipeline_cases
 import pytest
+import stage_shard_cases
 import tensor_parallel_cases
 import torch
 import transformers
@@ -342,7 +343,7 @@ def a_checkpoint_of_spread_experts_goes_on() -> tuple[dict[str, Any], tuple[floa
         step(model, [part_of(model, plain())], optimizer)
     else:
         torchacc.checkpoint.load(own.with_name(str(int(own.name) - 1)) / "saved", model=model, optimizer=optimizer)
-    weights, states = pipeline_cases.states_of(model, optimizer)
+    weights, states = stage_shard_cases.states_of(model, optimizer)
     torchacc.checkpoint.save(own / "saved", model=model, optimizer=optimizer)
     moments = {f"{i} {key}": value for i, state in states["state"].items() for key, value in state.items()}
     return {**weights, **moments}, step(model, [part_of(model, plain())], optimizer)

@@ -35,7 +35,7 @@ from torch import nn
 
 import torchacc
 from tests.logged import heard
-from torchacc.engines import process_group
+from torchacc.engines import expected_calls
 from torchacc.engines.native import script_reads
 from torchacc.engines.sharded_model import sharded_model
 
@@ -181,8 +181,8 @@ def call_that_only_some_processes_make_is_named_and_ends() -> None:
     model = accelerate(MLP())
     loss_of(model(part(X))).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_LOOK_SECS", 0.1)
-        patch.setattr(process_group, "_WARN_SECS", 0.3)
+        patch.setattr(expected_calls, "_LOOK_SECS", 0.1)
+        patch.setattr(expected_calls, "_WARN_SECS", 0.3)
         with pytest.raises(torchacc.EngineError, match=r"is in .*, and rank .* in .*: every process has to make this"):
             torchacc.full_state_dict(model) if RANK else model.clip_grad_norm_(1.0)
         time.sleep(2.0 * RANK)  # much longer than 0.3, also where other work takes the processors
@@ -190,12 +190,12 @@ def call_that_only_some_processes_make_is_named_and_ends() -> None:
             torchacc.full_state_dict(model)
         said = "rank 0 has waited 0 s in torchacc.full_state_dict(), and rank 1 has not come to it"
         assert (said in " ".join(warned)) == (RANK == 0)
-        patch.setattr(process_group, "_CALL_SECS", 0.2)
+        patch.setattr(expected_calls, "_CALL_SECS", 0.2)
         if RANK == 0:
             with pytest.raises(torchacc.EngineError, match="in torchacc.full_state_dict.., and rank 1 has not come"):
                 torchacc.full_state_dict(model)
     if RANK:
-        process_group._expected_calls[-1]._number += 1  # as if it had made the call that rank 0 gave up
+        expected_calls._last[-1]._number += 1  # as if it had made the call that rank 0 gave up
 
 
 @case([MULTIPROCESS])
@@ -252,7 +252,7 @@ def gradients_that_another_models_backward_leaves_are_no_reason_to_warn() -> Non
 def value_that_only_some_processes_read_is_named() -> None:
     model = accelerate(MLP())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_LOOK_SECS", 0.1)
+        patch.setattr(expected_calls, "_LOOK_SECS", 0.1)
         patch.setattr(script_reads._reads, "num_left", 1, raising=False)
         with pytest.raises(torchacc.EngineError, match=r"torchacc.full_state_dict\(\).*: every process"):
             torchacc.full_state_dict(model) if RANK else model.head.weight.norm().item()

@@ -17,7 +17,8 @@ from casekit import case as case_of
 from torch import nn
 
 import torchacc
-from torchacc.engines import registry
+from torchacc.engines import expected_calls, registry
+from torchacc.engines.native import script_reads
 from torchacc.engines.sharded_model import sharded_model
 
 PROGRAMS = Path(os.environ.get("TORCHACC_TEST_PROGRAMS", os.devnull))
@@ -305,6 +306,16 @@ def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same
             for parameter in each.parameters():
                 parameter[1:3] = 2 * parameter[1:3]
     check_parameters(model, plain)
+
+
+@case((NATIVE,))
+def a_value_of_split_weights_that_only_some_processes_read_is_named() -> None:
+    model, _ = split_and_plain(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expected_calls, "_LOOK_SECS", 0.1)
+        patch.setattr(script_reads._reads, "num_left", 1, raising=False)
+        with pytest.raises(torchacc.EngineError, match=r"torchacc.full_state_dict\(\).*: every process"):
+            torchacc.full_state_dict(model) if RANK else model.model.layers[0].mlp.up_proj.weight.norm().item()
 
 
 @case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})

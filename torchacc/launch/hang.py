@@ -9,7 +9,7 @@ from torchacc.launch.progress import Phase, Progress
 _FRAME = re.compile(r'^ +File "(.*)", line \d+ in \S+', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _COLLECTIVES = re.compile(
-    r"/torch/distributed/(?!elastic/|run\.py)|/torchacc/engines/(.+/)?(process_group|\w*collectives)\."
+    r"/torch/distributed/(?!elastic/|run\.py)|/torchacc/engines/(.+/)?(process_group|expected_calls|\w*collectives)\."
 )
 """Files whose functions wait for other processes: PyTorch's, and of each engine those named after collectives."""
 _NUM_FRAMES = 4

@@ -18,9 +18,9 @@ from torchacc.engines.native import (
     device_copies,
     expert_parallel,
     float8_training,
-    split_layers,
     split_sequence,
     split_stages,
+    splittable_layers,
     step_in_backward,
 )
 from torchacc.engines.patches.private_names import check_installed_torch
@@ -251,7 +251,7 @@ def check_axes(config: Config, mesh: Mesh, model: nn.Module) -> None:
     if mesh.size(Role.PIPELINE) > 1:
         split_stages.check(config, mesh, model)
     if mesh.size(Role.TENSOR) > 1:
-        split_layers.check(model, make_plan(model, config, mesh))
+        splittable_layers.check(model, make_plan(model, config, mesh))
 
 
 def _name(device: torch.device) -> str:

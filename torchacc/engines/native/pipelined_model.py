@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchacc.data import digest_of, tensors_in
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.forward_inputs import CACHES, inputs_by_name
 from torchacc.engines.native import expert_parallel, script_reads, stage_inputs
@@ -31,7 +30,7 @@ from torchacc.engines.native.stage_schedules import (
     run_forwards,
     run_forwards_and_backwards,
 )
-from torchacc.errors import DataError, EngineError
+from torchacc.errors import EngineError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
 _OUTPUTS = ("loss", "logits", *CACHES)
-_COMPARED_FORWARDS = 2
-"""Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
 _BITS_OF_ONE = 0x3F800000
 """Those of 1 as a float32."""
 _WITHOUT = "or set config.dist.pp.size = 1"
@@ -62,6 +59,7 @@ class PipelinedModel(NativeModel):
         copies = range(num_groups(plan.pipeline, engine.device))
         groups = [group for copy in copies if (group := engine.group.own_subgroup(stages, copy)) is not None]
         self.link = StageLink(plan.pipeline, groups, mesh.index(rank, Role.PIPELINE), engine.device)
+        self._compared = stage_inputs.ComparedInputs(self.link, type(model).__name__)
         self._replicas_of_stage = engine.group.own_subgroup(_groups_of_stages(engine))
         ends = [[ranks[0], ranks[-1]] for ranks in stages]
         self._ends = engine.group.own_subgroup(ends)
@@ -160,7 +158,7 @@ class PipelinedModel(NativeModel):
         if getattr(config, "output_router_logits", False):
             raise self._refuse("config.output_router_logits = True, set after accelerate()")
         stage_inputs.check(given, self._refuse)
-        self._compare(given)
+        self._compared.check(given, is_training=self.model.training)
         self._num_counted = stage_inputs.num_counted(given)
         if torch.is_grad_enabled():
             check_backward(self)
@@ -197,29 +195,6 @@ class PipelinedModel(NativeModel):
             f"{type(self.model).__name__} with {what}, where the model is in {self.link.num_stages} stages "
             f"(config.dist.pp.size): leave it out, {_WITHOUT}. To generate, load a checkpoint with dist.pp.size = 1"
         )
-
-    @cached_property
-    def _left_to_compare(self) -> dict[bool, int]:
-        return {True: _COMPARED_FORWARDS, False: _COMPARED_FORWARDS}
-
-    def _compare(self, given: Mapping[str, Any]) -> None:
-        """Check in the first forwards that all stages are given the same. Collective: all stages.
-
-        Raises:
-            DataError: They are not.
-        """
-        is_training = self.model.training
-        if not self._left_to_compare[is_training]:
-            return
-        self._left_to_compare[is_training] -= 1
-        own = digest_of([sorted(given), *(each.detach().cpu() for each in tensors_in(dict(given)))])
-        if not self.link.compare(own):
-            raise DataError(
-                f"the {self.link.num_devices} devices with stages (config.dist.pp.size) have called "
-                f"{type(self.model).__name__} with different inputs: a batch runs through all of them. Hand the loader "
-                "over to accelerate(), which gives them the same batch, and draw random numbers for it by a generator "
-                "with the same seed on all ranks"
-            )
 
     def _loss_of_batch(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stand for the model's loss function: the microbatch's sum, over the labels that count in all of the batch."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchacc.engines.device_losses import average_scalars
+from torchacc.engines.gloo import gloo_silenced
 from torchacc.engines.initial_values import materialise_parameters, move_buffers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
@@ -21,7 +22,6 @@ from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
-from torchacc.engines.process_group import gloo_silenced
 
 
 class PlainModel(NativeModel):

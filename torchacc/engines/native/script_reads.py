@@ -48,15 +48,15 @@ def inside() -> Iterator[None]:
         _reads.is_inside = before
 
 
-def expect_all(mesh: Any) -> None:
-    """Wait until every process reads, before tensors of a mesh are gathered.
+def expect_all(spec: Any) -> None:
+    """Wait until every process reads, before a distributed tensor of which all have another part is gathered.
 
     Raises:
         EngineError: Others do something else, as `ProcessGroup.expect_all()` finds it.
     """
-    if not _reads.num_left or mesh.ndim != 1 or not _is_of_script():
+    if not _reads.num_left or not _is_of_script() or any(placement.is_replicate() for placement in spec.placements):
         return
-    if mesh.size() == read_job().num_processes:
+    if spec.mesh.size() == read_job().num_processes:
         _expect("a read of a sharded parameter or gradient, as by parameter.norm()")
 
 
@@ -80,9 +80,10 @@ def note_stages(mesh: Any, link: "StageLink") -> None:
 
 
 def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
-    """Return what a script computes, a sum that becomes a part of the loss as all stages have it.
+    """Return what a script computes: a sum as all stages have it, and anything else as it is.
 
-    Collective: all stages, for such sums of parameters. Each stage has the gradients of its own parameters.
+    Collective: all stages, for sums of what a model in stages holds. In backward each stage has the gradients of its
+    own parameters.
 
     Args:
         name: The function's.
@@ -92,7 +93,7 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
     Raises:
         EngineError: It is no sum of all elements, or others do something else, as `expect_all()` finds it.
     """
-    if not _is_part_of_loss(name, shards):
+    if not _is_total(name):
         return own
     if own.dim():
         raise EngineError(
@@ -104,9 +105,8 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
     return next(iter(_stages.values())).total(own, is_held=all(each.numel() for each in shards))
 
 
-def _is_part_of_loss(name: str, shards: Sequence[Any]) -> bool:
-    is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in shards)
-    return bool(_stages) and _is_of_script() and name == "sum" and is_recorded
+def _is_total(name: str) -> bool:
+    return bool(_stages) and name == "sum" and _is_of_script()
 
 
 def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
@@ -121,7 +121,7 @@ def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
     Raises:
         EngineError: One of them is another stage's.
     """
-    if not _stages or not _is_of_script() or _is_part_of_loss(name, shards):
+    if not _stages or not _is_of_script() or _is_total(name):
         return
     if any(not each.numel() and each._spec.mesh in _stages for each in shards):
         raise EngineError(

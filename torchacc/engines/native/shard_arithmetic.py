@@ -269,7 +269,7 @@ def pop_used(parameter: torch.Tensor) -> bool:
 
 def _values(tensor: Any) -> torch.Tensor:
     if _is_partial(tensor) or _is_split(tensor):
-        script_reads.expect_all(tensor._spec.mesh)
+        script_reads.expect_all(tensor._spec)
     if _is_partial(tensor):
         _finish(tensor)
     values: torch.Tensor = tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()

@@ -238,7 +238,7 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, own: torch.Tensor, link: StageLink, is_held: bool) -> torch.Tensor:
         found = torch.tensor([float(own) if is_held else 0.0, is_held], device=link._device)
         dist.all_reduce(found, group=link._group)
-        return (found[0] / found[1]).to(own)
+        return (found[0] / found[1].clamp(min=1)).to(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

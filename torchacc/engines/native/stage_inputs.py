@@ -5,13 +5,17 @@ from typing import Any
 
 import torch
 
-from torchacc.errors import EngineError
+from torchacc.data import digest_of, tensors_in
+from torchacc.engines.native.stage_collectives import StageLink
+from torchacc.errors import DataError, EngineError
 from torchacc.parallel.sequence_split import IGNORED, next_labels
 
 SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
 OF_LOSS = ("labels", "shift_labels")
 _OTHERS = ("num_items_in_batch", "use_cache")
+_NUM_COMPARED = 2
+"""Number of first forwards, in training and in evaluation each, whose inputs are compared between stages."""
 _ASKED_FOR = ("logits_to_keep", "output_attentions", "output_hidden_states")
 """Inputs that ask for another output, which are taken where they do not."""
 
@@ -55,3 +59,29 @@ def num_counted(given: Mapping[str, Any]) -> Any:
         return None
     shifted = given.get("shift_labels")
     return (next_labels(given["labels"]) if shifted is None else shifted).ne(IGNORED).sum()
+
+
+class ComparedInputs:
+    """The inputs of a model's first forwards, which are to be the same on all stages."""
+
+    def __init__(self, link: StageLink, model_name: str) -> None:
+        self._link, self._model_name = link, model_name
+        self._num_left = {True: _NUM_COMPARED, False: _NUM_COMPARED}
+
+    def check(self, given: Mapping[str, Any], *, is_training: bool) -> None:
+        """Compare the inputs of a forward with those of the other stages. Collective: all stages.
+
+        Raises:
+            DataError: They are others.
+        """
+        if not self._num_left[is_training]:
+            return
+        self._num_left[is_training] -= 1
+        own = digest_of([sorted(given), *(each.detach().cpu() for each in tensors_in(dict(given)))])
+        if not self._link.compare(own):
+            raise DataError(
+                f"the {self._link.num_devices} devices with stages (config.dist.pp.size) have called "
+                f"{self._model_name} with different inputs: a batch runs through all of them. Hand the loader over to "
+                "accelerate(), which gives them the same batch, and draw random numbers for it by a generator with "
+                "the same seed on all ranks"
+            )

@@ -71,7 +71,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
         )
 
 
-class _Phase(Enum):
+class _StepState(Enum):
     """Where a script is in its loop."""
 
     CLEARED = auto()
@@ -96,7 +96,7 @@ class StepInBackward:
         self._optimizer = optimizer
         self._status = status
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._phase = _Phase.CLEARED
+        self._state = _StepState.CLEARED
         self._groups: Mapping[torch.Tensor, dict[str, Any]] = {}
         """The optimizer's group of each parameter, in the backward that runs."""
         self._options: Sequence[Mapping[str, Any]] = ()
@@ -117,7 +117,7 @@ class StepInBackward:
         Raises:
             EngineError: It has not.
         """
-        if self._phase is _Phase.STEPPED:
+        if self._state is _StepState.STEPPED:
             raise EngineError(
                 f"the model or its optimizer is run, saved or loaded between backward() and optimizer.step(): with "
                 f"{ASKED} the weights are new already, and without they would be the old ones. Call optimizer.step() "
@@ -148,19 +148,19 @@ class StepInBackward:
             )
         if has_closure:
             raise EngineError(f"optimizer.step(closure) with {ASKED}: call backward() before, and step() without it")
-        if self._phase is _Phase.CONFIRMED:
+        if self._state is _StepState.CONFIRMED:
             raise EngineError(
                 f"optimizer.step() twice after one backward() with {ASKED}, whose gradients are gone: the order is "
                 f"{_LOOP}"
             )
-        if self._phase is _Phase.STEPPED:
+        if self._state is _StepState.STEPPED:
             self._check_options()
-            self._phase = _Phase.CONFIRMED
+            self._state = _StepState.CONFIRMED
 
     def end_failed_backward(self) -> None:
         """Refuse a model of which a backward that has raised has stepped some weights and not all."""
-        if self._phase is _Phase.IN_BACKWARD:
-            self._phase = _Phase.CLEARED
+        if self._state is _StepState.IN_BACKWARD:
+            self._state = _StepState.CLEARED
             if self._stepped:
                 self._status.mark_partly_stepped()
 
@@ -178,13 +178,13 @@ class StepInBackward:
         def watched(set_to_none: bool = True) -> None:
             if not set_to_none:
                 raise EngineError(f"zero_grad(set_to_none=False) with {ASKED}, whose gradients are freed: leave it out")
-            if self._phase is _Phase.STEPPED:
+            if self._state is _StepState.STEPPED:
                 raise EngineError(
                     f"zero_grad() between backward() and optimizer.step(): with {ASKED} backward has made the step "
                     f"already. The order is {_LOOP}; to leave a step out, leave its backward() out"
                 )
             zero_grad()
-            self._phase = _Phase.CLEARED
+            self._state = _StepState.CLEARED
 
         owner.zero_grad = watched
 
@@ -212,13 +212,13 @@ class StepInBackward:
 
     def on_backward(self) -> None:
         """Begin a backward that adds to gradients, unless it has begun."""
-        if self._phase is not _Phase.IN_BACKWARD and accumulates():
+        if self._state is not _StepState.IN_BACKWARD and accumulates():
             self._begin()
 
     def _begin(self) -> None:
         """Begin a backward, where gradients of an earlier one would be gone without this option, too."""
-        if self._phase is not _Phase.CLEARED:
-            before = "optimizer.step()" if self._phase is _Phase.STEPPED else "zero_grad()"
+        if self._state is not _StepState.CLEARED:
+            before = "optimizer.step()" if self._state is _StepState.STEPPED else "zero_grad()"
             raise EngineError(
                 f"a second backward() without {before} in between, with {ASKED}: their gradients would have been added "
                 f"up. The order is {_LOOP}; several batches make one step without step_in_backward"
@@ -231,13 +231,13 @@ class StepInBackward:
         self._groups = {parameter: group for group in groups for parameter in group["params"]}
         self._options = _options_of(self._optimizer)
         self._stepped = set()
-        self._phase = _Phase.IN_BACKWARD
+        self._state = _StepState.IN_BACKWARD
         # FSDP2 reduces the last gradients in a callback of its own, which may be queued later: this one queues another.
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._finish))
 
     def _finish(self) -> None:
-        self._phase = _Phase.STEPPED if self._stepped else _Phase.CLEARED
+        self._state = _StepState.STEPPED if self._stepped else _StepState.CLEARED
         self._groups = {}
 
     @torch.no_grad()

@@ -56,4 +56,4 @@ if __name__ == "__main__":
         print("LOSSES", *losses)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # plain PyTorch may abort at its end: see _drain() in torchacc/engines/process_group.py
+    os._exit(0)  # plain PyTorch may abort at its end: see _drain() in torchacc/engines/gloo.py

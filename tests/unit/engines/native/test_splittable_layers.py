@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchacc.config import Config
-from torchacc.engines.native.split_layers import check
+from torchacc.engines.native.splittable_layers import check
 from torchacc.errors import ConfigError
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import make_plan
