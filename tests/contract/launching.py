@@ -83,28 +83,41 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
     """
     out.mkdir()
     kind, _, number = engine.rpartition("-")
-    is_launched = kind == "xla-multiprocess" or (kind == "native" and number != "1")
+    is_launched = kind in ("xla-multiprocess", "native-gpu") or (kind == "native" and number != "1")
+    num_ranks = int(number) if is_launched else 0
     env = environment(TORCHINDUCTOR_CACHE_DIR=str(out / "inductor"))
     if dumps:
         programs = out / "programs"
         dump = f"--xla_dump_to={programs} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*SyncTensors.*"
         env = environment(dump, TORCHACC_TEST_PROGRAMS=str(programs))
+    left, printed, outcomes = list(names), "", {}
+    for _ in range(1 + _MORE_LAUNCHES):
+        printed += _run_cases(kind, num_ranks, env, engine, out, *left, with_torchrun=with_torchrun)
+        outcomes = _outcomes_in(out)
+        before, left = left, [name for name in left if len(outcomes.get(name, [])) < (num_ranks or 1)]
+        if not left or len(left) == len(before):
+            break
+    return Launch(engine, num_ranks or 1, outcomes, printed)
+
+
+_MORE_LAUNCHES = 3
+"""How often the cases that an engine did not come to, because one before them had failed, are launched again."""
+
+
+def _run_cases(kind: str, num_ranks: int, env: Mapping[str, str], *arguments: object, with_torchrun: bool) -> str:
     if kind.endswith("-gpu"):
-        is_launched = kind == "native-gpu"
-        num_ranks = int(number) if is_launched else 1
-        printed = launch_on_gpus(num_ranks, WORKER, engine, out, *names, under_xla=not is_launched)
-    elif with_torchrun:
-        printed = _torchrun(int(number), env, WORKER, engine, out, *names)
-    else:
-        num_ranks = int(number) if is_launched else 0
-        imports = ["torch_xla"] if kind.startswith("xla") else []
-        printed = run_all(
-            WORKER, engine, out, *names, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN, env=env
-        )
+        return launch_on_gpus(num_ranks or 1, WORKER, *arguments, under_xla=not num_ranks)
+    if with_torchrun:
+        return _torchrun(num_ranks, env, WORKER, *arguments)
+    imports = ["torch_xla"] if kind.startswith("xla") else []
+    return run_all(WORKER, *arguments, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN, env=env)
+
+
+def _outcomes_in(out: Path) -> dict[str, list[dict[str, Any]]]:
     outcomes: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(out.glob("*.pt")):  # <case>.<rank>.pt
         outcomes.setdefault(file.stem.rpartition(".")[0], []).append(torch.load(file, weights_only=True))
-    return Launch(engine, int(number) if is_launched else 1, outcomes, printed)
+    return outcomes
 
 
 def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object, under_xla: bool = False) -> str:

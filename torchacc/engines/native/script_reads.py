@@ -70,6 +70,7 @@ def _is_of_script() -> bool:
     return not _reads.is_inside and torch._C._current_graph_task_id() == -1
 
 
+_SUM = "sum"
 _stages: "dict[Any, StageLink]" = {}
 """The connections of stages, by the mesh of their parameters."""
 
@@ -93,7 +94,8 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
     Raises:
         EngineError: It is no sum of all elements, or others do something else, as `expect_all()` finds it.
     """
-    if not _is_total(name):
+    link = _link_of(shards)
+    if link is None or name != _SUM or not _is_of_script():
         return own
     if own.dim():
         raise EngineError(
@@ -102,11 +104,12 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
             "set config.dist.pp.size = 1"
         )
     _expect("a sum over a parameter of a model in stages, as by parameter.square().sum()")
-    return next(iter(_stages.values())).total(own, is_held=all(each.numel() for each in shards))
+    return link.total(own, is_held=all(each.numel() for each in shards))
 
 
-def _is_total(name: str) -> bool:
-    return bool(_stages) and name == "sum" and _is_of_script()
+def _link_of(shards: Sequence[Any]) -> "StageLink | None":
+    """Return the connection of the stages that hold these; None where a model is in no stages."""
+    return next((_stages[each._spec.mesh] for each in shards if each._spec.mesh in _stages), None)
 
 
 def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
@@ -121,7 +124,7 @@ def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
     Raises:
         EngineError: One of them is another stage's.
     """
-    if not _stages or not _is_of_script() or _is_total(name):
+    if not _stages or name == _SUM or not _is_of_script():
         return
     if any(not each.numel() and each._spec.mesh in _stages for each in shards):
         raise EngineError(
