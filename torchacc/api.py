@@ -218,6 +218,8 @@ class Description:
     """Devices of the job."""
     num_parameters: int
     """Elements of the model's parameters, tied ones counted once."""
+    num_trained_parameters: int
+    """Those of parameters that were not frozen when the model was sharded."""
     num_parameters_per_device: int
     """Elements that one device holds at rest, padding included."""
     num_units: int
@@ -227,12 +229,14 @@ class Description:
 
     def __str__(self) -> str:
         share = self.num_parameters_per_device / self.num_parameters
+        is_any_frozen = self.num_trained_parameters < self.num_parameters
+        trained = f"of which {self.num_trained_parameters:,} train, " if is_any_frozen else ""
         return "\n".join(
             [
                 f"engine      {self.engine}, {self.num_devices} device{'s' * (self.num_devices > 1)}, "
                 f"compute in {self.compute_dtype}",
                 f"mesh        {self.mesh}",
-                f"parameters  {self.num_parameters:,} in {self.num_units} units, "
+                f"parameters  {self.num_parameters:,} in {self.num_units} units, {trained}"
                 f"{self.num_parameters_per_device:,} ({share:.1%}) on each device",
             ]
         )
@@ -251,6 +255,7 @@ def describe(model: nn.Module) -> Description:
         mesh=plan.mesh.describe(),
         num_devices=plan.mesh.num_devices,
         num_parameters=plan.numel,
+        num_trained_parameters=plan.num_trained,
         num_parameters_per_device=sharded.local_numel(),
         num_units=len(plan.units),
         compute_dtype=plan.compute_dtype,

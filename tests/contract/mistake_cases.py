@@ -52,6 +52,13 @@ def model_keeps_the_name_of_its_class_and_is_an_instance_of_it() -> None:
 
 
 @case()
+def a_description_says_how_many_parameters_train() -> None:
+    model = MLP()
+    model.layers.requires_grad_(False)
+    assert " units, of which 36 train, " in str(torchacc.describe(accelerate(model)))
+
+
+@case()
 def gradients_from_before_the_model_is_sharded_are_dropped_with_a_warning() -> None:
     model = MLP()
     loss_of(model(X)).backward()
