@@ -233,6 +233,13 @@ def add_flag(name: str, flag: str) -> bool:
     return True
 
 
+def flags_with(name: str, more: Mapping[str, str]) -> str:
+    """Return a variable that holds flags `--key=value` with more of them, but for keys that are there already."""
+    flags = os.environ.get(name, "").split()
+    known = {flag.partition("=")[0] for flag in flags}
+    return " ".join([*flags, *(f"--{key}={value}" for key, value in more.items() if f"--{key}" not in known)])
+
+
 def has_flag(name: str, flag: str) -> bool:
     """Return whether a variable that holds several flags has this one."""
     return flag in os.environ.get(name, "").split()

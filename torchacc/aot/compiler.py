@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,15 +46,29 @@ class _Compiler:
     extra: str
     """Of torchacc, which installs it."""
     packages: tuple[str, ...]
-    flags: Mapping[str, Any]
+    variables: Callable[[Topology], Mapping[str, str]]
+    """Those of the environment by which it takes flags, as in a run."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones."""
+
+
+def _variables_of_tpus(topology: Topology) -> dict[str, str]:
+    return {"LIBTPU_INIT_ARGS": tpu.flags_of_run(topology.chip.name)}
+
+
+def _variables_of_gpus(topology: Topology) -> dict[str, str]:
+    """Return what the user has chosen for programs on GPUs; the other flags are of this machine's CPU."""
+    flags = (env.get("XLA_FLAGS") or "").split()
+    return {"XLA_FLAGS": " ".join(each for each in flags if each.startswith("--xla_gpu_"))}
 
 
 _COMPILERS: Mapping[str, _Compiler] = {
-    tpu.PLATFORM: _Compiler("the compiler of TPUs", "plan-tpu", ("jax", "jaxlib", "libtpu"), tpu.FLAGS),
+    tpu.PLATFORM: _Compiler("the compiler of TPUs", "plan-tpu", ("jax", "jaxlib", "libtpu"), _variables_of_tpus),
     cuda.PLATFORM: _Compiler(
         "XLA's compiler of NVIDIA GPUs",
         "plan-cuda",
         ("jax", "jaxlib", _PLUGIN.wheel),
+        _variables_of_gpus,
         {"xla_gpu_autotune_level": 0},  # there is no GPU on which candidates could be timed
     ),
 }
@@ -105,6 +121,7 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         OutOfMemoryError: The program needs more memory than a device has; the message lists its largest allocations.
         EngineError: The compiler has failed.
     """
+    compiler = _COMPILERS[topology.chip.platform]
     request = {
         "platform": topology.chip.platform,
         "topology": topology.name,
@@ -112,26 +129,40 @@ def compile_program(program: Program, topology: Topology, waited: Callable[[floa
         "num_devices": topology.num_devices,
         "places": topology.places_on(program.axes),
         "plugin": [_PLUGIN.wheel, _PLUGIN.library],
-        "flags": dict(_COMPILERS[topology.chip.platform].flags),
-        "xla_flags": _flags_of_gpus(),
-        "counts": "loops as often as they run",  # what was kept before counted them once
+        "flags": dict(compiler.flags),
+        "variables": {"XLA_FLAGS": "", **compiler.variables(topology)},
+        "kept": "with the number of characters",  # what was kept before is not read
         "inputs": [asdict(each) for each in program.inputs],
         "versions": _installed(topology.chip.platform),
     }
     about = json.dumps(request, sort_keys=True).encode()
     kept = cache_folder() / hashlib.sha256(program.hlo + about).hexdigest()[:32]
-    if not (kept / "compiled.json").exists():
+    found = _read(kept)
+    if found is None:
         _compile_into(kept, program, request, waited)
-    found = json.loads((kept / "compiled.json").read_text())
+        found = _read(kept)
+    if found is None:
+        raise EngineError(f"what was compiled for {topology.name} is no longer in {kept}: compile it again")
+    return found
+
+
+def _read(kept: Path) -> CompiledStep | None:
+    """Return what was compiled into a folder; None where it is not there, or not whole.
+
+    Raises:
+        OutOfMemoryError: The compiler has found that there is no memory for it.
+    """
+    try:
+        found = json.loads((kept / "compiled.json").read_text())
+        text = "" if "error" in found else (kept / "optimized.txt").read_text()
+    except (OSError, ValueError):
+        return None
     if "error" in found:
         raise OutOfMemoryError(found["error"])
+    if len(text) != found.pop("num_characters"):
+        return None
     memory = {name.removesuffix("_size_in_bytes") + "_bytes": size for name, size in found.pop("memory").items()}
-    return CompiledStep(**found, **memory, text=(kept / "optimized.txt").read_text())
-
-
-def _flags_of_gpus() -> str:
-    """Return what the user has chosen for programs on GPUs; the other flags are of this machine's CPU."""
-    return " ".join(each for each in (env.get("XLA_FLAGS") or "").split() if each.startswith("--xla_gpu_"))
+    return CompiledStep(**found, **memory, text=text)
 
 
 def cache_folder() -> Path:
@@ -169,7 +200,7 @@ def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
-        variables = {**VARIABLES, "XLA_FLAGS": request["xla_flags"]}
+        variables = {**VARIABLES, **request["variables"]}
         status, printed = _run([sys.executable, "-I", str(_WORKER), name], folder, variables, waited)
         if status and _OUT_OF_MEMORY in printed:
             (folder / "compiled.json").write_text(json.dumps({"error": _explain_memory(printed)}))
@@ -209,17 +240,31 @@ def _run(
         )
     began = time.monotonic()
     try:
-        while True:
-            try:
-                status = process.wait(timeout=1)
-                break
-            except subprocess.TimeoutExpired:
-                waited(time.monotonic() - began)
+        with _exiting_on_sigterm():
+            while True:
+                try:
+                    status = process.wait(timeout=1)
+                    break
+                except subprocess.TimeoutExpired:
+                    waited(time.monotonic() - began)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return status, output.read_text(errors="replace")
+
+
+@contextmanager
+def _exiting_on_sigterm() -> Iterator[None]:
+    """Hold a context in which SIGTERM ends this process as an error does, so that nothing of it stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _failed(status: int, printed: str, topology: str) -> str:

@@ -11,7 +11,7 @@ from torchacc.config import Config, resolve
 from torchacc.engines import registry
 from torchacc.engines.xla.recording import Program, RecordingEngine, named_operations
 from torchacc.env import Job
-from torchacc.errors import ConfigError
+from torchacc.errors import ConfigError, EngineError, in_one_line
 from torchacc.parallel.mesh import from_config
 from torchacc.parallel.plan import make_plan
 
@@ -61,7 +61,15 @@ def record_step(
         attach(sharded)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
         inputs = dict(zip(batch, engine.to_device(list(batch.values())), strict=True))
-        loss = model(**inputs).loss
+        try:
+            loss = model(**inputs).loss
+        except EngineError:
+            raise
+        except Exception as error:  # it is the model's own code that runs
+            raise ConfigError(
+                f"{type(model).__name__} cannot be compiled, as it does not train with {', '.join(batch)}: "
+                f"{type(error).__name__}: {in_one_line(error)}"
+            ) from error
         loss.backward()
         if clips:
             sharded.clip_grad_norm_(1.0)

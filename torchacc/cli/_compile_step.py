@@ -23,7 +23,7 @@ from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer, study
 def run(args: argparse.Namespace) -> int:
     """Print what the compiler says, and return the exit status."""
     topology = find_topology(args.compile_for)
-    strategy = _take_devices(args, topology)
+    _take_devices(args, topology)
     check_installed(topology.chip.platform)
     if args.html is not None:
         _check_folder(Path(args.html))
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
             "set it to 1 to compile without"
         )
     for_plan = replace(training, model=deepcopy(training.model))  # planned afterwards: autograd is to know XLA first
-    config = _config(training.config, topology, strategy, args.dp or 1)
+    strategy = args.strategy[0] if args.strategy else training.strategy
+    replicas = _plan_input.replicas(args, training.config, strategy)
+    config = _config(training.config, topology, strategy, replicas)
     shards = topology.num_devices // (config.dist.tp.size * config.dist.sp.size)
     batch = training.make_batch(training.batch * shards, with_positions=training.is_packed)
     make_optimizer = optimizer_of(training)
@@ -47,11 +49,22 @@ def run(args: argparse.Namespace) -> int:
         platform=topology.chip.platform,
         clips=training.clips,
     )
-    compiled = compile_program(program, topology, partial(_show_progress, topology.name))
+    try:
+        compiled = compile_program(program, topology, partial(_show_progress, topology.name))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nstopped compiling for {topology.name}: nothing of it is kept\n")
+        raise
     room = topology.device_bytes(config.memory.gpu_fraction)
-    report = make_report(compiled, topology, room, _planned_bytes(for_plan, topology, strategy, args.dp or 1))
-    title = f"{training.name}: {training.batch} x {training.length} tokens on each device, {strategy}"
-    described = {"model": training.name, "batch": training.batch, "seq": training.length, "strategy": strategy}
+    report = make_report(compiled, topology, room, _planned_bytes(for_plan, topology, strategy, replicas))
+    copies = f", {replicas} copies" if replicas > 1 else ""
+    title = f"{training.name}: {training.batch} x {training.length} tokens on each device, {strategy}{copies}"
+    described = {
+        "model": training.name,
+        "batch": training.batch,
+        "seq": training.length,
+        "strategy": strategy,
+        "replicas": replicas,
+    }
     text = json.dumps(described | report.as_dict(), indent=2) if args.json else f"{title}\n{report.as_text()}"
     sys.stdout.write(text + "\n")
     if args.html is not None:
@@ -70,8 +83,8 @@ def _check_folder(page: Path) -> None:
         raise ConfigError(f"--html {page} cannot be written; name another file")
 
 
-def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
-    """Complete the options of devices by the topology, and return the strategy."""
+def _take_devices(args: argparse.Namespace, topology: Topology) -> None:
+    """Complete the options of devices by the topology."""
     if args.devices not in (None, topology.num_devices):
         raise ConfigError(f"--devices {args.devices}, and {topology.name} has {topology.num_devices}: leave it out")
     if args.engine is not None and PLANNED_BACKENDS[args.engine].runs_eagerly:
@@ -81,10 +94,11 @@ def _take_devices(args: argparse.Namespace, topology: Topology) -> str:
         raise ConfigError(
             f"--compile-for {topology.name} is for {topology.chip.name}: leave --platform {args.platform} out"
         )
+    if args.memory is not None:
+        raise ConfigError(f"--memory, and --compile-for {topology.name} knows what its devices have: leave it out")
     if len(args.strategy or ()) > 1:
         raise ConfigError("--compile-for compiles one strategy at a time, in minutes: name one")
     args.devices, args.platform = topology.num_devices, platform
-    return str(args.strategy[0]) if args.strategy else "FULL_SHARD"
 
 
 def _config(config: Config, topology: Topology, strategy: str, replicas: int) -> Config:

@@ -20,6 +20,7 @@ from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
 from torchacc.memory_plan import PLANNED_BACKENDS, count_states, find_optimizer
 from torchacc.parallel.axes import Role, axis_with
+from torchacc.train.device_layout import sharding_strategy
 from torchacc.train.families import unknown_options
 from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
@@ -62,6 +63,8 @@ class Training:
     """Whether a step is of several batches."""
     clips: bool = False
     """Whether gradients are clipped by their norm."""
+    strategy: str = "FULL_SHARD"
+    """What is sharded, where no option names another."""
     is_packed: bool = False
     """Whether a sample is several documents, which do not see one another."""
 
@@ -139,7 +142,22 @@ def _from_file(args: argparse.Namespace) -> Training:
     )
     # The trainer asks for the norm of the gradients in each step, whatever it clips them to.
     sums = stage.training.gradient_accumulation_steps > 1
-    return replace(training, adds_gradients=sums, clips=True, is_packed=stage.data.packing is True)
+    return replace(
+        training,
+        adds_gradients=sums,
+        clips=True,
+        strategy=sharding_strategy(stage.distributed),
+        is_packed=stage.data.packing is True,
+    )
+
+
+def replicas(args: argparse.Namespace, config: Config, strategy: str) -> int:
+    """Return how many copies of a model there are on `args.devices`, as a run takes it from what is given."""
+    dist = config.dist
+    given = args.dp or dist.dp.size
+    if given is None and "size" in dist.fsdp.model_fields_set:
+        given = max(1, args.devices // (dist.fsdp.size * prod(getattr(dist, axis).size for axis in SPLITS)))
+    return int(given or (2 if strategy == "HYBRID_SHARD" else 1))
 
 
 def _training(

@@ -100,10 +100,11 @@ def run(args: argparse.Namespace) -> int:
         adds_gradients=training.adds_gradients,
         clips=training.clips,
     )
-    found = {name: step.on(args.devices, name, replicas=_replicas(args, name)) for name in _strategies(args, step)}
+    replicas = {name: _plan_input.replicas(args, training.config, name) for name in STRATEGIES}
+    found = {name: step.on(args.devices, name, replicas=replicas[name]) for name in _strategies(args, step, replicas)}
     fewest = {}
     if args.memory is not None:
-        fewest = {name: step.smallest(args.memory, name, replicas=_replicas(args, name)) for name in found}
+        fewest = {name: step.smallest(args.memory, name, replicas=replicas[name]) for name in found}
     describe = _as_json if args.json else _as_text
     sys.stdout.write(describe(args, training, step, found, fewest) + "\n")
     return 0
@@ -118,7 +119,7 @@ def _platform(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _strategies(args: argparse.Namespace, step: Step) -> list[str]:
+def _strategies(args: argparse.Namespace, step: Step, replicas: Mapping[str, int]) -> list[str]:
     """Return the strategies that are asked for, else those that can be had on the devices.
 
     Raises:
@@ -129,16 +130,12 @@ def _strategies(args: argparse.Namespace, step: Step) -> list[str]:
     refused: dict[str, ConfigError] = {}
     for name in STRATEGIES:
         try:
-            step.plan_on(args.devices, name, replicas=_replicas(args, name))
+            step.plan_on(args.devices, name, replicas=replicas[name])
         except ConfigError as error:
             refused[name] = error
     if len(refused) == len(STRATEGIES):
         raise refused["FULL_SHARD"]
     return [name for name in STRATEGIES if name not in refused]
-
-
-def _replicas(args: argparse.Namespace, strategy: str) -> int:
-    return int(args.dp or (2 if strategy == "HYBRID_SHARD" else 1))
 
 
 def _recomputed(plan: ShardingPlan) -> str:
@@ -168,7 +165,8 @@ def _as_text(
         rows.append(row + ([_fits(fewest[name])] if fewest else []))
     lines += in_columns(rows)
     if "HYBRID_SHARD" in found:
-        lines += ["", f"HYBRID_SHARD: {_replicas(args, 'HYBRID_SHARD')} copies of the model; --dp says how many"]
+        copies = _plan_input.replicas(args, training.config, "HYBRID_SHARD")
+        lines += ["", f"HYBRID_SHARD: {copies} copies of the model; --dp says how many"]
     if args.platform == "cpu" and plan.compute_dtype == "bfloat16":
         lines += [
             "",

@@ -116,6 +116,12 @@ def make_layout(
     )
 
 
+def sharding_strategy(distributed: DistributedConfig) -> str:
+    """Return what is sharded: NO_SHARD where every device holds the full model."""
+    is_sharded = _IS_SHARDED.get(distributed.strategy, distributed.fsdp.enabled)
+    return distributed.fsdp.sharding_strategy if is_sharded else "NO_SHARD"
+
+
 def _set_precision(config: Config, precision: str | int | None) -> None:
     if precision is None:
         return

@@ -130,17 +130,42 @@ def test_a_loop_of_layers_computes_what_as_many_layers_do_that_are_recomputed(tm
     assert flops["loop"] == pytest.approx(flops["layers"], rel=0.02)
 
 
+@needs("plan-cuda")
+@pytest.mark.parametrize("broken", ["compiled.json", "optimized.txt"])
+def test_what_is_no_longer_whole_is_compiled_again(model, tmp_path, broken):
+    first = compiled(model, tmp_path, "h100x1", "--json")
+    assert first[0] == 0, first[2]
+    (kept,) = (tmp_path / "torchacc" / "compiled").iterdir()
+    path = kept / broken
+    os.truncate(path, path.stat().st_size // 2)
+    status, out, errors = compiled(model, tmp_path, "h100x1", "--json")
+    assert status == 0, errors
+    assert json.loads(out)["peak_bytes"] == json.loads(first[1])["peak_bytes"]
+
+
+@needs("plan-cuda")
+def test_a_model_that_does_not_train_with_such_a_batch_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    path.write_text(json.dumps({"model_type": "t5", **sizes}))
+    status, _, errors = compiled(path, tmp_path, "h100x1")
+    assert status == 2
+    assert "cannot be compiled, as it does not train with input_ids, labels" in errors
+
+
 @needs("plan-tpu")
-def test_an_interrupt_ends_the_compiler_and_leaves_nothing(model, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_compiler_and_leaves_nothing(model, tmp_path, number, status):
     folder = tmp_path / "torchacc" / "compiled"
     process = start(tmp_path, "--model", str(model), "--compile-for", "v5e:2x4")
     for _ in range(1200):
         if list(folder.glob("*/output.txt")):
             break
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert ("stopped compiling for v5e:2x4: nothing of it is kept" in errors) is (number == signal.SIGINT)
     assert list(folder.iterdir()) == []
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not any(str(folder).encode() in command for command in commands)

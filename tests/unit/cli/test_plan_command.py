@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
@@ -151,6 +151,29 @@ def test_a_step_that_is_compiled_has_documents_where_the_training_file_packs_the
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (2, 8)
     )
+
+
+def test_a_step_that_is_compiled_is_sharded_as_the_training_file_says(tmp_path):
+    for says, torchacc, strategy, copies in (
+        ("", "", "FULL_SHARD", 1),
+        ("strategy: ddp, ", "", "NO_SHARD", 1),
+        ("fsdp: {sharding_strategy: SHARD_GRAD_OP}, ", "dp: {size: 2}", "SHARD_GRAD_OP", 2),
+        ("", "fsdp: {size: 2}, tp: {size: 2}", "FULL_SHARD", 2),
+        ("fsdp: {sharding_strategy: HYBRID_SHARD}, ", "", "HYBRID_SHARD", 2),
+    ):
+        text = TRAINING.replace(
+            "distributed: {fsdp: {activation_checkpointing: true}}",
+            f"torchacc: {{dist: {{{torchacc}}}}}\n    distributed: {{{says}}}",
+        )
+        training = read(write(tmp_path, "config.yaml", text))
+        assert training.strategy == strategy
+        options = Namespace(dp=None, devices=8)
+        assert _plan_input.replicas(options, training.config, strategy) == copies
+        assert _plan_input.replicas(Namespace(dp=4, devices=8), training.config, strategy) == 4
+
+
+def test_the_memory_of_chips_is_not_chosen(model, capsys):
+    assert "leave it out" in refused(capsys, "--model", model, "--compile-for", "v5e:2x2", "--memory", "1GiB")
 
 
 def read(path):

@@ -12,10 +12,19 @@ from torchacc.errors import ConfigError
 PLATFORM = "TPU"
 """The value of PJRT_DEVICE."""
 
+_VARIABLE = "LIBTPU_INIT_ARGS"
 FLAGS: Mapping[str, str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 """Options of the compiler of TPUs. By itself it makes a loop of each large product whose result is summed up over the
 devices, to send beside the parts of the product; it copies what goes into the loop, and puts the loops of all layers'
 weight gradients behind the whole backward, so that each layer's activations and gradients wait for them."""
+_OF_TORCH_XLA = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+"""What torch_xla 2.9 adds where it finds chips."""
+_OF_TORCH_XLA_FOR_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
 
 _VENDOR = "0x1ae0"
 PCI_DEVICES = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
@@ -30,7 +39,17 @@ def choose_flags(platform: str) -> None:
     """Choose options of a TPU's compiler before it is loaded, unless the user has chosen."""
     if platform == PLATFORM:
         for name, value in FLAGS.items():
-            env.add_flag("LIBTPU_INIT_ARGS", f"--{name}={value}")
+            env.add_flag(_VARIABLE, f"--{name}={value}")
+
+
+def flags_of_run(chip: str) -> str:
+    """Return LIBTPU_INIT_ARGS as a run has it: with the user's flags, those of `choose_flags()`, and torch_xla's.
+
+    Args:
+        chip: What it runs on, such as `TPU v5e`.
+    """
+    more = _OF_TORCH_XLA_FOR_V5 if chip.startswith("TPU v5") else {}
+    return env.flags_with(_VARIABLE, {**FLAGS, **_OF_TORCH_XLA, **more})
 
 
 def num_chips(bus: Path = Path("/sys/bus/pci/devices")) -> int:
