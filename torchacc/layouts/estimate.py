@@ -42,7 +42,7 @@ def estimate(step: Step, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
         plan: The plan on all devices, as `step.plan_on()` returns it.
         speeds: The devices'.
     """
-    times = [_of_device(each, plan, speeds) for each in step.devices]
+    times = [_of_device(each, plan, speeds, step.num_states) for each in step.devices]
     slowest = max(times, key=lambda time: time.total)
     return slowest if speeds.devices_per_processor == 1 else _on_shared_processors(times, slowest, speeds)
 
@@ -57,7 +57,7 @@ def _on_shared_processors(times: Sequence[StepTime], slowest: StepTime, speeds: 
     return StepTime(compute, exposed, bubble=max(0.0, alone - compute - exposed))
 
 
-def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> StepTime:
+def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds, num_states: int) -> StepTime:
     count = device.stages[0].lifetimes.num_microbatches
     own = device.plan_of(plan)
     work = [each for stage in device.stages for each in stage.work]
@@ -71,9 +71,9 @@ def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds) -> 
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
     # FSDP copies what it has gathered into each weight, and each gradient into what it sends.
     copied = 2 * sum(_copied(own, unit) for unit in own.units) / speeds.memory_bytes_per_second
-    # The optimizer reads and writes each shard: parameters, gradients and its state.
+    # The optimizer reads each shard of parameters, gradients and its state once, and writes parameters and state.
     at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * DTYPE_BYTES[plan.master_dtype]
-    stepped = 12 * at_rest / speeds.memory_bytes_per_second
+    stepped = (3 + 2 * num_states) * at_rest / speeds.memory_bytes_per_second
     return StepTime(
         compute=count * computed + copied + stepped,
         exposed=count * sent + exchanged,

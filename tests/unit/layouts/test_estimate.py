@@ -49,8 +49,8 @@ def test_experts_are_gathered_by_the_devices_that_have_the_same():
 def test_a_step_writes_each_shard_once_however_experts_are_spread():
     fast = find_device("1e30,1,1e30,1e30,8")  # so that memory is all that takes time
     alone, spread = mixtral(), mixtral(ep=2)
-    nbytes = 12 * alone.on(2, "FULL_SHARD").parameters
-    assert nbytes == pytest.approx(12 * spread.on(2, "FULL_SHARD").parameters, rel=0.01)
+    nbytes = 7 * alone.on(2, "FULL_SHARD").parameters  # AdamW reads four tensors of them, and writes three
+    assert nbytes == pytest.approx(7 * spread.on(2, "FULL_SHARD").parameters, rel=0.01)
     for step in (alone, spread):
         moved = sum(max(done / 1e30, read) for done, read in step.devices[0].stages[0].work)
         plan = step.plan_on(2, "FULL_SHARD")
