@@ -52,8 +52,7 @@ SECONDS_TO_START = 500
 
 def start(num_ranks: int) -> None:
     """Return in each rank, with its environment; in this process, end when all have."""
-    with socket.create_server(("localhost", 0)) as server:
-        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     pids = []
     for rank in range(num_ranks):
         pids.append(os.fork())

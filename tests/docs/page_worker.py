@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import transformers  # noqa: F401
 import torchacc  # noqa: F401
 from torchacc.config import Config
 from torchacc.train.file import TrainFile
+from tests.forkrun import free_port
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 480.0  # many times what a program takes; below pytest's own limit
@@ -172,12 +172,6 @@ def check_yaml(block: dict[str, Any], namespace: dict[str, Any]) -> None:
         indented = "".join(f"    {line}" for line in block["code"].splitlines(keepends=True))
         path.write_text(f"training_stages:\n  stage:\n{indented}", encoding="utf-8")
     TrainFile.read(path)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.forkrun import free_port
 
 WIDTH = 96
 ROWS_PER_DEVICE = 2
@@ -31,9 +33,7 @@ class Attempt:
         self.told: list[dict] = []
         self.codes: dict[int, int] = {}
         self._text = b""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         self.pids = [self._fork(rank, writer, port, act, options) for rank in range(self.num_processes)]
