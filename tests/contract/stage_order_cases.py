@@ -278,6 +278,9 @@ def what_backwards_between_forwards_cannot_do_is_refused() -> None:
         with pytest.raises(torchacc.EngineError, match=expected):
             call()
         model.zero_grad()
+    for parameter in model.parameters():  # of every stage, on every stage
+        with pytest.raises(torchacc.EngineError, match=r"read parameter.grad after loss.backward\(\)"):
+            parameter.register_hook(lambda gradient: None)
     for parameter in model.parameters():
         hook = parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         break

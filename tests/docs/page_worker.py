@@ -17,9 +17,9 @@ import torch  # noqa: F401  (for the forks)
 import transformers  # noqa: F401
 
 import torchacc  # noqa: F401
+from tests.forkrun import free_port
 from torchacc.config import Config
 from torchacc.train.file import TrainFile
-from tests.forkrun import free_port
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_RUN = 480.0  # many times what a program takes; below pytest's own limit

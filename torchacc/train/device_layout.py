@@ -118,8 +118,11 @@ def make_layout(
 
 def sharding_strategy(distributed: DistributedConfig) -> str:
     """Return what is sharded: NO_SHARD where every device holds the full model."""
-    is_sharded = _IS_SHARDED.get(distributed.strategy, distributed.fsdp.enabled)
-    return distributed.fsdp.sharding_strategy if is_sharded else "NO_SHARD"
+    return distributed.fsdp.sharding_strategy if _is_sharded(distributed) else "NO_SHARD"
+
+
+def _is_sharded(distributed: DistributedConfig) -> bool:
+    return _IS_SHARDED.get(distributed.strategy, distributed.fsdp.enabled)
 
 
 def _set_precision(config: Config, precision: str | int | None) -> None:
@@ -152,8 +155,7 @@ def _count(distributed: DistributedConfig, launched: Job | None, notes: list[str
 def _set_sharding(
     config: Config, distributed: DistributedConfig, num_nodes: int, devices: int, notes: list[str]
 ) -> None:
-    fsdp, into = distributed.fsdp, config.dist.fsdp
-    is_sharded = _IS_SHARDED.get(distributed.strategy, fsdp.enabled)
+    fsdp, into, is_sharded = distributed.fsdp, config.dist.fsdp, _is_sharded(distributed)
     if is_sharded and not fsdp.enabled:
         raise ConfigError(
             "distributed.strategy = 'fsdp' with distributed.fsdp.enabled = False: they contradict each other; write "

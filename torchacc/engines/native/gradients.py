@@ -58,7 +58,8 @@ def average_ordinary_gradients(model: nn.Module, plan: ShardingPlan) -> None:
         parameter: Any = model.get_parameter(planned.name)
         if planned.shape:
             parameter.requires_grad_(True)  # also of a frozen one, which may be trained later
-            parameter.register_hook(functools.partial(gradient_over_data, parameter._spec))
+            with torch._C.DisableTorchFunctionSubclass():  # which refuses a script's hooks
+                parameter.register_hook(functools.partial(gradient_over_data, parameter._spec))
             parameter.requires_grad_(planned.trainable)
 
 

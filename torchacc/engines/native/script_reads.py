@@ -80,6 +80,11 @@ def note_stages(mesh: Any, link: "StageLink") -> None:
     _stages[mesh] = link
 
 
+def is_of_other_stage(shard: Any) -> bool:
+    """Return whether a distributed tensor is another stage's, of which this one has no elements."""
+    return not shard.numel() and shard._spec.mesh in _stages
+
+
 def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
     """Return what a script computes: a sum as all stages have it, and anything else as it is.
 
@@ -104,7 +109,7 @@ def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:
             "set config.dist.pp.size = 1"
         )
     _expect("a sum over a parameter of a model in stages, as by parameter.square().sum()")
-    return link.total(own, is_held=all(each.numel() for each in shards))
+    return link.total(own, is_held=not any(map(is_of_other_stage, shards)))
 
 
 def _link_of(shards: Sequence[Any]) -> "StageLink | None":
@@ -126,7 +131,7 @@ def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
     """
     if not _stages or name == _SUM or not _is_of_script():
         return
-    if any(not each.numel() and each._spec.mesh in _stages for each in shards):
+    if any(map(is_of_other_stage, shards)):
         raise EngineError(
             f"{name}() of a parameter or gradient of another stage (config.dist.pp.size), which has no elements here: "
             "the stages would get different numbers. For a norm of all gradients, "

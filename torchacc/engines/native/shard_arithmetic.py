@@ -457,10 +457,11 @@ def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...]
     parameter: Any = args[0]
     owner: Owner | None = vars(parameter).get(OWNER)
     if kind is FunctionKind.HOOK:
-        if owner is not None:
+        if owner is not None or script_reads.is_of_other_stage(parameter):
             raise EngineError(
                 "register_hook() on a sharded parameter: autograd sees the full weight only, so that the hook would "
-                "never run. Use parameter.register_post_accumulate_grad_hook(), which sees parameter.grad"
+                "never run. Use parameter.register_post_accumulate_grad_hook(), which sees parameter.grad; of a model "
+                "in stages (config.dist.pp.size), read parameter.grad after loss.backward()"
             )
         return _call_as_is(func, args, kwargs)
     if kind is FunctionKind.GET_DATA:
