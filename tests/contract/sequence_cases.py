@@ -264,6 +264,19 @@ def trains_the_same_in_a_ring(how: tuple[dict[str, Any], dict[str, Any]]) -> Non
     compare(make(**options), [*WINDOW, packed()], **axes)
 
 
+BOTH_WAYS = {"over-heads": {"sp": 2}, "in-two-groups": {"sp": 4, "ring": 2}, "in-a-ring": {"sp": 4, "ring": 4}}
+
+
+@case(each=BOTH_WAYS)
+def layers_that_attend_to_later_tokens_too_train_the_same(axes: dict[str, Any]) -> None:
+    model = make(kv_heads=2)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    compare(copy.deepcopy(model), [plain(), labelled_unevenly()], **axes)
+    with pytest.raises(torchacc.EngineError, match="attends to later tokens, too"):
+        compare(model, [plain(13)], **axes)
+
+
 @case()
 def under_a_causal_mask_no_device_gathers_keys() -> None:
     def refuse(*_: object) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from torch.utils.flop_counter import flop_registry
 
 from torchacc.chunked_loss.model_loss import ModelLoss
+from torchacc.engines.patches import dense_experts
 from torchacc.errors import ConfigError, in_one_line
 from torchacc.parallel.kept_products import KeptProducts
 
@@ -139,6 +140,8 @@ def record(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_recomputing(model, recomputed, mode, recorder, keeps_products=keeps_products))
             stack.enter_context(mode())
+            if not eager:
+                stack.enter_context(dense_experts.without_copies())
             stack.enter_context(recorder)
             output = stack.enter_context(_with_loss(model, chunked_loss))(**batch)
             loss = _loss_of(output, model)

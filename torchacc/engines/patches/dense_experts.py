@@ -4,12 +4,51 @@ Of a token that has not chosen an expert only zeros go through its activation, s
 gradient, also where its first product overflows.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchacc.engines.patches.split_heads import in_autocast_dtype
+from torchacc.engines.patches.versions import is_for_installed
+
+COPYING = "batched_mm"
+"""Transformers' way of computing experts that copies the weights of each token's experts, for each token."""
+
+
+@contextmanager
+def without_copies() -> Iterator[None]:
+    """Hold a context in which experts compute all tokens where `batched_mm` would copy more weights than there are."""
+    moe = sys.modules.get("transformers.integrations.moe")  # which a model with experts has imported
+    if moe is None or not is_for_installed("dense_experts"):
+        yield
+        return
+    functions: Any = moe.ALL_EXPERTS_FUNCTIONS
+    copying = functions[COPYING]
+    functions[COPYING] = partial(_compute, copying)
+    try:
+        yield
+    finally:
+        functions[COPYING] = copying
+
+
+def _compute(
+    copying: Callable[..., torch.Tensor],
+    experts: Any,
+    hidden_states: torch.Tensor,  # these have transformers' names, by which they may be given
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute experts as transformers asks for it, in the way that takes less memory; `copying` is its own."""
+    sums_outputs = not getattr(experts, "has_post_expert_norm", False)  # else they must exist one by one
+    if top_k_index.numel() <= experts.num_experts or not sums_outputs:
+        return copying(experts, hidden_states, top_k_index, top_k_weights)
+    is_chosen, weights = shares(experts.num_experts, top_k_index, top_k_weights)
+    output = compute_all(experts, hidden_states, is_chosen, weights, lambda hidden: hidden)
+    return output.to(hidden_states.dtype)
 
 
 def shares(num_experts: int, chosen: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,10 +80,12 @@ def compute_all(
         lay: Returns activations, of shape (tokens, experts, …), where they are to be computed.
     """
     up, down = ("th,ehi->tei", "tei,eih->th") if experts.is_transposed else ("th,eih->tei", "tei,ehi->th")
-    hidden = lay(torch.einsum(up, *in_autocast_dtype(tokens, experts.gate_up_proj)))
+    has_gate = getattr(experts, "has_gate", True)
+    first, activate = ("gate_up_proj", experts._apply_gate) if has_gate else ("up_proj", experts.act_fn)
+    hidden = lay(torch.einsum(up, *in_autocast_dtype(tokens, getattr(experts, first))))
     if experts.has_bias:
-        hidden = hidden + experts.gate_up_proj_bias.to(hidden.dtype)
-    hidden = experts._apply_gate(torch.where(is_chosen[:, :, None], hidden, 0.0))
+        hidden = hidden + getattr(experts, f"{first}_bias").to(hidden.dtype)
+    hidden = activate(torch.where(is_chosen[:, :, None], hidden, 0.0))
     # Weighed before the product, so that it sums over experts, too, and their outputs need not exist one by one.
     output = torch.einsum(down, *in_autocast_dtype(lay(hidden * weights[:, :, None]), experts.down_proj))
     if experts.has_bias:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchacc.engines.patches import transformers_masks
+from torchacc.engines.patches import dense_experts, transformers_masks
 from torchacc.engines.patches.softmax_lowerings import all_rows_see_something
 from torchacc.engines.patches.split_heads import in_autocast_dtype
 from torchacc.logging import get_logger
@@ -44,7 +44,11 @@ def patches(replace_attention: Callable[[Attention], Attention] | None = None) -
     Args:
         replace_attention: Returns what computes attention in place of PyTorch's function.
     """
-    with _attention_in_one_dtype(replace_attention), transformers_masks.without_questions():
+    with (
+        _attention_in_one_dtype(replace_attention),
+        transformers_masks.without_questions(),
+        dense_experts.without_copies(),
+    ):
         yield
 
 
@@ -90,9 +94,9 @@ def _use_static_experts(model: nn.Module, others: Collection[nn.Module]) -> None
     for module in model.modules():
         if not chooses_experts(module) or any(each in others for each in module.modules()):
             continue
-        if getattr(module.config, "_experts_implementation", None) != "batched_mm":
-            _log.info("mixture of experts: using transformers' `batched_mm`, whose shapes do not depend on the data")
-            module.set_experts_implementation("batched_mm")  # type: ignore[operator]
+        if getattr(module.config, "_experts_implementation", None) != dense_experts.COPYING:
+            _log.info("mixture of experts: each expert computes all tokens, in shapes that do not depend on the data")
+            module.set_experts_implementation(dense_experts.COPYING)  # type: ignore[operator]
 
 
 def _keep_samples_and_tokens_apart(model: nn.Module) -> None:

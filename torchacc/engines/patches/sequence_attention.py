@@ -10,7 +10,7 @@ Grattafiori et al., 2024). Masks are those of all tokens, made by transformers.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -221,6 +221,12 @@ def _attend(
     own = SimpleNamespace(
         is_causal=getattr(module, "is_causal", True), num_key_value_groups=heads // (kv_heads * copies)
     )
+    is_padded = isinstance(forward, SplitForward) and forward.split.is_padded
+    if is_padded and attention_mask is None and not _is_causal(own, kwargs):
+        raise EngineError(
+            f"config.dist.sp.size: {type(module).__name__} attends to later tokens, too (is_causal = False), and the "
+            "samples are no multiple of the devices that share them: pad them, as config.dataloader.buckets does"
+        )
     if groups.num_groups > 1:
         output = _attend_over_groups(groups, own, query, key, value, attention_mask, **kwargs)
     else:
@@ -241,8 +247,7 @@ def _attend_over_groups(
 
     Those are gathered again for backward, as keeping them would take the memory that is saved.
     """
-    is_causal = kwargs.get("is_causal")
-    if mask is None and not kwargs.get("dropout") and (own.is_causal if is_causal is None else is_causal):
+    if mask is None and not kwargs.get("dropout") and _is_causal(own, kwargs):
         output = groups.attend_in_ring(query, key, value, kwargs.get("scaling"))
         if output is not None:
             return output.transpose(1, 2)
@@ -276,7 +281,7 @@ def _attend_from(
     key, value = _of_all_groups(groups, key, value)
     if mask is not None:  # it has no padding of the split in its keys
         key, value = (each[:, :, : mask.shape[-1]] for each in (key, value))
-    if mask is not None or groups.num_groups == 1:
+    if mask is not None or groups.num_groups == 1 or not _is_causal(own, kwargs):
         return sdpa_attention_forward(own, query, key, value, mask, **kwargs)[0]  # type: ignore[no-any-return]
     outputs = []
     for chunk, part in zip(chunks_of(groups.group, groups.num_groups), query.chunk(2, 2), strict=True):
@@ -285,6 +290,12 @@ def _attend_from(
         causal = causal_lower_right(num_tokens, seen) if num_tokens > 1 else None  # a single query sees all of these
         outputs.append(sdpa_attention_forward(own, part, key[:, :, :seen], value[:, :, :seen], causal, **kwargs)[0])
     return torch.cat(outputs, 1)
+
+
+def _is_causal(own: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether attention without a mask is to earlier tokens only, as transformers decides it."""
+    is_causal = options.get("is_causal")
+    return bool(own.is_causal if is_causal is None else is_causal)
 
 
 def _of_all_groups(

@@ -59,7 +59,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     # of safetensors: safetensors_writing.py
     "safetensors_writing": PatchVersions("safetensors", ">=0.4,<1", "safetensors.torch._find_shared_tensors()"),
     # of transformers: dense_experts.py, expert_balance.py, sequence_attention.py, transformers_attention.py
-    "dense_experts": PatchVersions("transformers", ">=5,<6", "nothing: what modules of experts have, _apply_gate()"),
+    "dense_experts": PatchVersions("transformers", ">=5,<6", "ALL_EXPERTS_FUNCTIONS, and what modules of experts have"),
     "expert_balance": PatchVersions("transformers", ">=4.53,<6", "load_balancing_loss_func(), by its parameters"),
     "sequence_attention": PatchVersions("transformers", ">=5,<6", "functions of modules of models, which make masks"),
     "transformers_attention": PatchVersions("transformers", ">=5,<6", "what AttentionInterface has of flex attention"),
