@@ -64,6 +64,21 @@ def split_backwards_leave_changed_layers_as_they_are() -> None:
         compare(make(), [plain()], **how)
 
 
+@case([NATIVE])
+def what_a_script_draws_and_writes_into_a_model_in_stages_is_what_it_writes_into_a_full_one() -> None:
+    model, unsharded = make("gpt2"), make("gpt2")
+    torchacc.accelerate(model, None, config(2))
+    for each in (model, unsharded):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                nn.init.normal_(parameter, std=0.02)
+                parameter.add_(torch.randn_like(parameter))
+                parameter[1:3] = 2 * parameter[1:3] if each is unsharded or parameter.numel() else 0.0
+            each.get_input_embeddings().weight[5] = 0.01
+    check_parameters(model, unsharded, absolute=0.0)
+
+
 @case([NATIVE], each={each: each for each in SCHEDULES})
 def hooks_that_change_what_layers_get_and_return_run_once(schedule: str) -> None:
     model = make(layers=4)

@@ -51,8 +51,8 @@ def make_gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **dropouts, eos_token_id=1))
 
 
-def accelerate(model: nn.Module, *, fsdp: int, tp: int, **options: Any) -> nn.Module:
-    dist = {"fsdp": {"size": fsdp, "use_spmd": ENGINE == SPMD}, "tp": {"size": tp, **options}}
+def accelerate(model: nn.Module, *, fsdp: int, tp: int, dp: int = 1, **options: Any) -> nn.Module:
+    dist = {"dp": {"size": dp}, "fsdp": {"size": fsdp, "use_spmd": ENGINE == SPMD}, "tp": {"size": tp, **options}}
     return torchacc.accelerate(
         model, None, torchacc.Config.from_dict({"backend": ENGINE.partition("-")[0], "dist": dist})
     )
@@ -239,13 +239,15 @@ def an_evaluation_in_inference_mode_of_split_layers_is_that_of_the_unsharded_mod
     check_parameters(model, plain, absolute=ADAM_ABSOLUTE)
 
 
+def make_t5() -> nn.Module:
+    torch.manual_seed(1)
+    size = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**size, decoder_start_token_id=0))
+
+
 @case((NATIVE,))
 def processes_that_share_layers_draw_the_same_random_numbers() -> None:
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
-    )
-    torch.manual_seed(1)
-    model = accelerate(transformers.T5ForConditionalGeneration(config), fsdp=2, tp=2).train()
+    model = accelerate(make_t5(), fsdp=2, tp=2).train()
     torch.manual_seed(RANK)
     ids = IDS[:2]
     logits = by_rank(model(input_ids=ids, labels=ids).logits.tolist())
@@ -306,6 +308,49 @@ def a_penalty_of_split_weights_and_what_a_script_writes_into_them_train_the_same
             for parameter in each.parameters():
                 parameter[1:3] = 2 * parameter[1:3]
     check_parameters(model, plain)
+
+
+PARTS = {"with-fsdp": (2, 2, 1), "with-copies": (1, 2, 2), "alone": (1, 4, 1)}
+
+
+@case((NATIVE,), each=PARTS)
+def parts_outside_of_layers_compute_the_same_by_themselves(how: tuple[int, int, int]) -> None:
+    fsdp, tp, dp = how
+    model = make_llama()
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=fsdp, tp=tp, dp=dp)
+    for _ in range(2):
+        for each, ids in ((model, put(IDS)), (plain, IDS)):
+            optimizer = torch.optim.SGD(each.parameters(), 0.1)
+            hidden = each.model(input_ids=ids).last_hidden_state + each.get_input_embeddings()(ids)
+            hidden = each.model.layers[0].input_layernorm(hidden)
+            torch.nn.functional.cross_entropy(each.lm_head(hidden).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+    check_parameters(model, plain)
+
+
+@case((NATIVE,))
+def parts_of_layers_that_are_split_do_not_compute_by_themselves() -> None:
+    model, _ = split_and_plain(2, 2)
+    hidden, layer = torch.randn(2, LENGTH, 32), model.model.layers[0]
+    narrow = torch.randn(2, LENGTH, 48)
+    for part, given in ((layer.mlp, hidden), (layer.mlp.down_proj, narrow), (layer.self_attn.q_proj, hidden)):
+        with pytest.raises(torchacc.EngineError, match="that dist.tp splits was called by itself"), torch.no_grad():
+            part(given)
+
+
+@case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
+def an_encoder_that_a_script_calls_by_itself_trains_and_generates_the_same(how: tuple[int, int]) -> None:
+    model = make_t5().eval()
+    plain = copy.deepcopy(model)
+    accelerate(model, fsdp=how[0], tp=how[1])
+    for each, ids in ((model, put(IDS)), (plain, IDS)):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        each(encoder_outputs=each.get_encoder()(ids), labels=ids).loss.backward()
+        optimizer.step()
+    check_parameters(model, plain)
+    found, expected = (each.generate(IDS[:4], max_new_tokens=5, min_new_tokens=5) for each in (model, plain))
+    assert found.tolist() == expected.tolist()
 
 
 @case((NATIVE,))

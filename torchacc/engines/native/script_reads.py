@@ -71,6 +71,8 @@ def _is_of_script() -> bool:
 
 
 _SUM = "sum"
+_SHAPE = "_torchacc_shape"
+"""The attribute of a tensor of another stage with its shape there."""
 _stages: "dict[Any, StageLink]" = {}
 """The connections of stages, by the mesh of their parameters."""
 
@@ -83,6 +85,16 @@ def note_stages(mesh: Any, link: "StageLink") -> None:
 def is_of_other_stage(shard: Any) -> bool:
     """Return whether a distributed tensor is another stage's, of which this one has no elements."""
     return not shard.numel() and shard._spec.mesh in _stages
+
+
+def note_other_stage(shard: Any, shape: Sequence[int]) -> None:
+    """Note the shape that another stage's tensor has there."""
+    vars(shard)[_SHAPE] = tuple(shape)
+
+
+def full_shape(shard: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, of another stage's that which it has there."""
+    return tuple(vars(shard).get(_SHAPE, shard.shape))
 
 
 def total_of_stages(name: str, shards: Sequence[Any], own: Any) -> Any:

@@ -349,6 +349,8 @@ def local_part(values: torch.Tensor, spec: Any) -> torch.Tensor:
 
 def _write(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor]) -> Any:
     """Call a function that writes, with full tensors, and put what it has written into the shards."""
+    if all(map(script_reads.is_of_other_stage, filter(is_of_model, targets))):  # that one writes
+        return None if func.__name__ in WRITING_DUNDERS else targets[0]
     full_tensors: dict[int, torch.Tensor] = {}
     for target in targets:
         if _needs_graph(target):
@@ -409,9 +411,10 @@ def _draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], like: A
     in_place = _targets(func, args, kwargs)
     if in_place and _needs_graph(like):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    empty = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    empty = torch.empty(script_reads.full_shape(like), dtype=like.dtype, device=like.device)
     given, named = tree_map(lambda leaf: empty if leaf is like else leaf, (args, kwargs))
-    part = local_part(func(*given, **named), spec)
+    drawn = func(*given, **named)  # also for another stage, so that generators stay alike
+    part = drawn.new_empty(like.shape) if script_reads.is_of_other_stage(like) else local_part(drawn, spec)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if not in_place:
             made = part.clone().requires_grad_(part.requires_grad)

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native.compiled_units import regions
+from torchacc.errors import EngineError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.tensor_parallel import (
@@ -145,7 +146,7 @@ def _let_compute_with_part(module: Any, style: str, layer: Any, parent: Any, mes
     parts = layer.nf * mesh.size() // layer.nx if _is_conv1d(layer) else 2
     before, after = _hooks(mesh, style, parts if style == "packed_colwise" else width)
     if style == "colwise_gather_output":  # in its forward, which compute.chunked_loss calls by itself
-        _wrap(module, _multiply_part, before, after)
+        _wrap(module, _multiply_part, module, before, after)
         return
     # One function for all layers of a kind, as torch.compile takes another function for another graph.
     if before is not None:
@@ -224,9 +225,11 @@ def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
     given, returned = _MOVES.get(style, (None, None))
 
     def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        _check_computes_with_part(module)
         return (_relaid(args[0], mesh, *given), *args[1:])  # type: ignore[misc]
 
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        _check_computes_with_part(module)
         return _relaid(output, mesh, *returned)  # type: ignore[misc]
 
     def after_fused(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -242,6 +245,22 @@ def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
 
     special = {"packed_colwise": after_fused, "mla_kv_a_proj": after_latent}.get(style)
     return before if given is not None else None, special or (after if returned is not None else None)
+
+
+def _check_computes_with_part(module: Any) -> None:
+    """Refuse a layer whose weight is the distributed tensor at rest, of which it has computed with all.
+
+    Raises:
+        EngineError: It is.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not torch.compiler.is_compiling() and isinstance(module.weight, DTensor):
+        raise EngineError(
+            f"a {type(module).__name__} that dist.tp splits was called by itself, and what it computes is a part for "
+            "the layers around it: call the whole model, or one of its layers as a whole; for the weight, "
+            "torchacc.full_state_dict(model) on every process"
+        )
 
 
 class _OrdinaryTensor(NamedTuple):
@@ -277,7 +296,7 @@ def _with_ordinary_tensors(
         for (module, name, seen_as), stand_in in zip(slots, before, strict=True):
             found: Any = module._parameters[name] if stand_in is None else stand_in
             if hasattr(found, "placements"):  # else it is ordinary, as for the module around this one
-                vars(module)[name] = _ordinary(found, seen_as, mesh, num_heads)
+                vars(module)[name] = _ordinary(_unsharded(found, mesh), seen_as, mesh, num_heads)
         return forward(*args, **kwargs)
     finally:
         for (module, name, _), stand_in in zip(slots, before, strict=True):
@@ -285,6 +304,24 @@ def _with_ordinary_tensors(
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = stand_in
+
+
+def _unsharded(parameter: Any, mesh: Any) -> Any:
+    """Return a distributed tensor of the processes that share layers, also of a parameter that is sharded at rest.
+
+    So is that of a module outside of units which a script calls by itself.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from torchacc.engines.native.shard_arithmetic import full_tensor
+
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == mesh.size():  # those of plans are none
+        return parameter
+    names = parameter.device_mesh.mesh_dim_names or ()
+    own: Any = dict(zip(names, parameter.placements, strict=True))[Role.TENSOR.value]
+    with _redistributing():
+        full = DTensor.from_local(full_tensor(parameter), mesh, [Replicate()], run_check=False)
+        return full.redistribute(placements=[own if own.is_replicate() else Shard(own.dim)])
 
 
 def _ordinary(parameter: Any, seen_as: str, mesh: Any, num_heads: int) -> torch.Tensor:
@@ -327,13 +364,14 @@ class _Share(torch.autograd.Function):
         return gradient, None
 
 
-def _multiply_part(forward: Forward, before: Forward, after: Forward, given: torch.Tensor) -> Any:
+def _multiply_part(forward: Forward, module: nn.Module, before: Forward, after: Forward, given: torch.Tensor) -> Any:
     """Run the forward of a layer whose weight is split between the functions that are hooks elsewhere."""
-    return after(None, None, forward(*before(None, (given,))))
+    return after(module, None, forward(*before(module, (given,))))
 
 
 def _look_up_part(forward: Forward, module: nn.Embedding, mesh: Any, ids: torch.Tensor) -> torch.Tensor:
     """Run an embedding whose rows are split: each process looks its rows up, and the results are summed."""
+    _check_computes_with_part(module)
     first, padding = mesh.get_local_rank() * len(module.weight), module.padding_idx
     own = (ids >= first) & (ids < first + len(module.weight))
     # What no process has goes to the lookup as it is, which refuses it, as that of the unsplit layer does.
