@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -71,6 +72,8 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
             ordinary.setdefault(at, []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
         _wrap(module, _with_ordinary_tensors, slots, mesh, tp.num_key_value_heads)
+        if any(slot.module is module for slot in slots):
+            _hiding_parts.add(module)
 
 
 def _split_head_counts(model: nn.Module, styles: Mapping[nn.Module, str], tp: TensorParallelPlan) -> None:
@@ -247,6 +250,10 @@ def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
     return before if given is not None else None, special or (after if returned is not None else None)
 
 
+_hiding_parts: WeakSet[nn.Module] = WeakSet()
+"""Modules that find their part in their own forward, which hooks do not see."""
+
+
 def _check_computes_with_part(module: Any) -> None:
     """Refuse a layer whose weight is the distributed tensor at rest, of which it has computed with all.
 
@@ -255,7 +262,7 @@ def _check_computes_with_part(module: Any) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    if not torch.compiler.is_compiling() and isinstance(module.weight, DTensor):
+    if not torch.compiler.is_compiling() and module not in _hiding_parts and isinstance(module.weight, DTensor):
         raise EngineError(
             f"a {type(module).__name__} that dist.tp splits was called by itself, and what it computes is a part for "
             "the layers around it: call the whole model, or one of its layers as a whole; for the weight, "
