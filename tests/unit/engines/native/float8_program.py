@@ -311,7 +311,7 @@ def stages_train_as_shards(recipe, schedule):
             optimizer.zero_grad()
     expected = weights_of(sharded)
     for name, tensor in weights_of(staged).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)  # one may round otherwise in float8
 
 
 def evaluation_is_that_of_training():
