@@ -262,7 +262,7 @@ def _check_computes_with_part(module: Any) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    if not torch.compiler.is_compiling() and module not in _hiding_parts and isinstance(module.weight, DTensor):
+    if not torch.compiler.is_compiling() and isinstance(module.weight, DTensor) and module not in _hiding_parts:
         raise EngineError(
             f"a {type(module).__name__} that dist.tp splits was called by itself, and what it computes is a part for "
             "the layers around it: call the whole model, or one of its layers as a whole; for the weight, "

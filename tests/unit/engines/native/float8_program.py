@@ -311,7 +311,9 @@ def stages_train_as_shards(recipe, schedule):
             optimizer.zero_grad()
     expected = weights_of(sharded)
     for name, tensor in weights_of(staged).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)  # one may round otherwise in float8
+        others = ~torch.isclose(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        assert others.float().mean() < 0.01, name  # those of a product that has rounded to another float8
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
 
 
 def evaluation_is_that_of_training():
