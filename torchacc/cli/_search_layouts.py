@@ -142,7 +142,7 @@ def _seconds(value: float) -> str:
 
 
 def _yaml(found: PlannedLayout, base: Config) -> str:
-    lines = [f"# {found.candidate.rows} samples in each batch of the loader"]
+    lines = [f"# samples in each batch of the loader: {found.candidate.rows}"]
     return "\n".join([*lines, yaml.safe_dump(found.candidate.options(base), sort_keys=False).rstrip()])
 
 

@@ -68,7 +68,7 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
             raise ValueError
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{option} {shown(name)}: there is no such device; {nearest(name, DEVICES)}. Or write FLOP/s, bytes/s of "
+            f"{option} {shown(name)}: there is no such device ({nearest(name, DEVICES)}). Or write FLOP/s, bytes/s of "
             "its memory, to devices of its machine and to other machines, devices of a machine, and, if you like, the "
             "seconds of an exchange beside its bytes, and how many devices share a processor: "
             "9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,4,5e-5 or 9e10,1e10,1e9,1e9,8,5e-5,4"

@@ -282,7 +282,7 @@ def test_a_checkpoint_is_planned_by_its_folder(tmp_path, capsys):
     assert found["strategies"]["NO_SHARD"]["parameters"] == 4 * found["num_parameters"]
 
 
-def test_experts_natively_need_no_copy_of_weights_for_each_token(tmp_path, capsys):
+def test_experts_natively_keep_only_what_their_own_tokens_need(tmp_path, capsys):
     options = {
         "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 2,
