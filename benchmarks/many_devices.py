@@ -227,7 +227,7 @@ def lay_out(plan: Any, devices: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def segments(plan: Any, regions: dict[str, Any], device: int) -> dict[str, list[Any]]:
     """Return what a process reports to have written, by file."""
-    from torchacc.checkpoint.own_format.commit import _SEGMENT_BYTES
+    from torchacc.checkpoint.own_format.folder_writer import _SEGMENT_BYTES
     from torchacc.checkpoint.own_format.manifest import Segment
     from torchacc.parallel.sharding import local_shard
 
@@ -246,7 +246,7 @@ def segments(plan: Any, regions: dict[str, Any], device: int) -> dict[str, list[
 
 def commit(final: Path, files: dict[str, Any], parts: list[dict[str, list[Any]]]) -> float:
     """Return the seconds that rank 0 takes to end a save, once all processes have reported."""
-    from torchacc.checkpoint.own_format.commit import FolderWriter
+    from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 
     writer = FolderWriter(final, "0" * 32, 0, len(parts))
     writer.folder.mkdir(parents=True)

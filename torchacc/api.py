@@ -112,10 +112,12 @@ def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoade
     Raises:
         DataError: The dataloader cannot be sharded.
     """
-    return shard_loader_of(dataloader, model)
+    return shard_loader_for_trainer(dataloader, model)
 
 
-def shard_loader_of(dataloader: Iterable[Any], model: nn.Module, *, fills_count: bool = True) -> data.AsyncLoader:
+def shard_loader_for_trainer(
+    dataloader: Iterable[Any], model: nn.Module, *, fills_count: bool = True
+) -> data.AsyncLoader:
     """Shard a loader as `shard_loader()` does, for a trainer, which may not count the rows that complete a batch."""
     engine = sharded_model(model).engine
     loader = _make_loader(dataloader, engine)
@@ -306,7 +308,7 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
     )
     return data.AsyncLoader(
         sharded,
-        put=engine.put,
+        put=engine.to_device,
         transform=_bucketing(engine),
         on_batch=end_batch,
         # Without a transfer there is nothing to overlap, and a second thread would draw from the same generator.

@@ -184,7 +184,7 @@ def sharded_and_plain(make: Callable[[], nn.Module] = MLP, **options: Any) -> tu
 
 def part(whole: torch.Tensor) -> torch.Tensor:
     """Return this process's rows of a global batch, on its devices."""
-    return registry.active_engine().put(whole if ENGINE == SPMD else whole.chunk(2)[RANK])
+    return registry.active_engine().to_device(whole if ENGINE == SPMD else whole.chunk(2)[RANK])
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,7 @@ def chunked_loss_of_a_head_that_is_split_over_tp() -> None:
     config = {"backend": ENGINE.partition("-")[0], "compute": {"chunked_loss": TOKENS}, "dist": dist}
     torchacc.accelerate(model, None, torchacc.Config.from_dict(config))
     assert "lm_head.weight" in sharded_model(model).plan.tensor_parallel.specs
-    loss, expected = model(**registry.active_engine().put(batch())).loss, plain(**batch()).loss
+    loss, expected = model(**registry.active_engine().to_device(batch())).loss, plain(**batch()).loss
     loss.backward()
     expected.backward()
     check_gradients(model, plain)

@@ -153,7 +153,7 @@ def run(family: Family) -> dict[str, str]:
         torchacc.accelerate(model, None, config())
         engine = registry.active_engine()
         whole = ENGINE in ("xla-spmd", "native-tp")
-        mine = {k: engine.put(v if whole else v.chunk(2)[RANK]) for k, v in batch.items()}
+        mine = {k: engine.to_device(v if whole else v.chunk(2)[RANK]) for k, v in batch.items()}
         wrong = wrong_gradient(model, plain, mine) if ENGINE == "native-tp" else ""
         if wrong:
             return {"outcome": "differs", "reason": wrong, "mode": mode}

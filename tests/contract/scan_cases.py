@@ -72,7 +72,7 @@ class Dropping(nn.Module):
 @case([SPMD])
 def backward_drops_what_forward_has_dropped() -> None:
     model, _ = scanned_and_plain(Dropping)
-    x = registry.active_engine().put(torch.randn(4, 64))
+    x = registry.active_engine().to_device(torch.randn(4, 64))
     losses = []
     for _ in range(2):
         model.zero_grad()
@@ -104,7 +104,7 @@ def layers_drop_different_numbers() -> None:
             return x
 
     model, _ = scanned_and_plain(Ones)
-    output = model(registry.active_engine().put(torch.ones(64, 64))).detach().cpu()
+    output = model(registry.active_engine().to_device(torch.ones(64, 64))).detach().cpu()
     # Half is left by one layer, and a quarter by two that do not agree.
     assert (output != 0).float().mean() == pytest.approx(0.25, abs=0.05)
 

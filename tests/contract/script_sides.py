@@ -220,7 +220,7 @@ class ShardedSide(Side):
 
     def batch(self, index: int) -> torch.Tensor:
         whole = super().batch(index)
-        return self.sharded.engine.put(
+        return self.sharded.engine.to_device(
             whole if self.is_one_process else whole.chunk(self.job.num_processes)[self.job.rank]
         )
 

@@ -127,7 +127,7 @@ def part_of(model: nn.Module, batch: Batch) -> Batch:
         for name, value in batch.items()
     }
     labels = batch["labels"][:, 1:].ne(-100).sum() * len(own) / count
-    return engine.put(rows | {"num_items_in_batch": labels})
+    return engine.to_device(rows | {"num_items_in_batch": labels})
 
 
 def step(

@@ -78,7 +78,7 @@ def put(batch: torch.Tensor) -> torch.Tensor:
     """Return what this process sees of a global batch, on its devices."""
     engine = registry.active_engine()
     parts = batch.chunk(engine.mesh.num_data_shards)
-    return engine.put(torch.cat([parts[index] for index in engine.data_shards]))
+    return engine.to_device(torch.cat([parts[index] for index in engine.data_shards]))
 
 
 def num_on_a_device(tensor: torch.Tensor) -> int:

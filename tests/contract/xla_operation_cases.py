@@ -252,7 +252,7 @@ def values_are_pytorchs() -> None:
 
 @case(XLA)
 def a_matrix_that_lies_where_another_lay_is_read() -> None:
-    put = registry.active_engine().put
+    put = registry.active_engine().to_device
     rows = torch.randn(512, 256)
     x = put(rows)
     for _ in range(60):

@@ -60,7 +60,7 @@ def record_step(
         sharded.status.mark_weights_loaded()
         attach(sharded)
         optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
-        inputs = dict(zip(batch, engine.to_device(list(batch.values())), strict=True))
+        inputs = engine.to_device(dict(batch))
         try:
             loss = model(**inputs).loss
         except EngineError:

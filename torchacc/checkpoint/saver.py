@@ -15,7 +15,7 @@ from torch import nn
 
 from torchacc.checkpoint.call_checks import path_first
 from torchacc.checkpoint.hf import pretrained_files
-from torchacc.checkpoint.own_format.commit import FolderWriter
+from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
 from torchacc.checkpoint.save_plan import TensorWrite, index_files, plan_save
 from torchacc.engines.sharded_model import ShardedModel, sharded_model
@@ -138,7 +138,7 @@ def snapshot(
 
     try:
         small, writes_to_make = group.call_on_all(prepare)
-        group.call_on_all(writer.join)
+        group.call_on_all(writer.begin)
     except BaseException as error:
         writer.fail(error)
         raise

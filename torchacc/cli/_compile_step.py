@@ -16,8 +16,9 @@ from torchacc.aot.step_report import make_report
 from torchacc.aot.topologies import Topology, find_topology
 from torchacc.cli import _plan_input
 from torchacc.config import Config
+from torchacc.engines.optimizers import find_optimizer
 from torchacc.errors import ConfigError
-from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer, study
+from torchacc.memory_plan import PLANNED_BACKENDS, study
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,9 +16,10 @@ from torchacc.config.names import did_you_mean
 from torchacc.config.text_file import read_json, read_text
 from torchacc.config.yaml_file import parse
 from torchacc.engines import attention_kernels
+from torchacc.engines.optimizers import find_optimizer
 from torchacc.engines.xla import runtime
 from torchacc.errors import ConfigError, in_one_line, shown
-from torchacc.memory_plan import PLANNED_BACKENDS, count_states, find_optimizer
+from torchacc.memory_plan import PLANNED_BACKENDS, count_states
 from torchacc.parallel.axes import Role, axis_with
 from torchacc.train.device_layout import sharding_strategy
 from torchacc.train.families import unknown_options

@@ -14,10 +14,11 @@ from torchacc.aot.step_report import in_gibibytes
 from torchacc.cli import _plan_input
 from torchacc.cli._tables import in_columns
 from torchacc.config import Config
+from torchacc.engines.optimizers import find_optimizer
 from torchacc.errors import ConfigError
 from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
 from torchacc.layouts.search import grouped
-from torchacc.memory_plan import PLANNED_BACKENDS, find_optimizer
+from torchacc.memory_plan import PLANNED_BACKENDS
 from torchacc.parallel.axes import Role, axes_with, axis_with
 
 _NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for", *_plan_input.SPLITS)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from torchacc.cli._options import add_job_options, named, path
-from torchacc.train.command import Start, as_arguments, train
+from torchacc.train.run import Start, as_arguments, train
 from torchacc.train.stage import StageRequest
 
 EXAMPLES = (

@@ -126,7 +126,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def put(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
         """Move a host batch, of any nesting, to this process's devices."""
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

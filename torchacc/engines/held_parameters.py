@@ -1,21 +1,11 @@
-"""Where modules keep a model's parameters, and those that sharding has left there, which nothing is to replace."""
+"""The parameters that sharding has left in a model, which nothing is to replace."""
 
-from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 from torch import nn
 
 from torchacc.errors import EngineError
-
-ParameterOwner = tuple[nn.Module, str]
-"""A module, and the name under which it keeps a parameter."""
-
-
-def find_owners(model: nn.Module, names: Sequence[str]) -> list[ParameterOwner]:
-    """Return the places of a parameter with these names."""
-    paths = [name.rpartition(".") for name in names]
-    return [(model.get_submodule(path), leaf) for path, _, leaf in paths]
 
 
 class HeldParameters:

@@ -14,7 +14,6 @@ from torch import nn
 
 from torchacc.engines import deferred
 from torchacc.engines.deferred import is_recorded, take_values
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.env import Job
 from torchacc.errors import ConfigError
@@ -133,7 +132,7 @@ def materialise_parameters(
         if values.is_meta:
             values = torch.empty(planned.shape, dtype=dtype, device=device)
         new = nn.Parameter(values.to(device, dtype).contiguous(), requires_grad=planned.trainable)
-        for owner, leaf in find_owners(model, planned.names):
+        for owner, leaf in planned.owners(model):
             owner._parameters[leaf] = new
 
 

@@ -1,4 +1,4 @@
-"""What optimizers do with shards: which can work on them, and how one made before sharding goes over to them."""
+"""Optimizers: found by name, which of them can work on shards, and how one made before sharding goes over to them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.errors import ConfigError
+from torchacc.config.names import nearest
+from torchacc.errors import ConfigError, shown
 
 ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Lion",
@@ -15,6 +16,25 @@ ELEMENTWISE = {
 
 _NUMBERS = {"eta", "mu", "mu_product", "step"}
 """Names of the state of torch.optim's optimizers that is one number for a parameter, whatever its shape."""
+
+
+def find_optimizer(name: str, option: str = "--optimizer") -> type[torch.optim.Optimizer]:
+    """Return a class of `torch.optim` by its name, in upper or lower case: `adamw` is `AdamW`.
+
+    Args:
+        name: The name.
+        option: What was given the name, for the message.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    own = torch.optim.Optimizer
+    found = (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, own))
+    classes = {each.__name__: each for each in found if each is not own}
+    by_lower = {known.lower(): each for known, each in classes.items()}
+    if name.lower() not in by_lower:
+        raise ConfigError(f"{option} = {shown(name)}: torch.optim has no such optimizer; {nearest(name, classes)}")
+    return by_lower[name.lower()]
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -235,7 +235,7 @@ class ShardedModel(ABC):
         has_own_rows = self.engine.job.launched and self.engine.mesh.averages_gradients
         sees_a_part = has_own_rows and not self.engine.drives_all_devices  # one program sees the rows of all hosts
         balances = modules_with_balance(model) if sees_a_part else []
-        move = InputMover(self.engine.device, self.engine.put)
+        move = InputMover(self.engine.device, self.engine.to_device)
         if has_own_rows:
             self._first_steps = FirstSteps(
                 model, self.engine.group.all_gather_objects, self.engine.copy_to_host, weighs_own=sees_a_part

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native import split_layers, split_sequence
 from torchacc.engines.native.ring_attention import Ring, attend_in_ring
 from torchacc.engines.native.split_stages import StageModules
@@ -155,7 +154,7 @@ def _split_layers(model: nn.Module, plan: ShardingPlan, traffic: Traffic) -> Non
             part.redistribute = partial(_put_together, part, mesh, within.dim)
         else:
             part.redistribute = partial(_given, part)
-        for owner, leaf in find_owners(model, planned.names):
+        for owner, leaf in planned.owners(model):
             owner._parameters[leaf] = part
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from torchacc.config import Config, resolve
-from torchacc.config.names import nearest
 from torchacc.config.resolve import requested_devices
 from torchacc.engines.attention_kernels import IN_BLOCKS, asked_of_xla
 from torchacc.engines.native.native_engine import check_axes
 from torchacc.env import Job
-from torchacc.errors import ConfigError, shown
+from torchacc.errors import ConfigError
 from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lifetimes
 from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
@@ -335,25 +334,6 @@ def _study_stage(
     lifetimes = replace(lifetimes, stage=stage, actions=actions, adds_gradients=adds_gradients)
     work = tuple((operation.flops, operation.nbytes) for operation in trace.operations)
     return StageStep(lifetimes, tuple(traffic.found), work)
-
-
-def find_optimizer(name: str, option: str = "--optimizer") -> type[torch.optim.Optimizer]:
-    """Return a class of `torch.optim` by its name, in upper or lower case: `adamw` is `AdamW`.
-
-    Args:
-        name: The name.
-        option: What was given the name, for the message.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    own = torch.optim.Optimizer
-    found = (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, own))
-    classes = {each.__name__: each for each in found if each is not own}
-    by_lower = {known.lower(): each for known, each in classes.items()}
-    if name.lower() not in by_lower:
-        raise ConfigError(f"{option} = {shown(name)}: torch.optim has no such optimizer; {nearest(name, classes)}")
-    return by_lower[name.lower()]
 
 
 def count_states(optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> int:

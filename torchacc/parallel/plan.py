@@ -26,6 +26,9 @@ from torchacc.parallel.units import has_forward, select_recomputed, select_units
 if TYPE_CHECKING:
     from torchacc.config import Config
 
+ParameterOwner = tuple[nn.Module, str]
+"""A module, and the name under which it keeps a parameter."""
+
 
 @dataclass(frozen=True)
 class PlannedParameter:
@@ -47,6 +50,11 @@ class PlannedParameter:
     def names(self) -> tuple[str, ...]:
         """All names of the parameter, the first one first."""
         return (self.name, *self.aliases)
+
+    def owners(self, model: nn.Module) -> list[ParameterOwner]:
+        """Return all places where a model keeps it: the modules, each with the name that the parameter has there."""
+        paths = [name.rpartition(".") for name in self.names]
+        return [(model.get_submodule(path), leaf) for path, _, leaf in paths]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ExpertLoads:
         return {name: (each / each.sum()).tolist() for name, each in found if each.any()}
 
     def _zeros(self, number: int) -> torch.Tensor:
-        zeros: torch.Tensor = self._sharded.engine.put(torch.zeros(number, dtype=torch.int64))
+        zeros: torch.Tensor = self._sharded.engine.to_device(torch.zeros(number, dtype=torch.int64))
         return zeros
 
     def _count(self, name: str, module: nn.Module, args: Any) -> None:

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchacc.config.names import nearest
 from torchacc.engines.fused_steps import can_fuse
+from torchacc.engines.optimizers import find_optimizer
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import ConfigError, in_one_line, shown
-from torchacc.memory_plan import find_optimizer
 from torchacc.train.config import Schedule, SchedulerConfig
 
 DECAYS: Mapping[Schedule, Callable[[float], float]] = {

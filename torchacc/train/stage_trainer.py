@@ -179,7 +179,7 @@ class StageTrainer:
             The mean loss over the targets of all devices and micro-batches, and the norm of its gradient: tensors
             without dimensions, which the device may still be computing.
         """
-        num_targets = self._sharded.engine.put(self._mean_over_processes(window.num_targets))
+        num_targets = self._sharded.engine.to_device(self._mean_over_processes(window.num_targets))
         self.optimizer.zero_grad()
         losses = []
         for index, batch in enumerate(window.batches):

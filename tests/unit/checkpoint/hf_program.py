@@ -19,6 +19,6 @@ with torch.device("meta"):
 model = torchacc.accelerate(model, config=torchacc.Config.from_dict(json.loads(given)))
 torchacc.checkpoint.load(source, model=model)
 ids = torch.arange(12).reshape(2, 6) % hub_config.vocab_size
-loss = model(input_ids=model._torchacc.engine.put(ids), labels=model._torchacc.engine.put(ids)).loss
+loss = model(input_ids=model._torchacc.engine.to_device(ids), labels=model._torchacc.engine.to_device(ids)).loss
 print(f"LOSS {loss.item()}", flush=True)
 torchacc.checkpoint.save(target, model=model)

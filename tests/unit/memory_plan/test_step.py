@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchacc.config import Config
+from torchacc.engines.optimizers import find_optimizer
 from torchacc.errors import ConfigError
-from torchacc.memory_plan import count_states, find_optimizer, study
+from torchacc.memory_plan import count_states, study
 from torchacc.memory_plan.order import in_xla_order
 from torchacc.memory_plan.trace import record
 

@@ -17,7 +17,7 @@ from torchacc.checkpoint.other_formats.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.other_formats.pretrained_folder import HEAD, pretrained_files, tied_head
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
-from torchacc.checkpoint.own_format.commit import FolderWriter
+from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import making_sense
@@ -246,5 +246,5 @@ def _write(
     writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
     others = {**index_files(layouts), **files}
     writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
-    writer.join()
+    writer.begin()
     PendingSave(writer, writes, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()

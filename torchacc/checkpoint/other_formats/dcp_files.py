@@ -18,7 +18,8 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.other_formats.pth import loads_pth, naming
-from torchacc.checkpoint.own_format.regular_files import MAX_PICKLE_BYTES, Unpickler, open_regular, read_regular
+from torchacc.checkpoint.other_formats.unpickling import MAX_PICKLE_BYTES, Unpickler
+from torchacc.checkpoint.own_format.regular_files import open_regular, read_regular
 from torchacc.errors import CheckpointError
 
 if TYPE_CHECKING:

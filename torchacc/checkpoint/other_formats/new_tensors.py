@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchacc.checkpoint.own_format.manifest import as_bytes
 from torchacc.checkpoint.own_format.regular_files import open_regular
-from torchacc.checkpoint.own_format.safetensors_files import FileRegion, read_exactly
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, as_bytes, read_exactly
 from torchacc.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20

@@ -14,7 +14,8 @@ from torch import nn
 
 from torchacc.checkpoint import model_state, optimizer_state
 from torchacc.checkpoint.other_formats.pth import load_pth, read_pth
-from torchacc.checkpoint.own_format.manifest import as_bytes, digest
+from torchacc.checkpoint.own_format.manifest import digest
+from torchacc.checkpoint.own_format.safetensors_files import as_bytes
 from torchacc.checkpoint.own_format.unfinished import clear_unfinished, unfinished
 from torchacc.data.tree import map_tensors, tensors_in
 from torchacc.engines.process_group import ProcessGroup

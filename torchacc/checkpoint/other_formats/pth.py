@@ -21,7 +21,8 @@ import torch
 from typing_extensions import override
 
 from torchacc.checkpoint.other_formats.new_tensors import CHUNK_BYTES, NewTensor, leaves, replace_leaves
-from torchacc.checkpoint.own_format.regular_files import MAX_PICKLE_BYTES, Unpickler, check_tree, open_regular, size_of
+from torchacc.checkpoint.other_formats.unpickling import MAX_PICKLE_BYTES, Unpickler, check_tree
+from torchacc.checkpoint.own_format.regular_files import open_regular
 from torchacc.checkpoint.own_format.safetensors_files import FileRegion
 from torchacc.errors import CheckpointError
 
@@ -319,7 +320,7 @@ def _archive(file: IO[bytes], name: str) -> Iterator[tuple[zipfile.ZipFile, dict
     """Yield a zip file and its records by name, once its directory is such as `torch.save` writes it."""
     with zipfile.ZipFile(file) as archive:
         _check_directory(file, archive.start_dir, name)
-        yield archive, _checked_records(archive, name, size_of(file))
+        yield archive, _checked_records(archive, name, _size_of(file))
 
 
 def _compare(
@@ -349,7 +350,7 @@ def _check_directory(file: IO[bytes], start: int, name: str) -> None:
 
     Python takes what lies before the end's record, PyTorch what lies at the offset that is noted there.
     """
-    size = size_of(file)
+    size = _size_of(file)
     file.seek(max(0, size - _END_BYTES))
     tail = file.read(_END_BYTES).rjust(_END_BYTES, b"\0")
     record, locator, end = tail[:56], tail[56:76], tail[76:]  # the first two are there where sizes have 64 bits
@@ -420,3 +421,11 @@ def _storages(file: IO[bytes], path: Path, infos: Iterable[zipfile.ZipInfo]) -> 
             start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
             found.append(Record(info.filename, start, info.file_size))
     return sorted(found, key=lambda record: record.start)
+
+
+def _size_of(file: IO[bytes]) -> int:
+    """Return how many bytes a file, or a part of one, has."""
+    before = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(before)
+    return size

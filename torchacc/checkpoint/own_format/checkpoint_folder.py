@@ -18,7 +18,6 @@ from typing_extensions import Self
 from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
-    as_bytes,
     beside,
     digest,
     is_incomplete,
@@ -26,7 +25,13 @@ from torchacc.checkpoint.own_format.manifest import (
     read_manifest,
 )
 from torchacc.checkpoint.own_format.regular_files import open_regular
-from torchacc.checkpoint.own_format.safetensors_files import FileRegion, read_exactly, read_header, read_regions
+from torchacc.checkpoint.own_format.safetensors_files import (
+    FileRegion,
+    as_bytes,
+    read_exactly,
+    read_header,
+    read_regions,
+)
 from torchacc.errors import CheckpointError
 
 

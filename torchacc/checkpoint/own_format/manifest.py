@@ -2,13 +2,11 @@
 
 import glob
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import xxhash
 
 from torchacc.checkpoint.own_format.regular_files import read_regular
@@ -39,19 +37,6 @@ hasher = xxhash.xxh3_64
 def digest(data: Any) -> str:
     """Return the checksum of bytes."""
     return hasher(data).hexdigest()
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a host tensor, and of a copy of one that is not contiguous.
-
-    Raises:
-        TypeError: The tensor is not an ordinary one on the host.
-    """
-    plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
-    if not plain.is_cpu or (plain.nbytes and not plain.data_ptr()):
-        raise TypeError(f"a tensor on the host is needed, and this one is {type(tensor).__name__} on {tensor.device}")
-    flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
-    return flat.view(torch.uint8).numpy().data
 
 
 def render_manifest(content: Mapping[str, Any]) -> str:
@@ -131,23 +116,6 @@ def _is_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
     except (CheckpointError, OSError):
         return False
-
-
-def sync_folder(path: Path) -> None:
-    """Let what was made or renamed in a folder reach the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file, and let it reach the disk."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _seal(content: bytes) -> bytes:

@@ -195,6 +195,19 @@ def read_exactly(file: int, buffer: memoryview, offset: int, path: Path) -> None
         done += count
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a host tensor, and of a copy of one that is not contiguous.
+
+    Raises:
+        TypeError: The tensor is not an ordinary one on the host.
+    """
+    plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
+    if not plain.is_cpu or (plain.nbytes and not plain.data_ptr()):
+        raise TypeError(f"a tensor on the host is needed, and this one is {type(tensor).__name__} on {tensor.device}")
+    flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have any stride
+    return flat.view(torch.uint8).numpy().data
+
+
 def write_exactly(file: int, buffer: memoryview, offset: int) -> None:
     """Write all of a buffer, as bytes, into a file from an offset on, and let the disk begin with it."""
     done = 0

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torchacc.checkpoint.own_format.locks import FolderLock, is_abandoned, new_token
-from torchacc.checkpoint.own_format.manifest import sync_folder
+from torchacc.checkpoint.own_format.regular_files import sync_folder
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 

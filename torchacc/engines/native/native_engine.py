@@ -226,9 +226,12 @@ class NativeEngine(Engine):
         is_split = plan.pipeline.size > 1
         sharded = (PlainModel if plan.is_plain else PipelinedModel if is_split else NativeModel)(self, model, plan)
         sharded.shard(optimizer)
+        if plan.steps_in_backward:
+            assert optimizer is not None
+            sharded.step_in_backward(optimizer)
         return sharded
 
-    def put(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
         """Move a host batch to the device."""
         return batch if self.device.type == "cpu" else device_copies.to_device(batch, self.device)
 

@@ -73,13 +73,10 @@ class NativeModel(ShardedModel):
     def _module_of(self, unit: Unit) -> nn.Module:
         return self.model.get_submodule(unit.name) if unit.name else self._root
 
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Shard the model in place. Collective: every process."""
-        super().shard(optimizer)
-        if self.plan.steps_in_backward:
-            assert optimizer is not None
-            self._fuse_if_compiled(optimizer)  # the first backward is a step already
-            self._steps = step_in_backward.StepInBackward(self.model, optimizer, self.status)
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each of the sharded parameters step as soon as backward has its gradient."""
+        self._fuse_if_compiled(optimizer)  # the first backward is a step already
+        self._steps = step_in_backward.StepInBackward(self.model, optimizer, self.status)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device and shard its units."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import materialise_parameters
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import EngineError
@@ -36,7 +35,7 @@ def replicate(model: nn.Module, plan: ShardingPlan, mesh: Any, device: torch.dev
         new = nn.Parameter(number)
         new.register_hook(partial(gradient_over_data, number._spec))
         new.requires_grad_(planned.trainable)
-        for owner, leaf in find_owners(model, planned.names):
+        for owner, leaf in planned.owners(model):
             owner._parameters[leaf] = new
 
 

@@ -14,7 +14,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.native.compiled_units import regions
 from torchacc.errors import EngineError
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over
@@ -43,7 +42,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
         is_compiled: Whether torch.compile compiles the model's units, which recompiles when the tensors of
             a module are replaced.
     """
-    planned = {owner: each for each in plan.parameters for owner in find_owners(model, each.names)}
+    planned = {owner: each for each in plan.parameters for owner in each.owners(model)}
     tp = plan.tensor_parallel
     styles = {
         module: _style(module, tp.spec_of(each.name), tp.styles.get(each.name, ""))
@@ -410,7 +409,7 @@ def distribute(model: nn.Module, parameters: Iterable[PlannedParameter], plan: T
         full = old.detach().contiguous()
         part = distribute_tensor(full, mesh, [placement], src_data_rank=None)  # None: each process cuts its own
         new = nn.Parameter(part, requires_grad=old.requires_grad)
-        for owner, leaf in find_owners(model, planned.names):
+        for owner, leaf in planned.owners(model):
             owner._parameters[leaf] = new
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.engines.deferred import forget_values
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype
 from torchacc.engines.native import script_reads
 from torchacc.engines.option_conflicts import refuse_beside
@@ -256,7 +255,7 @@ def leave_out(
         empty = torch.empty(0, *planned.shape[1:], dtype=kept_dtype(old.dtype, plan), device=device)
         new = nn.Parameter(DTensor.from_local(empty, mesh, placements, run_check=False), planned.trainable)
         script_reads.note_other_stage(new, planned.shape)
-        for owner, leaf in find_owners(model, planned.names):
+        for owner, leaf in planned.owners(model):
             owner._parameters[leaf] = new
         made.append(new)
     return made

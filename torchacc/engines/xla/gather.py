@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from torchacc.engines.held_parameters import ParameterOwner
 from torchacc.errors import EngineError
+from torchacc.parallel.plan import ParameterOwner
 
 _MOST_WEIGHTS = 2**20
 """Of one model."""

@@ -132,8 +132,8 @@ class MultiprocessEngine(XlaEngine):
         sharded.shard(optimizer)
         return sharded
 
-    def to_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Move tensors to the device in one transfer."""
+    def move_inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Move tensors of a batch to the device in one transfer."""
         return runtime.to_device(tensors)
 
 
@@ -215,7 +215,7 @@ class MultiprocessModel(XlaModel):
             shard = torch.zeros(rows.shard_shape, dtype=full.dtype)
         else:
             shard = rows.shard(full.detach().cpu(), self._collectives.shard_index)
-        return as_shard(self.engine.to_device([shard])[0], ShardOrigin(rows, self._collectives))
+        return as_shard(runtime.to_device([shard])[0], ShardOrigin(rows, self._collectives))
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
@@ -279,7 +279,7 @@ class MultiprocessModel(XlaModel):
         if len(local) < rows.shard_numel:
             padded = local.new_zeros(rows.shard_numel)
             padded[: len(local)] = local
-        return as_shard(self.engine.to_device([padded.view(rows.shard_shape)])[0], parameter._origin)
+        return as_shard(runtime.to_device([padded.view(rows.shard_shape)])[0], parameter._origin)
 
     def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context for an update, which also knows nothing of shards where it makes no state."""

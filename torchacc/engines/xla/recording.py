@@ -64,9 +64,9 @@ class RecordingEngine(SpmdEngine):
         """Start the runtime. The recorded program does not depend on the number of its devices."""
         runtime.start(num_devices=2, spmd=True)
 
-    def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def move_inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors that are split as those of a batch would be."""
-        made = super().to_device(tensors)
+        made = super().move_inputs(tensors)
         self._batches.update(map(_number, made))
         return made
 

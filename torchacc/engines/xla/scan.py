@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from torchacc.data.tree import map_tensors
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.patches.loop_counter import counter_has_32_bits
 from torchacc.engines.patches.loop_seed import seed_is_recognised
 from torchacc.engines.xla import runtime
@@ -75,7 +74,8 @@ class LayerScan:
         self._layers, self._units = list(layers), units
         self._num_hooks = _count_hooks(self._layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
-        self._owners = {name: find_owners(layers[0], [name]) for name in self._names}
+        paths = {name: name.rpartition(".") for name in self._names}
+        self._owners = {name: (layers[0].get_submodule(path), leaf) for name, (path, _, leaf) in paths.items()}
         self._unshard, self._annotate_stack, self._annotate_output = unshard, annotate_stack, annotate_output
         self._patches = patches
         layers.__class__ = ScannedList
@@ -141,13 +141,12 @@ class LayerScan:
 
     @contextmanager
     def _unsharded(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
-        places = [owner for name in self._names for owner in self._owners[name]]
         laid: list[tuple[str, torch.Tensor, Any]] = []
         for name, shard in zip(self._names, shards, strict=True):
             tensor = self._unshard(name, shard)
             laid.append((name, tensor, storage_and_edits(tensor)))
-            for owner, attribute in self._owners[name]:
-                owner.__dict__[attribute] = tensor
+            owner, attribute = self._owners[name]
+            owner.__dict__[attribute] = tensor
         for unit in self._units:
             unit.within = self
         try:
@@ -155,7 +154,7 @@ class LayerScan:
         finally:
             for unit in self._units:
                 unit.within = None
-            for owner, attribute in places:
+            for owner, attribute in self._owners.values():
                 owner.__dict__.pop(attribute, None)
         for name, tensor, before in laid:
             if storage_and_edits(tensor) != before:

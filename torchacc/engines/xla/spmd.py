@@ -166,9 +166,9 @@ class SpmdEngine(XlaEngine):
         is_own = self._share is not None and tensor.device.type == "cpu"
         return self._share.all_rows(tensor) if self._share is not None and is_own else tensor
 
-    def put(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
         """Move a host batch to the devices, all of its tensors in one transfer; of several hosts each has its own."""
-        return super().put(batch if self._share is None else map_tensors(self._share.whole_rows, batch))
+        return super().to_device(batch if self._share is None else map_tensors(self._share.whole_rows, batch))
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return copies of tensors on the host; None where a program would have to gather them from several hosts."""
@@ -185,9 +185,10 @@ class SpmdEngine(XlaEngine):
         """Shard a model in place by annotations."""
         sharded = SpmdModel(self, model, plan)
         sharded.shard(optimizer)
+        self.sync()  # lets the transfers to the devices begin
         return sharded
 
-    def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def move_inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors to the devices, split over the first dimension, and tokens along their length, where it can."""
         return self.transfer(tensors, [self._input_spec(tensor) for tensor in tensors])
 

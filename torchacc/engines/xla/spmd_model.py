@@ -44,11 +44,6 @@ class SpmdModel(XlaModel):
         self._specs: dict[torch.Tensor, ParameterSpec] = {}
         """How each parameter is split."""
 
-    def shard(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Shard the model, and let the transfers to the devices begin."""
-        super().shard(optimizer)
-        self.engine.sync()
-
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
         engine = self.engine

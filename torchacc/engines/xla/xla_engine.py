@@ -21,7 +21,6 @@ from torchacc.engines.base import NO_GPU, Engine
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.deferred import take_values
 from torchacc.engines.fused_steps import leave_out_fused
-from torchacc.engines.held_parameters import find_owners
 from torchacc.engines.initial_values import kept_dtype, move_buffers
 from torchacc.engines.memory import Memory
 from torchacc.engines.optimizers import is_of_torchao
@@ -162,9 +161,9 @@ class XlaEngine(Engine):
         if seed is not None:
             runtime.set_random_seed(seed)
 
-    def put(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
         """Move a host batch to the device, all of its tensors in one transfer."""
-        moved = iter(self.to_device(tensors_in(batch)))
+        moved = iter(self.move_inputs(tensors_in(batch)))
         return map_tensors(lambda tensor: next(moved), batch)
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -176,7 +175,7 @@ class XlaEngine(Engine):
         return [next(copied) if tensor.device.type == "xla" else tensor for tensor in tensors]
 
     @abstractmethod
-    def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def move_inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move tensors of a batch to the device."""
 
     has_recorded: bool = False
@@ -285,7 +284,7 @@ class XlaModel(ShardedModel):
             The original parameter, and the weight that stands for it.
         """
         for planned in parameters:
-            owners = find_owners(self.model, planned.names)
+            owners = planned.owners(self.model)
             original = self.model.get_parameter(planned.name)
             dtype = kept_dtype(original.dtype, self.plan)
             full = take_values(original).detach().to(dtype)
@@ -364,7 +363,7 @@ class XlaModel(ShardedModel):
             self._check_gradients_are_there(optimizer)
             self._check_gradients_were_cleared(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        reason = initialize_state(optimizer, self._place_state, self._put, self.engine.host)
+        reason = initialize_state(optimizer, self._place_state, self._to_device, self.engine.host)
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)
@@ -377,8 +376,9 @@ class XlaModel(ShardedModel):
     def _names(self) -> dict[torch.Tensor, str]:
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
-    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.engine.to_device([tensor])[0]
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move a tensor that every process has alike, which is no batch of which each has rows."""
+        return self.engine.move_inputs([tensor])[0]
 
     def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context in which the numbers of an update of these parameters are tensors on the device.
@@ -387,7 +387,7 @@ class XlaModel(ShardedModel):
             update: The name of the function of torch.optim that updates them.
             parameters: Parameters of one optimizer group.
         """
-        return self._numbers.setdefault(parameters[0], UpdateNumbers(self._put)).on_device(update)
+        return self._numbers.setdefault(parameters[0], UpdateNumbers(self._to_device)).on_device(update)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Note that the script clears its gradients."""

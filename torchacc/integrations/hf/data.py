@@ -35,7 +35,7 @@ class EvalLoader:
         """Rows of a batch of one device."""
         self._num_examples = loader.batch_size * len(accelerator.engine.data_shards)
         self._accelerator = accelerator
-        self._sharded = api.shard_loader_of(loader, model, fills_count=False)
+        self._sharded = api.shard_loader_for_trainer(loader, model, fills_count=False)
 
     def __len__(self) -> int:
         return len(self._sharded)
@@ -92,7 +92,7 @@ def masked(batch: Any, engine: Engine, num_filling: int, num_examples: int) -> A
             )
         labels = batch[name].cpu().clone()  # moved as batches are: otherwise the step would be another program
         labels[num_own(engine, len(labels), num_filling) :] = IGNORED
-        batch[name] = engine.put(labels)
+        batch[name] = engine.to_device(labels)
     return batch
 
 

@@ -93,7 +93,7 @@ class Loop(_Theirs):  # type: ignore[misc]
 
     def _empty_loss(self) -> None:
         """Let the sum of losses lie as a step leaves it: otherwise the next step's program would be another one."""
-        self._tr_loss.data = self._engine.put(torch.zeros(()))
+        self._tr_loss.data = self._engine.to_device(torch.zeros(()))
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return model.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> AsyncLoader:
         """Return the training loader, sharded over the devices."""
-        self._train_loader = api.shard_loader_of(super().get_train_dataloader(), self.model, fills_count=False)
+        self._train_loader = api.shard_loader_for_trainer(super().get_train_dataloader(), self.model, fills_count=False)
         return self._train_loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalLoader:
@@ -208,8 +208,8 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         if not count and not is_zero_of_none:  # the mean of none is no number, also times nothing: let it be of one
             labels = labels.clone()
             labels[(-1,) * labels.dim()] = 0
-            inputs = {**inputs, "labels": self._engine.put(labels)}
-        return inputs, self._engine.put(weight)
+            inputs = {**inputs, "labels": self._engine.to_device(labels)}
+        return inputs, self._engine.to_device(weight)
 
     def _loss_of_rows(self, model: nn.Module, inputs: dict[str, Any], num_filling: int) -> torch.Tensor:
         """Return the loss of the rows that count, times what it counts in the mean of all devices'."""
@@ -255,8 +255,8 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
             inputs.setdefault("decoder_input_ids", prepare(labels=inputs["labels"]))
 
         def loss_of(tried: dict[str, Any], num_items: float) -> float:
-            tried = self._engine.put({**tried})
-            items = self._engine.put(torch.tensor(num_items)) if is_counted else None
+            tried = self._engine.to_device({**tried})
+            items = self._engine.to_device(torch.tensor(num_items)) if is_counted else None
             return float(super(ShardedTrainer, self).compute_loss(model, tried, num_items_in_batch=items))
 
         training, metrics = model.training, copy.deepcopy(getattr(self, "_metrics", None))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchacc.checkpoint.own_format import commit
+from torchacc.checkpoint.own_format import folder_writer
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
-from torchacc.checkpoint.own_format.commit import FolderWriter
-from torchacc.checkpoint.own_format.manifest import as_bytes, locate, read_manifest, render_manifest
+from torchacc.checkpoint.own_format.folder_writer import FolderWriter
+from torchacc.checkpoint.own_format.manifest import locate, read_manifest, render_manifest
 from torchacc.checkpoint.own_format.removal import settle
-from torchacc.checkpoint.own_format.safetensors_files import plan_safetensors, read_regions, safetensors_index
+from torchacc.checkpoint.own_format.safetensors_files import as_bytes, plan_safetensors, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "empty": torch.ones(0, 3)}
@@ -41,7 +41,7 @@ def write(
 
     def part(rank: int) -> None:
         writer = writers[rank]
-        writer.join()
+        writer.begin()
         joined.wait()
         try:
             if rank == fail:
@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_made_whole_is_removed(tmp_path, monkeypatch):
     def refuse(path, header, nbytes):
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(commit, "preallocate", refuse)
+    monkeypatch.setattr(folder_writer, "preallocate", refuse)
     with pytest.raises(CheckpointError, match="c: a checkpoint cannot be written here: File too large"):
         FolderWriter(tmp_path / "c", "t", 0, 1).prepare({"model.safetensors": (b"", 8)}, ())
     assert not list(tmp_path.iterdir())

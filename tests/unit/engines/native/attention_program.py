@@ -123,7 +123,7 @@ def check_parity(make_model, attention, *, tolerance=1e-5, data_rank=RANK, batch
     found = []
     for make_batch in batches:
         optimizer.zero_grad()
-        loss = model(**registry.active_engine().put(of_rank(make_batch, data_rank))).loss
+        loss = model(**registry.active_engine().to_device(of_rank(make_batch, data_rank))).loss
         loss.backward()
         optimizer.step()
         found.append(loss.item())

@@ -118,7 +118,7 @@ def main() -> None:
         found["of_other_shapes"] = refused(lambda: run.model(input_ids=ids))
         with torch.set_grad_enabled(job.rank == 0):
             found["in_other_modes"] = refused(lambda: run.model(input_ids=ids[:, :4]))
-        found["without_rows"] = refused(lambda: engine.put({"number": torch.tensor(3.0)}))
+        found["without_rows"] = refused(lambda: engine.to_device({"number": torch.tensor(3.0)}))
         found["in_shards"] = refused(lambda: api.state_dict(run.model, StateDictType.SHARDED_STATE_DICT))
     (folder / f"rank{job.rank}.json").write_text(json.dumps(found))
 

@@ -19,17 +19,15 @@ import torch
 from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
-    as_bytes,
     aside,
     digest,
     read_manifest,
     render_manifest,
-    sync_folder,
     token_of,
-    write_synced,
 )
+from torchacc.checkpoint.own_format.regular_files import sync_folder, write_synced
 from torchacc.checkpoint.own_format.removal import announce, foreign_names, forget_announcement, remove, settle
-from torchacc.checkpoint.own_format.safetensors_files import FileRegion, preallocate, write_exactly
+from torchacc.checkpoint.own_format.safetensors_files import FileRegion, as_bytes, preallocate, write_exactly
 from torchacc.errors import CheckpointError, listed
 
 _SEGMENT_BYTES = 8 << 20
@@ -45,7 +43,7 @@ _GIVE_UP_SECS = 10.0
 class FolderWriter:
     """One process's part in writing a checkpoint folder.
 
-    Rank 0 calls `prepare()`; when it has returned, every process calls `join()`, then `write()` and `write_file()` for
+    Rank 0 calls `prepare()`; when it has returned, every process calls `begin()`, then `write()` and `write_file()` for
     its part, then `finish()`, or `fail()`.
     """
 
@@ -107,7 +105,7 @@ class FolderWriter:
             remove(self.folder)
             raise CheckpointError(f"{self.final}: a checkpoint cannot be written here: {error.strerror}") from None
 
-    def join(self) -> None:
+    def begin(self) -> None:
         """Leave this process's mark in the folder, which it may need no room for later.
 
         Raises:

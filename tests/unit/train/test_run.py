@@ -8,7 +8,7 @@ import pytest
 from torchacc.cli.main import main
 from torchacc.errors import ConfigError
 from torchacc.train import train_production_mode
-from torchacc.train.command import as_arguments
+from torchacc.train.run import as_arguments
 
 FILE = """
 output_dir: out
