@@ -19,6 +19,7 @@ from casekit import (
     case,
     check_parameters,
 )
+from further_families import FURTHER_FAMILIES
 from sequence_cases import VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain, step
 from torch import nn
 
@@ -101,6 +102,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
     **MORE_FAMILIES,
+    **FURTHER_FAMILIES,
 }
 
 

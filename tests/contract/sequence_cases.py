@@ -12,6 +12,7 @@ import torch
 import transformers
 from casekit import ADAM, ADAM_ABSOLUTE, NATIVE, RANK, RELATIVE, check_parameters
 from casekit import case as case_of
+from further_families import FURTHER_FAMILIES
 from torch import nn
 
 import torchacc
@@ -39,7 +40,7 @@ def make(
     if family.startswith(("gemma", "qwen3")):
         size["head_dim"] = 8
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=kv_heads, **{**size, **options}
+        family, vocab_size=VOCAB, num_attention_heads=heads, **{"num_key_value_heads": kv_heads, **size, **options}
     )
     kind = {"ForCausalLM": transformers.AutoModelForCausalLM, "": transformers.AutoModel}[head]
     return kind.from_config(config)
@@ -182,6 +183,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "kv_heads": 2},
     "qwen2": {"family": "qwen2", "heads": 4, "kv_heads": 1},
     "qwen3": {"family": "qwen3", "heads": 8, "kv_heads": 2},
+    **FURTHER_FAMILIES,
 }
 
 

@@ -19,19 +19,29 @@ EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
 LIBRARY = "transformers."
 """How the names of the library's modules begin."""
 SPLIT_FAMILIES = (
+    "cohere",
+    "deepseek_v3",
     "gemma",
     "gemma3_text",
+    "glm4",
+    "glm4_moe",
     "gpt2",
+    "gpt_neox",
     "granite",
     "llama",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
+    "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "smollm3",
+    "stablelm",
+    "starcoder2",
 )
 """Families that tests show to match the unsharded run, with samples or layers split, by transformers' `model_type`."""
 PREDICTS_NEXT_TOKENS = ("ForCausalLM", "LMHeadModel")
