@@ -106,7 +106,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 }
 
 
-@case([NATIVE], each=FAMILIES)
+@case([NATIVE], each=FAMILIES, left_out=FURTHER_FAMILIES)  # those in stages of split samples, below
 def a_family_in_two_stages_trains_as_the_unsharded_model(options: dict[str, Any]) -> None:
     compare(make(**options), [padded(14, left=True)], pp=2)
 
