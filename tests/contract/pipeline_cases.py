@@ -175,11 +175,16 @@ def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any
         "one-head": {"model": {"num_key_value_heads": 1}},
         "mixtral": {"model": {"family": "mixtral", "num_local_experts": 4}, "memory": {"gc": True}},
     },
-    left_out=("gpt2-untied", "qwen2", *MORE_FAMILIES),
+    left_out=("gpt2-untied", "qwen2", *MORE_FAMILIES, *FURTHER_FAMILIES),
 )
 def stages_of_split_samples_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
     model = make(**how.pop("model", {}))
     compare(model, [packed(), padded(left=True), labelled_unevenly()], in_windows=True, pp=2, sp=2, **how)
+
+
+@case([NATIVE], num_devices=4, each=FURTHER_FAMILIES)
+def a_further_family_in_stages_of_split_samples_trains_as_unsharded(options: dict[str, Any]) -> None:
+    compare(make(**options, layers=2), [padded(left=True)], steps=1, pp=2, sp=2)
 
 
 @case(
