@@ -257,7 +257,9 @@ def test_what_accelerates_accelerator_has_and_torchaccs_has_not_is_said(capsys):
 
 
 def engine_of(data_shards):
-    return SimpleNamespace(mesh=SimpleNamespace(num_data_shards=2), data_shards=data_shards, put=lambda batch: batch)
+    return SimpleNamespace(
+        mesh=SimpleNamespace(num_data_shards=2), data_shards=data_shards, to_device=lambda batch: batch
+    )
 
 
 def test_an_evaluation_without_a_length_is_refused():
