@@ -226,9 +226,11 @@ def add_flag(name: str, flag: str) -> bool:
     Returns:
         Whether it was added.
     """
-    key, _, value = flag.removeprefix("--").partition("=")
-    before, os.environ[name] = os.environ.get(name, ""), flags_with(name, {key: value})
-    return os.environ[name].split() != before.split()
+    flags = os.environ.get(name, "").split()
+    if any(other.partition("=")[0] == flag.partition("=")[0] for other in flags):
+        return False
+    os.environ[name] = " ".join([*flags, flag])
+    return True
 
 
 def flags_with(name: str, more: Mapping[str, str]) -> str:

@@ -73,8 +73,7 @@ class LayerScan:
         """Whether the model's forward runs."""
         self._layers, self._units = list(layers), units
         self._num_hooks = _count_hooks(self._layers)
-        self._names = [name for name, _ in layers[0].named_parameters()]
-        paths = {name: name.rpartition(".") for name in self._names}
+        paths = {name: name.rpartition(".") for name, _ in layers[0].named_parameters()}
         self._owners = {name: (layers[0].get_submodule(path), leaf) for name, (path, _, leaf) in paths.items()}
         self._unshard, self._annotate_stack, self._annotate_output = unshard, annotate_stack, annotate_output
         self._patches = patches
@@ -104,8 +103,8 @@ class LayerScan:
             {key: None if _is_cache(value) else value for key, value in kwargs.items()},
         )
         map_tensors(_check_needs_no_gradient, inputs)
-        stacks = [torch.stack([layer.get_parameter(name) for layer in self._layers]) for name in self._names]
-        for name, stack in zip(self._names, stacks, strict=True):
+        stacks = [torch.stack([layer.get_parameter(name) for layer in self._layers]) for name in self._owners]
+        for name, stack in zip(self._owners, stacks, strict=True):
             self._annotate_stack(name, stack)
         if torch.is_grad_enabled():
             output: torch.Tensor = _Scan.apply(self._run, self._patches, inputs, hidden, *stacks)
@@ -142,10 +141,9 @@ class LayerScan:
     @contextmanager
     def _unsharded(self, shards: Sequence[torch.Tensor]) -> Iterator[None]:
         laid: list[tuple[str, torch.Tensor, Any]] = []
-        for name, shard in zip(self._names, shards, strict=True):
+        for (name, (owner, attribute)), shard in zip(self._owners.items(), shards, strict=True):
             tensor = self._unshard(name, shard)
             laid.append((name, tensor, storage_and_edits(tensor)))
-            owner, attribute = self._owners[name]
             owner.__dict__[attribute] = tensor
         for unit in self._units:
             unit.within = self
