@@ -1,4 +1,4 @@
-"""What `gpu.py` compares: three models, and the ways to train them. Plain data."""
+"""What `gpu.py` compares: some models, and the ways to train them. Plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,17 @@ from _memory_cases import Workload
 
 GPT2_124M = Workload(layers=12, width=768, heads=12, vocabulary=50257, length=1024, batch=8)
 LLAMA_1B = Workload(layers=16, width=2048, heads=32, vocabulary=32000, length=2048, batch=4, family="llama")
+LLAMA_LONG = replace(LLAMA_1B, length=32768, batch=1)
+MIXTRAL_1B = Workload(layers=10, width=1024, heads=16, vocabulary=32000, length=2048, batch=4, family="mixtral")
 LARGEST = "largest Llama"
 DEEPEST = Workload(layers=96, width=4096, heads=32, vocabulary=32000, length=2048, batch=2, family="llama")
-MODELS = {"GPT-2 124M": GPT2_124M, "Llama 1.2B": LLAMA_1B, LARGEST: DEEPEST}
+MODELS = {
+    "GPT-2 124M": GPT2_124M,
+    "Llama 1.2B": LLAMA_1B,
+    "Llama 1.2B, long": LLAMA_LONG,
+    "Mixtral 1.1B": MIXTRAL_1B,
+    LARGEST: DEEPEST,
+}
 """`batch` is that of one device. The last one has as many layers as a device has memory for, and no more than these."""
 FILLED = 0.85
 """How much of a device's memory the plan of that may take: the rest is for the allocator's pieces and the libraries."""

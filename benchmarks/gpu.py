@@ -1,6 +1,7 @@
-"""Train a GPT-2 of 124 million parameters and two Llamas on this machine's GPUs, beside FSDP2 by hand.
+"""Train a GPT-2 of 124 million parameters, Llamas and a Mixtral on this machine's GPUs, beside FSDP2 by hand.
 
-One Llama has 1.2 billion parameters, and the other as many layers as torchacc's memory plan has room for on one GPU.
+One Llama has 1.2 billion parameters, also on one sample of 32,768 tokens, and another one as many layers as torchacc's
+memory plan has room for on one GPU. The Mixtral has 1.1 billion, of which a token uses a third.
 
     python -m benchmarks --profile gpu
     python benchmarks/gpu.py --models "largest Llama" --cases "torchtitan's recipe by hand" "FULL_SHARD, recompute"

@@ -68,6 +68,7 @@ def split_backwards_leave_changed_layers_as_they_are() -> None:
 def what_a_script_draws_and_writes_into_a_model_in_stages_is_what_it_writes_into_a_full_one() -> None:
     model, unsharded = make("gpt2"), make("gpt2")
     torchacc.accelerate(model, None, config(2))
+    unsharded.to(model.device)  # each kind of device has random numbers of its own
     for each in (model, unsharded):
         torch.manual_seed(5)
         with torch.no_grad():

@@ -332,8 +332,8 @@ def parts_outside_of_layers_compute_the_same_by_themselves(how: tuple[int, int, 
 @case((NATIVE,))
 def parts_of_layers_that_are_split_do_not_compute_by_themselves() -> None:
     model, _ = split_and_plain(2, 2)
-    hidden, layer = torch.randn(2, LENGTH, 32), model.model.layers[0]
-    narrow = torch.randn(2, LENGTH, 48)
+    hidden, layer = torch.randn(2, LENGTH, 32, device=model.device), model.model.layers[0]
+    narrow = torch.randn(2, LENGTH, 48, device=model.device)
     for part, given in ((layer.mlp, hidden), (layer.mlp.down_proj, narrow), (layer.self_attn.q_proj, hidden)):
         with pytest.raises(torchacc.EngineError, match="that dist.tp splits was called by itself"), torch.no_grad():
             part(given)
@@ -349,7 +349,9 @@ def an_encoder_that_a_script_calls_by_itself_trains_and_generates_the_same(how: 
         each(encoder_outputs=each.get_encoder()(ids), labels=ids).loss.backward()
         optimizer.step()
     check_parameters(model, plain)
-    found, expected = (each.generate(IDS[:4], max_new_tokens=5, min_new_tokens=5) for each in (model, plain))
+    found, expected = (
+        each.generate(IDS[:4].to(each.device), max_new_tokens=5, min_new_tokens=5) for each in (model, plain)
+    )
     assert found.tolist() == expected.tolist()
 
 
@@ -366,6 +368,7 @@ def a_value_of_split_weights_that_only_some_processes_read_is_named() -> None:
 @case((NATIVE,), each={"with-fsdp": (2, 2), "alone": (1, 4)})
 def what_a_script_draws_into_split_weights_is_what_it_draws_into_full_ones(how: tuple[int, int]) -> None:
     model, plain = split_and_plain(*how)
+    plain.to(model.device)  # each kind of device has random numbers of its own
     for each in (model, plain):
         torch.manual_seed(5)
         with torch.no_grad():

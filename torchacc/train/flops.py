@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from torchacc.engines.sharded_model import sharded_model
+from torchacc.parallel.experts import count_routed
+from torchacc.parallel.plan import PlannedParameter
 
 PEAK_FLOPS: Mapping[str, float] = {
     r"B200": 2250e12,
@@ -52,28 +54,33 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """Return the operations of a training step for each token: 6 N + 12 L H T.
 
     N parameters take part in products (6: two operations forward, four backward), and attention in L layers of width H
-    over T tokens adds the rest; as in appendix B of PaLM (arXiv 2204.02311). What recompute adds does not count, and a
-    causal mask takes nothing off, as is the custom.
+    over T tokens adds the rest; as in appendix B of PaLM (arXiv 2204.02311). Of experts those count that a token is
+    sent to, as in Switch Transformers (arXiv 2101.03961). What recompute adds does not count, and a causal mask takes
+    nothing off, as is the custom.
 
     Args:
         model: The model that accelerate() returned.
         sequence_length: Tokens of an example.
 
     Returns:
-        None for what the formula does not describe: no transformer, or one of which each token takes a part.
+        None for what the formula does not describe: no transformer, or one with experts that are not told apart.
     """
     config: Any = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if layers is None or width is None or any(_num_experts(config)):
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = {name for name, module in model.named_modules() if count_routed(module) is not None}
+    if layers is None or width is None or (any(_num_experts(config)) and not (chosen and experts)):
         return None
-    plan = sharded_model(model).plan
     looked_up = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    in_products = [
-        planned.numel
-        for planned in plan.parameters
-        if not all(name.rpartition(".")[0] in looked_up for name in planned.names)
-    ]
-    return float(6 * sum(in_products) + 12 * layers * width * sequence_length)
+
+    def in_products(planned: PlannedParameter) -> float:
+        modules = {name.rpartition(".")[0] for name in planned.names}
+        if modules <= looked_up:
+            return 0.0
+        return planned.numel * (chosen / planned.shape[0] if modules & experts else 1.0)
+
+    multiplied = sum(map(in_products, sharded_model(model).plan.parameters))
+    return float(6 * multiplied + 12 * layers * width * sequence_length)
 
 
 def _num_experts(config: Any) -> list[int]:

@@ -61,5 +61,14 @@ def test_positions_that_are_looked_up_do_not_count():
 
 def test_what_the_formula_does_not_describe_has_none():
     assert flops_per_token(sharded(nn.Linear(4, 4)), 8) is None
-    experts = MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=4)
-    assert flops_per_token(sharded(experts), 8) is None
+    others = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 0}
+    assert flops_per_token(sharded(MixtralConfig(**LLAMA, **others)), 8) is None
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to():
+    def counted(num_experts):
+        config = MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=2)
+        return flops_per_token(sharded(config), 8)
+
+    routers = 6 * 3 * 16  # for each expert
+    assert counted(8) - counted(4) == 4 * routers
