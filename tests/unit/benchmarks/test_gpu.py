@@ -160,6 +160,7 @@ def test_operations_are_counted_for_each_family(family):
     from _gpu_worker import flops_per_token
 
     size = next(tiny(size) for size in MODELS.values() if size.family == family)
-    products = {"gpt2": 12, "llama": 16, "mixtral": 4 + 2 * 12}[family] * size.width**2 * size.layers + size.vocabulary * size.width
+    layer = {"gpt2": 12, "llama": 16, "mixtral": 4 + 2 * 12}[family] * size.width**2
+    products = size.layers * layer + size.vocabulary * size.width
     attention = 12 * size.layers * size.width * size.length
     assert flops_per_token(size) == pytest.approx(6 * products + attention, rel=0.02)  # norms and biases
