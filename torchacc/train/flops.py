@@ -67,7 +67,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """
     config: Any = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
     experts = {name for name, module in model.named_modules() if count_routed(module) is not None}
     if layers is None or width is None or (any(_num_experts(config)) and not (chosen and experts)):
         return None
