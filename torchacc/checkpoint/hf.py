@@ -1,4 +1,4 @@
-"""Find a model's tensors in a checkpoint's folder: by their names, or as transformers converts a Hugging Face one.
+"""A checkpoint's tensors as transformers converts them for a model of its own, and what makes a folder one of its.
 
 transformers 5 has some models in memory in another form than in files: tensors are renamed, those of experts stacked,
 fused ones cut up. What becomes of what is asked of transformers itself, as `from_pretrained()` does it; here it is
@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from torchacc.checkpoint import model_state
+from torchacc.checkpoint.model_tensors import FoundTensors, ModelTensors, one_of
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import CheckpointError, listed
@@ -36,37 +36,53 @@ _CONVERSIONS = SpecifierSet(">=5,<6")
 _RENAME_ARGUMENTS = ["source_key", "weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"]
 _FORMER_BUFFERS = re.compile(r"(^|\.)attn\.masked_bias$")
 """What transformers 4 saved with GPT-2 and its like: a constant, which 5 does not list for all that had it."""
-_EXACT = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
-"""What a weight may be stored as; anything else is quantized, and no weight without its scales."""
 
 _skeletons: WeakKeyDictionary[ShardedModel, nn.Module] = WeakKeyDictionary()
 
 
-def find(sharded: ShardedModel, folder: CheckpointFolder) -> dict[str, StoredTensor]:
-    """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
+class UnknownConversionError(Exception):
+    """How transformers converts this model's checkpoints is not known."""
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether transformers defines a model's class, or one that it is derived from."""
+    bases = type(model).__mro__
+    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
+
+
+def convert(sharded: ShardedModel, wanted: ModelTensors, folder: CheckpointFolder) -> FoundTensors:
+    """Return what transformers makes of a folder for one of its models.
 
     Raises:
-        CheckpointError: The folder lacks some, holds others, or they have other shapes.
+        CheckpointError: The folder is quantized, or holds a tensor and what it is made of.
+        UnknownConversionError: What transformers would do cannot be asked.
     """
-    wanted = _ModelTensors(sharded)
-    by_name = _by_name(wanted, folder)
-    is_fitting = not (by_name.missing or by_name.unexpected)
-    # What torchacc saved is as it was in memory. Elsewhere a name that fits is not enough: transformers may have
-    # another layout in mind, and transposes.
-    if _is_of_transformers(sharded.model) and not (is_fitting and folder.is_verified):
-        try:
-            found = _converted(wanted, folder, _Conversions(_skeleton(sharded)))
-        except _UnknownInternals as error:
-            if not is_fitting:
-                raise CheckpointError(f"{by_name.misfit(wanted, folder)} {error}") from None
-            _log.warning("%s is loaded by the names in it. %s", folder.path, error)
-            found = by_name
-    else:
-        found = by_name
-    if found.missing or found.unexpected:
-        raise CheckpointError(found.misfit(wanted, folder))
-    _check(wanted, found.tensors)
-    return found.tensors
+    conversions = _Conversions(_skeleton(sharded))
+    if folder.has("config.json") and folder.read_json("config.json").get("quantization_config"):
+        raise CheckpointError(
+            f"{folder.path} is quantized: open it with from_pretrained(), dequantize it, and save it again"
+        )
+    known = wanted.known
+    mapping = conversions.map_keys(folder.model, known)
+    copies: dict[str, list[StoredTensor]] = {}
+    unexpected = list(mapping.unexpected)
+    for name, key in mapping.renamed.items():
+        copies.setdefault(known[name], []).append(folder.model[key])
+    converter = _Converter(folder)
+    for conversion in mapping.conversions:
+        for name, made in conversion.run(converter.describe).items():
+            if name in known:
+                copies.setdefault(known[name], []).append(converter.stored(conversion, name, tuple(made.shape)))
+            else:
+                unexpected.append(name)
+    absent = {name for name in wanted.names if name not in copies}
+    # A buffer that transformers does without stays as it was computed, if it was: on the meta device it was not.
+    excused = absent - conversions.missed(absent) - wanted.parameters if wanted.has_values else set()
+    return FoundTensors(
+        {name: one_of(found) for name, found in copies.items()},
+        [name for name in wanted.names if name in absent - excused],
+        sorted(conversions.unexpected(set(unexpected))),
+    )
 
 
 def why_not_opened(sharded: ShardedModel) -> str | None:
@@ -74,16 +90,16 @@ def why_not_opened(sharded: ShardedModel) -> str | None:
 
     Reading it would do so silently, or with no more than a warning: what it misses it makes up.
     """
-    if not _is_of_transformers(sharded.model):
+    if not is_of_transformers(sharded.model):
         return None
-    metas = {name: torch.empty(shape, device="meta") for name, shape in _ModelTensors(sharded).shapes.items()}
+    metas = {name: torch.empty(shape, device="meta") for name, shape in ModelTensors(sharded).shapes.items()}
     try:
         skeleton = _skeleton(sharded)
         conversions = _Conversions(skeleton)
         own = skeleton.state_dict()
         mapping = conversions.map_keys(metas, own)
         made = {name: value for each in mapping.conversions for name, value in each.run(metas.__getitem__).items()}
-    except _UnknownInternals:
+    except UnknownConversionError:
         return None
     except CheckpointError as error:
         return f"it would fail: {error}"
@@ -126,126 +142,6 @@ def pretrained_files(sharded: ShardedModel, tokenizer: Any) -> dict[str, bytes]:
         described |= {"architectures": [sharded.plan.units[-1].module_class], "dtype": sharded.plan.master_dtype}
         files["config.json"] = (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
     return files
-
-
-class _UnknownInternals(Exception):  # noqa: N818
-    """How transformers converts this model's checkpoints is not known."""
-
-
-class _FoundTensors(NamedTuple):
-    """What of a model is in a folder."""
-
-    tensors: dict[str, StoredTensor]
-    missing: list[str]
-    unexpected: list[str]
-
-    def misfit(self, wanted: "_ModelTensors", folder: CheckpointFolder) -> str:
-        """Return what does not fit."""
-        problems = []
-        if self.missing:
-            problems.append(f"lacks {len(self.missing)} of the {len(wanted.shapes)} tensors of {wanted.model_class}: ")
-            problems[-1] += listed(self.missing)
-        if self.unexpected:
-            problems.append(f"holds {len(self.unexpected)} tensors that {wanted.model_class} does not have: ")
-            problems[-1] += listed(self.unexpected)
-        return (
-            f"{folder.path} {', and '.join(problems)}. Is it a checkpoint of another model, or without this one's "
-            "head? from_pretrained() makes up what is missing and passes over the rest, and its model can be given to "
-            "accelerate()."
-        )
-
-
-class _ModelTensors:
-    """The tensors that a model has."""
-
-    def __init__(self, sharded: ShardedModel) -> None:
-        self.model_class = sharded.plan.units[-1].module_class
-        self.has_values = sharded.status.has_weights
-        self.parameters = {planned.name for planned in sharded.plan.parameters}
-        buffers = dict(model_state.named_buffers(sharded.model))
-        self.names = {planned.name: planned.names for planned in sharded.plan.parameters}
-        self.names |= {name: (name,) for name in buffers}
-        self.shapes = {planned.name: planned.shape for planned in sharded.plan.parameters}
-        self.shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-
-    @property
-    def known(self) -> dict[str, str]:
-        """Every name -> the first name of the same tensor."""
-        return {alias: name for name, names in self.names.items() for alias in names}
-
-
-def _by_name(wanted: _ModelTensors, folder: CheckpointFolder) -> _FoundTensors:
-    """Find what is in a folder under a name that it has in the model."""
-    copies = {name: [folder.model[n] for n in names if n in folder.model] for name, names in wanted.names.items()}
-    tensors = {name: _same(found) for name, found in copies.items() if found}
-    known = wanted.known
-    return _FoundTensors(tensors, [n for n in copies if n not in tensors], [n for n in folder.model if n not in known])
-
-
-def _converted(wanted: _ModelTensors, folder: CheckpointFolder, conversions: "_Conversions") -> _FoundTensors:
-    """Find what transformers makes of a folder."""
-    if folder.has("config.json") and folder.read_json("config.json").get("quantization_config"):
-        raise CheckpointError(
-            f"{folder.path} is quantized: open it with from_pretrained(), dequantize it, and save it again"
-        )
-    known = wanted.known
-    mapping = conversions.map_keys(folder.model, known)
-    copies: dict[str, list[StoredTensor]] = {}
-    unexpected = list(mapping.unexpected)
-    for name, key in mapping.renamed.items():
-        copies.setdefault(known[name], []).append(folder.model[key])
-    converter = _Converter(folder)
-    for conversion in mapping.conversions:
-        for name, made in conversion.run(converter.describe).items():
-            if name in known:
-                copies.setdefault(known[name], []).append(converter.stored(conversion, name, tuple(made.shape)))
-            else:
-                unexpected.append(name)
-    absent = {name for name in wanted.names if name not in copies}
-    # A buffer that transformers does without stays as it was computed, if it was: on the meta device it was not.
-    excused = absent - conversions.missed(absent) - wanted.parameters if wanted.has_values else set()
-    return _FoundTensors(
-        {name: _same(found) for name, found in copies.items()},
-        [name for name in wanted.names if name in absent - excused],
-        sorted(conversions.unexpected(set(unexpected))),
-    )
-
-
-def _check(wanted: _ModelTensors, tensors: Mapping[str, StoredTensor]) -> None:
-    for name, stored in tensors.items():
-        if stored.shape != wanted.shapes[name]:
-            raise CheckpointError(
-                f"{stored.origin} has the shape {stored.shape}, and the model's {name} has {wanted.shapes[name]}"
-            )
-        if name in wanted.parameters and stored.dtype not in _EXACT:
-            raise CheckpointError(
-                f"{stored.origin} is {stored.dtype}, and without what it was quantized with no weight: open the "
-                "checkpoint with from_pretrained(), dequantize it, and save it again"
-            )
-
-
-def _same(copies: Sequence[StoredTensor]) -> StoredTensor:
-    """Return a tied tensor that lies in the folder under several of its names, which must be equal there."""
-    first, *others = copies
-    if not others:
-        return first
-
-    def fill(target: torch.Tensor, start: int) -> None:
-        exact = torch.float64 if first.dtype.is_floating_point else first.dtype
-        elements = torch.empty(len(target), dtype=exact)
-        first.fill(elements, start)
-        for other in others:
-            same = torch.empty(len(target), dtype=exact)
-            if other.shape == first.shape:
-                other.fill(same, start)
-            if other.shape != first.shape or not torch.equal(elements, same):
-                raise CheckpointError(
-                    f"{first.origin} and {other.origin} are different, and one parameter in this model: build it with "
-                    "tie_word_embeddings=False"
-                )
-        target.copy_(elements)
-
-    return StoredTensor(first.shape, first.dtype, first.origin, fill)
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +292,7 @@ class _Conversions:
 def _internals() -> tuple[Any, Any]:
     """Return transformers' module that converts checkpoints, and the one that knows what is converted."""
     version = importlib.metadata.version("transformers")
-    unknown = _UnknownInternals(
+    unknown = UnknownConversionError(
         f"How transformers {version} converts checkpoints is not known here: open it with from_pretrained(), save it "
         "with save_pretrained(folder, save_original_format=False), and load that; or give the opened model to "
         "accelerate()."
@@ -416,11 +312,6 @@ def _internals() -> tuple[Any, Any]:
     return core_model_loading, conversion_mapping
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
-    bases = type(model).__mro__
-    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in bases)
-
-
 def _skeleton(sharded: ShardedModel) -> nn.Module:
     """Return the model as `from_pretrained()` would build it, on the meta device.
 
@@ -434,7 +325,7 @@ def _skeleton(sharded: ShardedModel) -> nn.Module:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 _skeletons[sharded] = built(copy.deepcopy(sharded.model.config))
         except Exception as error:
-            raise _UnknownInternals(
+            raise UnknownConversionError(
                 f"How transformers converts its checkpoints cannot be asked, as {name}(config) fails: {error}"
             ) from error
     return _skeletons[sharded]

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchacc.checkpoint import hf, model_state, optimizer_state
 from torchacc.checkpoint.call_checks import path_first
+from torchacc.checkpoint.model_tensors import ModelTensors, check_tensors, find_by_name
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.own_format.manifest import token_of
@@ -222,7 +223,7 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
         described = _described(folder, parts)
         tensors = {name: stored.read() for name, stored in folder.state.items()}
         run = _checked_run(sharded, folder, described.get("state.json"), tensors, parts)
-        stored = hf.find(sharded, folder)
+        stored = _find_tensors(sharded, folder)
         parameters = [
             _ShardRead(parameter, local_shard, stored, parameter.dtype)
             for parameter, local_shard in sharded.local_shards.items()
@@ -233,6 +234,30 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
         if parts.optimizer is not None:
             _plan_optimizer(plan, parts.optimizer, json_codec.decode(described["optimizer.json"], tensors))
     return plan
+
+
+def _find_tensors(sharded: ShardedModel, folder: CheckpointFolder) -> dict[str, StoredTensor]:
+    """Find each parameter and persistent buffer of a model in a folder, by its first name in the model.
+
+    Raises:
+        CheckpointError: The folder lacks some, holds others, or they have other shapes.
+    """
+    wanted = ModelTensors(sharded)
+    found = find_by_name(wanted, folder)
+    is_fitting = not (found.missing or found.unexpected)
+    # What torchacc saved is as it was in memory. Elsewhere a name that fits is not enough: transformers may have
+    # another layout in mind, and transposes.
+    if hf.is_of_transformers(sharded.model) and not (is_fitting and folder.is_verified):
+        try:
+            found = hf.convert(sharded, wanted, folder)
+        except hf.UnknownConversionError as error:
+            if not is_fitting:
+                raise CheckpointError(f"{found.misfit(wanted, folder)} {error}") from None
+            _log.warning("%s is loaded by the names in it. %s", folder.path, error)
+    if found.missing or found.unexpected:
+        raise CheckpointError(found.misfit(wanted, folder))
+    check_tensors(wanted, found.tensors)
+    return found.tensors
 
 
 def _described(folder: CheckpointFolder, parts: _Parts) -> dict[str, Any]:
