@@ -31,11 +31,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTED = ("torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2", "torchacc")
 IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
@@ -199,6 +200,36 @@ def execute(command: list[str]) -> None:
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
         runpy.run_path(command[0], run_name="__main__")
+
+
+def end_with(run: Callable[[], object]) -> NoReturn:
+    """Run, and end as Python would, but leave to the system what was imported.
+
+    To take that apart one by one writes to all of the memory that forks have in common, which takes longer than most
+    jobs.
+    """
+    code: Any = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+        if code is not None and not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            code = -signal.SIGINT
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
 
 
 def python_of(path: str) -> str:
@@ -368,9 +399,13 @@ def main() -> None:
         number, command = job["num_ranks"], job["command"]
     else:
         number, command = int(sys.argv[1]), sys.argv[2:]
-    if number:
-        start(number)
-    execute(command)
+
+    def job_itself() -> None:
+        if number:
+            start(number)
+        execute(command)
+
+    end_with(job_itself)
 
 
 if __name__ == "__main__":
