@@ -75,7 +75,7 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = 2, in_windows: 
                 with pytest.raises(torchacc.EngineError, match="never there as a whole"):
                     model(**inputs).logits[0]
                 inputs.pop("labels")
-            on_host = {name: value.cpu() for name, value in inputs.items()}
+            on_host = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in inputs.items()}
             logits, own_rows = model(**inputs).logits, plain_model(**on_host).logits
             torch.testing.assert_close(logits.cpu(), own_rows, rtol=1e-4, atol=ADAM_ABSOLUTE * 10)
     check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
