@@ -1,6 +1,7 @@
 """Runs programs of pages, one for each line of input, in forks of this process, which has the libraries imported."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -37,6 +38,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 def main() -> None:
     if importlib.util.find_spec("torch_xla"):
         import torch_xla  # noqa: F401  (for the forks; it starts no device)
+    gc.freeze()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -16,8 +16,8 @@ from torchacc.memory_plan import study
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 128, 128, 512
 STEP = "a step that is looked at"
-STEPS = 6
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS = 6 if RANKS > 1 else 2
 
 
 def make_gpt2():
@@ -75,7 +75,7 @@ def planned(make, config, *, accumulates):
 
 
 def held(make, config, folder, *, accumulates):
-    """Return the most bytes that PyTorch's CPU allocator gives away in a step after the first: the least of six.
+    """Return the most bytes that PyTorch's CPU allocator gives away in a step after the first: the least of `STEPS`.
 
     Beside what a step needs, a process that is ahead of the others holds what it has sent until they take it, and how
     much that is differs from step to step.
