@@ -227,12 +227,13 @@ def stages_train_with_the_loss_in_chunks(how: dict[str, Any]) -> None:
     compare(model, WINDOW, in_windows=True, compute={"chunked_loss": 3}, **how)
 
 
+BOTH = {"batches": WINDOW}  # in place of the last one: each kind of batch has graphs of its own
 COMPILED: Mapping[str, dict[str, Any]] = {
     "gpipe": {"model": {"family": "gpt2"}},
-    "1f1b-recomputed": {"schedule": "1f1b", "memory": {"gc": True}, "model": {"tie_word_embeddings": True}},
-    "interleaved": {"schedule": "interleaved", "microbatches": 3, "model": {"layers": 4}},
+    "1f1b-recomputed": {"schedule": "1f1b", "memory": {"gc": True}, "model": {"tie_word_embeddings": True}, **BOTH},
+    "interleaved": {"schedule": "interleaved", "microbatches": 3, "model": {"layers": 4}, **BOTH},
     "split-layers": {"tp": 2, "model": {}},
-    "split-samples": {"sp": 2, "schedule": "1f1b", "model": {"family": "gpt2"}},
+    "split-samples": {"sp": 2, "schedule": "1f1b", "model": {"family": "gpt2"}, **BOTH},
     "chunks": {"compute": {"chunked_loss": 3}, "model": {}},
 }
 
@@ -241,8 +242,7 @@ COMPILED: Mapping[str, dict[str, Any]] = {
 def compiled_stages_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
     model = make(**how.pop("model"))
     compute = {"compile": True, "compile_backend": "aot_eager", **how.pop("compute", {})}
-    window = WINDOW if "schedule" in how else WINDOW[1:]  # each kind of batch has graphs of its own
-    compare(model, window, in_windows=True, pp=2, compute=compute, **how)
+    compare(model, how.pop("batches", WINDOW[1:]), in_windows=True, pp=2, compute=compute, **how)
     assert torchacc.compile_report().graphs
 
 

@@ -67,20 +67,28 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     """
     config: Any = getattr(model, "config", None)
     layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if layers is None or width is None:
+        return None
+    parameters = list(sharded_model(model).plan.parameters)
     chosen = getattr(config, "num_experts_per_tok", None) or 0
     experts = {name for name, module in model.named_modules() if count_routed(module) is not None}
-    if layers is None or width is None or (any(_num_experts(config)) and not (chosen and experts)):
+    are_stacked = experts and experts <= set().union(*map(_owners, parameters))  # as in parallel/experts.py
+    if (experts or any(_num_experts(config))) and not (chosen and are_stacked):
         return None
     looked_up = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
     def in_products(planned: PlannedParameter) -> float:
-        modules = {name.rpartition(".")[0] for name in planned.names}
-        if modules <= looked_up:
+        owners = _owners(planned)
+        if owners <= looked_up:
             return 0.0
-        return planned.numel * (chosen / planned.shape[0] if modules & experts else 1.0)
+        return planned.numel * (chosen / planned.shape[0] if owners & experts else 1.0)
 
-    multiplied = sum(map(in_products, sharded_model(model).plan.parameters))
-    return float(6 * multiplied + 12 * layers * width * sequence_length)
+    return float(6 * sum(map(in_products, parameters)) + 12 * layers * width * sequence_length)
+
+
+def _owners(planned: PlannedParameter) -> set[str]:
+    """Return the names of the modules that a parameter belongs to."""
+    return {name.rpartition(".")[0] for name in planned.names}
 
 
 def _num_experts(config: Any) -> list[int]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 from torchacc.config import Config
 from torchacc.engines import registry
@@ -63,6 +63,16 @@ def test_what_the_formula_does_not_describe_has_none():
     assert flops_per_token(sharded(nn.Linear(4, 4)), 8) is None
     others = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 0}
     assert flops_per_token(sharded(MixtralConfig(**LLAMA, **others)), 8) is None
+
+
+def test_experts_that_are_modules_of_their_own_have_none():
+    class ApartExperts(nn.ModuleList):
+        num_experts = 4
+
+    model = MixtralForCausalLM(MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=4))
+    for layer in model.model.layers:
+        layer.mlp.experts = ApartExperts(nn.Linear(16, 16) for _ in range(4))
+    assert flops_per_token(sharded(model), 8) is None
 
 
 def test_of_experts_those_count_that_a_token_is_sent_to():
