@@ -25,6 +25,8 @@ gpus.hide()
 os.environ.setdefault("USE_TORCH_XLA", "0")
 # Tests run beside each other, and threads that share a core wait for each other while they spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The processes that inductor would compile in import PyTorch anew, which takes longer than what they compile here.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Most of a compile makes machine code that a test runs a few times: LLVM's passes, emitters of fusions that write MLIR
 # first, and a program's parts, which are compiled beside each other and together take half as much again as in one.
 # What comes before, partitioning and XLA's own passes, is as without, but that scatters become loops.

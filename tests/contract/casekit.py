@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launching import FULL_CONTRACT
 from torch import nn
 
 import torchacc
@@ -33,6 +34,7 @@ NUM_DEVICES = int(_NUMBER) if _NUMBER.isdigit() else 2
 NATIVE, MULTIPROCESS, SPMD = "native", "xla-multiprocess", "xla-spmd"
 ALL = (NATIVE, MULTIPROCESS, SPMD)
 XLA = (MULTIPROCESS, SPMD)
+IS_FULL = bool(os.environ.get(FULL_CONTRACT))
 FLAT = {"flatten_parameters": True}
 """The option of a layout that one engine has, `MULTIPROCESS`."""
 REFERENCE = "reference"

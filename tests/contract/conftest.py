@@ -13,6 +13,7 @@ A file may say with `INSTEAD_OF` which engines stand in place of others in tests
 `WITH_TORCHRUN`, and with `DUMPS` that XLA writes the programs that it compiles.
 """
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
 
 from casekit import CASES, REFERENCE
-from launching import Launch, launch
+from launching import FULL_CONTRACT, Launch, launch
 from matrix import TrainingCase, cases_of, chosen_cases
 
 Launched = Callable[[str], Launch]
@@ -34,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "covers(engines, models, variants): run a test of the contract for each combination, as `case`"
     )
+    if config.getoption("--full-contract"):
+        os.environ[FULL_CONTRACT] = "1"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

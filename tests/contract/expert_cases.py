@@ -113,7 +113,7 @@ NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     options = {"num_local_experts": how.get("num_local_experts", 4)}
     model = make(**FAMILIES["mixtral"], **options)
-    compare(model, WINDOW, steps=1, **{name: value for name, value in how.items() if name not in options})
+    compare(model, WINDOW, **{name: value for name, value in how.items() if name not in options})
 
 
 def beside(**sizes: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def devices_whose_stages_have_no_experts_take_part(how: tuple[list[int], str]) -
 def each_implementation_of_experts_trains_as_unsharded(name: str) -> None:
     model = make(**FAMILIES["qwen3-moe"])
     model.set_experts_implementation(name)
-    compare(model, [padded(left=False), packed()], ep=2, steps=1)
+    compare(model, [padded(left=False), packed()], ep=2)
 
 
 @case_of_both(each={"recomputed": {"ep": 4, "memory": {"gc": True}}})
@@ -215,7 +215,7 @@ def devices_whose_experts_get_no_tokens_take_part(how: dict[str, Any]) -> None:
         if frozen:  # nothing before the experts has a gradient
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".layers.1." in name or "experts" in name)
-        compare(model, [plain()], steps=1, **how)
+        compare(model, [plain()], **how)
 
 
 def _send_to_first(module: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -310,7 +310,7 @@ LOADED_NATIVELY: Mapping[str, dict[str, Any]] = {
 
 
 @case_of_both(each=LOADED)
-@case(each=LOADED_NATIVELY)
+@case(each=LOADED_NATIVELY, left_out=("to-replicas", "to-split-samples"))
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"ep-saved-{[*LOADED.values(), *LOADED_NATIVELY.values()].index(after)}"
     make_model = partial(make, **FAMILIES["mixtral"])
@@ -474,7 +474,15 @@ def loads_of_experts_that_each_process_gathers_are_those_of_all_tokens() -> None
     check_loads("mixtral", ep=1, num_devices=2)
 
 
-@case(each=BESIDE_OF_BOTH | BESIDE)
+@case(
+    each=BESIDE_OF_BOTH | BESIDE,
+    left_out=(
+        "split-layers",
+        "split-samples",
+        "stages",
+        *(name for name in BESIDE if name.endswith("-but-for-products")),
+    ),
+)
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])
 

@@ -14,6 +14,8 @@ from tests import forkrun, gpus
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("contract_worker.py")
+FULL_CONTRACT = "TORCHACC_TEST_FULL_CONTRACT"
+"""The variable that tells workers of `--full-contract`."""
 SECONDS_TO_RUN = 1200  # many times what an engine's cases take on two cores that do nothing else
 
 

@@ -24,7 +24,7 @@ LAYOUTS = {
     MULTIPROCESS: ["full-shard", "no-shard", "default"],
     SPMD: ["full-shard"],
 }
-NUM_PROGRAMS = {NATIVE: 20, ALONE: 8, FOUR: 6, MULTIPROCESS: 8, SPMD: 10}
+NUM_PROGRAMS = {NATIVE: 16, ALONE: 6, FOUR: 4, MULTIPROCESS: 5, SPMD: 6}
 """So that CI runs some hundred rules, in about a minute of one core: a rule takes a few milliseconds natively, and a
 tenth of a second or two under XLA, where it may have to be compiled."""
 LENGTH = 14

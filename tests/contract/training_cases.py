@@ -281,7 +281,7 @@ def train(
                 norms.append(float(norm))
                 num_compiles.append(training.num_compiles())
                 window = []
-            if evaluate and len(losses) in (2, 4):
+            if evaluate and len(losses) in (1, 3):
                 held_out += evaluated(training)
     return {"losses": losses, "norms": norms, "held_out_losses": held_out}
 

@@ -23,12 +23,10 @@ TWO_PROCESSES_NATIVE = pytest.param(TORCHRUN, ["--engine", "native"], 2, id="nat
 
 
 def run(launcher: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = forkrun.environment()
-    environment.pop("XLA_FLAGS", None)  # compiled as users do
     return subprocess.run(
         [forkrun.python("torch_xla"), *launcher, str(SCRIPT), *args],
         cwd=cwd,
-        env=environment,
+        env=forkrun.environment(),
         capture_output=True,
         text=True,
         timeout=500,

@@ -20,7 +20,7 @@ ALIKE = {
     **dict.fromkeys(("scaling", "fsdp_claims", "axes_memory", "axes_time", "layout_search", "many_devices"), []),
     "beside": [str(BENCHMARKS.parent)],
 }
-"""Those whose workers others run, too: they are run with `--every-benchmark`, as CI does."""
+"""Those whose workers others run, too: they are run with `--every-benchmark`."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

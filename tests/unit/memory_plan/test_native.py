@@ -51,16 +51,18 @@ AHEAD = 0.15
 
 
 ATTEMPTS = 3
-"""How often several processes are looked at until none was ahead by so much; a plan that is wrong is so each time."""
+"""How often a case is looked at until no process was ahead by so much; a plan that is wrong is so each time."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", CASES)
 def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
     below = TOLERANCE + (AHEAD if num_processes > 1 else 0.0)
+    left = CASES[num_processes]
     for attempt in range(ATTEMPTS if num_processes > 1 else 1):
-        off_by = measure(num_processes, tmp_path / str(attempt))
-        if all(-below < part < TOLERANCE for part in off_by.values()):
+        off_by = measure(num_processes, left, tmp_path / str(attempt))
+        left = [case for case, part in off_by.items() if not -below < part < TOLERANCE]
+        if not left:
             break
     else:
         pytest.fail(str(off_by))
@@ -68,14 +70,14 @@ def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
         assert abs(off_by["llama accumulated"]) < TOLERANCE / 2, off_by
 
 
-def measure(num_processes, folder):
-    """Return by how much each plan is off, as a part of what is held."""
+def measure(num_processes, cases, folder):
+    """Return by how much the plan of each case is off, as a part of what is held."""
     folder.mkdir()
     num_ranks = num_processes if num_processes > 1 else 0
-    done = forkrun.run(WORKER, folder, *CASES[num_processes], num_ranks=num_ranks)
+    done = forkrun.run(WORKER, folder, *cases, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((folder / str(rank) / "found.json").read_text()) for rank in range(num_processes)]
     # A plan is of the device that needs the most, as stages differ.
     off_by = {case: planned / max(each[case][1] for each in found) - 1 for case, (planned, _) in found[0].items()}
-    assert off_by.keys() == set(CASES[num_processes])
+    assert off_by.keys() == set(cases)
     return off_by
