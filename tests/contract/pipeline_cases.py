@@ -19,7 +19,7 @@ from casekit import (
     case,
     check_parameters,
 )
-from further_families import FURTHER_FAMILIES
+from further_families import FAMILIES_ALIKE, FURTHER_FAMILIES
 from sequence_cases import STEPS, VOCAB, Batch, labelled_unevenly, masked_by_hand, packed, padded, part_of, plain, step
 from torch import nn
 
@@ -184,7 +184,7 @@ def stages_of_split_samples_train_as_the_unsharded_model(how: dict[str, Any]) ->
     compare(model, [packed(), padded(left=True), labelled_unevenly()], in_windows=True, pp=2, sp=2, **how)
 
 
-@case([NATIVE], num_devices=4, each=FURTHER_FAMILIES)
+@case([NATIVE], num_devices=4, each=FURTHER_FAMILIES, left_out=FAMILIES_ALIKE)
 def a_further_family_in_stages_of_split_samples_trains_as_unsharded(options: dict[str, Any]) -> None:
     compare(make(**options, layers=2), [padded(left=True)], pp=2, sp=2)
 

@@ -68,10 +68,10 @@ class Hosts:
         """
         shards = self.data_shards(rank)
         each = own.shape[0] // len(shards)
-        whole = own.new_empty(each * self.mesh.num_data_shards, *own.shape[1:])
+        full = own.new_empty(each * self.mesh.num_data_shards, *own.shape[1:])
         for shard, rows in zip(shards, own.split(each), strict=True):
-            whole[shard * each : (shard + 1) * each] = rows
-        return whole
+            full[shard * each : (shard + 1) * each] = rows
+        return full
 
     def held(self, name: str, shape: tuple[int, ...], spec: ParameterSpec, rank: int) -> HeldTiles:
         """Return what a process holds of a parameter.

@@ -189,10 +189,10 @@ def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, num
         name = planned.name.rpartition(".")[2]
         shard = module._parameters[name]
         full = torch.empty(planned.shape, device="meta")
-        whole = DTensor.from_local(
+        full = DTensor.from_local(
             shard.detach().to_local(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
-        module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
+        module._parameters[name] = nn.Parameter(full, requires_grad=shard.requires_grad)
     for parameter in fully_shard.state(module)._fsdp_param_group.fsdp_params:  # type: ignore[attr-defined]
         parameter.reset_sharded_param()
     module.set_all_reduce_hook(lambda gradients: gradients.div_(num_different))

@@ -59,15 +59,15 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
     # before it runs. A part of the latter may run by itself, too, such as the encoder for generate().
     gathered = {*(unit.name for unit in plan.units), *plan.recomputed} - {""}
     outer_first = regions(plan) if is_compiled else sorted(gathered, key=len)
-    inside_of = {part: whole for whole in map(model.get_submodule, outer_first) for part in whole.modules()}
+    inside_of = {part: outer for outer in map(model.get_submodule, outer_first) for part in outer.modules()}
     ordinary: dict[nn.Module, list[_OrdinaryTensor]] = {}
     for (module, leaf), each in planned.items():
         style = styles.get(module, "")
         how = _seen_as(leaf, style, tp.spec_of(each.name), tp.styles.get(each.name, ""))
         # Hide split weights from code that no test covers.
         is_hidden = bool(style) and tp.declared_by == OWN_PLAN and not is_compiled
-        whole = module if is_hidden else inside_of.get(module, model)
-        for at in {whole, module} if whole is model else {whole}:
+        outer = module if is_hidden else inside_of.get(module, model)
+        for at in {outer, module} if outer is model else {outer}:
             ordinary.setdefault(at, []).append(_OrdinaryTensor(module, leaf, how))
     for module, slots in ordinary.items():
         _wrap(module, _with_ordinary_tensors, slots, mesh, tp.num_key_value_heads)

@@ -294,12 +294,12 @@ class _SplitModel:
             raise self._refuse("labels, of which it computes a loss otherwise than by its loss_function")
         if not self._returns_outputs():
             return output
-        whole = self._full_output(output, forward.split, is_kept=targets is not None and torch.is_grad_enabled())
+        full = self._full_output(output, forward.split, is_kept=targets is not None and torch.is_grad_enabled())
         if is_tuple:
-            return whole.to_tuple()
+            return full.to_tuple()
         if not torch.is_grad_enabled() and self._caches(given):
-            whole[next(name for name in reversed(CACHES) if hasattr(whole, name))] = _NotCached()
-        return whole
+            full[next(name for name in reversed(CACHES) if hasattr(full, name))] = _NotCached()
+        return full
 
     def _is_to_be_split(self, given: Mapping[str, Any]) -> bool:
         """Return whether a call runs on parts. Each device computes the calls of a generation on full samples.

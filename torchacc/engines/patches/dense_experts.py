@@ -68,7 +68,7 @@ def compute_all(
     tokens: torch.Tensor,
     is_chosen: torch.Tensor,
     weights: torch.Tensor,
-    lay: Callable[[torch.Tensor], torch.Tensor],
+    constrain: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return the weighted sum of what experts make of tokens, of shape (tokens, width).
 
@@ -77,17 +77,17 @@ def compute_all(
         tokens: Of shape (tokens, width).
         is_chosen: Whether a token has chosen an expert, of shape (tokens, experts).
         weights: With which weight, of the same shape.
-        lay: Returns activations, of shape (tokens, experts, …), where they are to be computed.
+        constrain: Returns activations, of shape (tokens, experts, …), where they are to be computed.
     """
     up, down = ("th,ehi->tei", "tei,eih->th") if experts.is_transposed else ("th,eih->tei", "tei,ehi->th")
     has_gate = getattr(experts, "has_gate", True)
     first, activate = ("gate_up_proj", experts._apply_gate) if has_gate else ("up_proj", experts.act_fn)
-    hidden = lay(torch.einsum(up, *in_autocast_dtype(tokens, getattr(experts, first))))
+    hidden = constrain(torch.einsum(up, *in_autocast_dtype(tokens, getattr(experts, first))))
     if experts.has_bias:
         hidden = hidden + getattr(experts, f"{first}_bias").to(hidden.dtype)
     hidden = activate(torch.where(is_chosen[:, :, None], hidden, 0.0))
     # Weighed before the product, so that it sums over experts, too, and their outputs need not exist one by one.
-    output = torch.einsum(down, *in_autocast_dtype(lay(hidden * weights[:, :, None]), experts.down_proj))
+    output = torch.einsum(down, *in_autocast_dtype(constrain(hidden * weights[:, :, None]), experts.down_proj))
     if experts.has_bias:
         output = output + torch.einsum("te,eh->th", *in_autocast_dtype(weights, experts.down_proj_bias))
     return output

@@ -32,7 +32,7 @@ def on_each_device(
     joined = []
     for result in function(*local):
         _XLAC._mark_manual_sharding(result, _XLAC.OpSharding([], [], [], _MANUAL))
-        whole = [size * part for size, part in zip(result.shape, parts, strict=False)]
-        shape = [*whole, *result.shape[len(whole) :]]
+        sizes = [size * part for size, part in zip(result.shape, parts, strict=False)]
+        shape = [*sizes, *result.shape[len(sizes) :]]
         joined.append(_XLAC._spmd_shard_to_full_shape(result, sharding(result.dim()), shape, result.dtype))
     return joined

@@ -25,14 +25,14 @@ def local_pieces(tensors: Sequence[torch.Tensor]) -> list[dict[Box, torch.Tensor
     places = iter(_XLAC._get_local_shard_replica_and_indices(split))
     found: list[dict[Box, torch.Tensor]] = []
     for tensor in tensors:
-        whole = tuple(map(range, tensor.shape))
+        full = tuple(map(range, tensor.shape))
         if not any(tensor is other for other in split):
-            found.append({whole: to_host([tensor])[0]})
+            found.append({full: to_host([tensor])[0]})
             continue
         own: dict[Box, torch.Tensor] = {}
         for (shard, _), (_, indices) in zip(next(shards), next(places), strict=True):
             # An ellipsis, where the tensor is replicated on each device.
-            box = whole if indices is ... else tuple(range(at.start, at.stop) for at in indices)
+            box = full if indices is ... else tuple(range(at.start, at.stop) for at in indices)
             own.setdefault(box, shard)
         found.append(own)
     return found

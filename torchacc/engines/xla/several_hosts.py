@@ -57,12 +57,12 @@ class HostShare:
 
     def all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all devices on the host, in the order of the global batch. Collective: every process."""
-        whole = self.whole_rows(tensor)
+        full = self.whole_rows(tensor)
         each = tensor.shape[0] // len(self.data_shards)
         for rank, rows in enumerate(self._group.all_gather_objects(tensor)):
             for shard, own in zip(self.hosts.data_shards(rank), rows.split(each), strict=True):
-                whole[shard * each : (shard + 1) * each] = own
-        return whole
+                full[shard * each : (shard + 1) * each] = own
+        return full
 
     def meet(self, inputs: Any) -> None:
         """Refuse a forward that others do not make, or make with other shapes or numbers. Collective: every process.
@@ -93,19 +93,19 @@ class HostShare:
 
     def with_own_elements(self, local: torch.Tensor, shard: LocalShard) -> torch.Tensor:
         """Return a flat tensor of all elements, of which this process's own have values: undo `own_elements()`."""
-        whole = local.new_empty(shard.numel)
+        full = local.new_empty(shard.numel)
         for part in shard.slices:
-            whole[part.start : part.stop] = local[part.offset : part.offset + part.numel]
-        return whole
+            full[part.start : part.stop] = local[part.offset : part.offset + part.numel]
+        return full
 
     def joined(self, shard: HeldTiles, of_all: torch.Tensor, spec: Any) -> torch.Tensor:
         """Return all elements of a parameter, flat, from what every process holds, each padded to the most."""
         [(name, shape)] = shard.members
-        whole = of_all.new_empty(prod(shape))
+        full = of_all.new_empty(prod(shape))
         for rank, local in enumerate(of_all.split(shard.shard_numel)):
             for part in self.hosts.held(name, shape, spec, rank).slices:
-                whole[part.start : part.stop] = local[part.offset : part.offset + part.numel]
-        return whole
+                full[part.start : part.stop] = local[part.offset : part.offset + part.numel]
+        return full
 
 
 def _in_program(leaf: Any) -> str | None:

@@ -51,29 +51,29 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
     every = (*mesh.data_axes, *mesh.axes(Role.SEQUENCE))
     held, shared = mesh.axes(*HELD_BY), joined(axis for axis in every if axis not in mesh.axes(*HELD_BY))
 
-    def lay(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
-        laid: torch.Tensor = _Lay.apply(tensor, annotate, specs, of_gradient)
-        return laid
+    def constrain(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
+        constrained: torch.Tensor = _Constrain.apply(tensor, annotate, specs, of_gradient)
+        return constrained
 
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         divides = len(hidden) % prod(map(mesh.axis_size, every)) == 0
         own, gathered = ((joined(every), None), (shared, None)) if divides else ((None, None), (None, None))
         by_expert = (gathered[0], joined(held))
         is_chosen, shares = dense_experts.shares(module.num_experts, chosen, weights)
-        tokens = lay(in_autocast_dtype(hidden)[0], [gathered], [gathered, own])
+        tokens = constrain(in_autocast_dtype(hidden)[0], [gathered], [gathered, own])
         output = dense_experts.compute_all(
             module,
             tokens,
-            lay(is_chosen, [by_expert], []),
-            lay(shares, [by_expert], [own]),
-            lambda hidden: lay(hidden, [(*by_expert, None)], [(*by_expert, None)]),
+            constrain(is_chosen, [by_expert], []),
+            constrain(shares, [by_expert], [own]),
+            lambda hidden: constrain(hidden, [(*by_expert, None)], [(*by_expert, None)]),
         )
-        return lay(output, [gathered, own], [gathered]).to(hidden.dtype)
+        return constrain(output, [gathered, own], [gathered]).to(hidden.dtype)
 
     module.forward = run
 
 
-class _Lay(torch.autograd.Function):
+class _Constrain(torch.autograd.Function):
     """Say how a tensor is split, and how its gradient is: first in one way, then in another, where there are two."""
 
     @staticmethod
@@ -81,14 +81,14 @@ class _Lay(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, annotate: Annotate, specs: Sequence[Spec], of_gradient: Sequence[Spec]
     ) -> torch.Tensor:
         ctx.annotate, ctx.of_gradient = annotate, of_gradient
-        return _laid(tensor, annotate, specs)
+        return _constrained(tensor, annotate, specs)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _laid(gradient, ctx.annotate, ctx.of_gradient), None, None, None
+        return _constrained(gradient, ctx.annotate, ctx.of_gradient), None, None, None
 
 
-def _laid(tensor: torch.Tensor, annotate: Annotate, specs: Sequence[Spec]) -> torch.Tensor:
+def _constrained(tensor: torch.Tensor, annotate: Annotate, specs: Sequence[Spec]) -> torch.Tensor:
     for spec in specs:
         tensor = tensor.clone()
         annotate(tensor, spec)
