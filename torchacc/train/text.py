@@ -26,9 +26,13 @@ _STREAM_BUFFER = 10_000
 # take `position_ids` and look across all the same, such as OPT and Falcon.
 PACKING_FAMILIES = frozenset(
     {
-        *("codegen", "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode"),
-        *("gpt_neox", "gptj", "granite", "helium", "llama", "llama4_text", "mistral", "mixtral", "nemotron", "olmo"),
-        *("olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "stablelm", "starcoder2"),
+        *("apertus", "arcee", "bitnet", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1"),
+        *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm"),
+        *("glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "granitemoe", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "llama", "llama4_text", "mellum"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        *("seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
     }
 )
 _MASKED_ATTENTION = (None, "eager", "sdpa", "flex_attention")

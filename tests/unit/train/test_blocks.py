@@ -159,14 +159,23 @@ SMALL = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rotary_dim": 8},
     **{"num_experts": 4, "num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
+    **{"n_routed_experts": 4, "moe_num_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_k": 2},
+    **{"moe_topk": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "shared_intermediate_size": 16},
 }
+LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    "v_head_dim": 8,
+}
+"""Sizes of models whose keys and values come from fewer numbers, for each head."""
 
 
 def small_model(family, attention=None) -> PreTrainedModel:
     torch.manual_seed(0)
     defaults = AutoConfig.for_model(family)
     known = vars(defaults).keys() | type(defaults).attribute_map.keys()
-    config = AutoConfig.for_model(family, **{name: value for name, value in SMALL.items() if name in known})
+    sizes = SMALL | (LATENT if "kv_lora_rank" in known else {})
+    config = AutoConfig.for_model(family, **{name: value for name, value in sizes.items() if name in known})
     if attention:
         config._attn_implementation = attention
     model = AutoModelForCausalLM.from_config(config).eval()
