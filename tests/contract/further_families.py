@@ -70,4 +70,4 @@ FAMILIES_ALIKE = (
     *("apertus", "arcee", "cwm", "dots1", "ernie4_5", "glm", "granitemoeshared", "helium", "hunyuan_v1_moe", "jais2"),
     *("ministral", "nemotron", "olmo", "olmoe", "seed_oss"),
 )
-"""Those that are built as others are, but for activations, norms and sizes."""
+"""Those that are built as others here are, but for activations, norms and sizes."""

@@ -1,4 +1,4 @@
-"""Samples split along their length over four devices, beside the unsharded model on the whole batch."""
+"""Samples split along their length over two and four devices, beside the unsharded model on the whole batch."""
 
 import copy
 import sys

@@ -188,9 +188,9 @@ def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, num
     for planned in parameters:
         name = planned.name.rpartition(".")[2]
         shard = module._parameters[name]
-        full = torch.empty(planned.shape, device="meta")
+        meta = torch.empty(planned.shape, device="meta")
         full = DTensor.from_local(
-            shard.detach().to_local(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+            shard.detach().to_local(), mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
         )
         module._parameters[name] = nn.Parameter(full, requires_grad=shard.requires_grad)
     for parameter in fully_shard.state(module)._fsdp_param_group.fsdp_params:  # type: ignore[attr-defined]
