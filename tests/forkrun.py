@@ -140,6 +140,8 @@ class Forks:
 
     def _hear(self, connection: socket.socket, pid: int) -> None:
         """Pass a signal on, which is a byte; at the end of a connection, SIGKILL."""
+        if pid not in self._connections:  # its job has ended, of which this process heard in the same moment
+            return
         try:
             numbers = connection.recv(1)
         except ConnectionResetError:
