@@ -72,6 +72,12 @@ def pytest_configure(config: pytest.Config) -> None:
         forkrun.share()
 
 
+def pytest_collection_finish() -> None:
+    from tests import forkrun
+
+    forkrun.collect_rarely()
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:
     """Fail a test that leaves the environment changed, and put it right for the next one."""

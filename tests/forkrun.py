@@ -234,6 +234,15 @@ def end_with(run: Callable[[], object]) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
+def collect_rarely() -> None:
+    """Let Python look for garbage in cycles seldom, and not among what has been imported by now.
+
+    As often as by default that takes up to a tenth of the tests' time, most of it where PyTorch traces a model.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 def python_of(path: str) -> str:
     """Return the `python` of the server at a socket."""
     return str(Path(path).with_name("python"))
@@ -395,8 +404,8 @@ def main() -> None:
     for name in (*IMPORTED, *(sys.argv[4:] if serves else [])):
         importlib.import_module(name)
     del sys.path[1]
+    collect_rarely()
     if serves:
-        gc.freeze()
         job = Forks(sys.argv[2], int(sys.argv[3])).serve()
         number, command = job["num_ranks"], job["command"]
     else:

@@ -23,7 +23,7 @@ from launching import FULL_CONTRACT
 from torch import nn
 
 import torchacc
-from tests import gpus
+from tests import forkrun, gpus
 from torchacc.engines import registry
 from torchacc.engines.native import plain_model
 
@@ -109,6 +109,7 @@ def main() -> None:
     assert chosen <= CASES.keys(), f"no such cases: {chosen - CASES.keys()}"
     if ENGINE != _KIND:
         gpus.join()
+    forkrun.collect_rarely()  # a rank that torchrun has started is no fork of a process that does
     torch.manual_seed(0)
     plain_model.make_group = _make_group
     if ENGINE != REFERENCE:

@@ -6,7 +6,8 @@ about, and gets combinations as the fixture `case`; `outcome` is what that run c
 plain PyTorch, unsharded.
 
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
-test (see `covering.py`). `--full-contract` runs all.
+test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn.
+`--full-contract` runs all.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
 `TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched
@@ -17,6 +18,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
 
-from casekit import CASES, REFERENCE
+from casekit import ALL, CASES, REFERENCE
 from launching import FULL_CONTRACT, Launch, launch
 from matrix import TrainingCase, cases_of, chosen_cases
 
@@ -53,9 +55,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for engine in metafunc.module.TABLE_ON
             for name, case in CASES.items()
             if engine.replace("-gpu-", "-") in {f"{kind}-{case.num_devices}" for kind in case.engines}
-            and (every or not case.is_left_out)
+            and (every or (not case.is_left_out and name not in _left_to_the_other(engine)))
         ]
         metafunc.parametrize(("engine", "name"), params)
+
+
+@cache
+def _left_to_the_other(engine: str) -> frozenset[str]:
+    """Return the cases that the other of XLA's engines runs: of those which run natively as well, every second one."""
+    if engine not in ("xla-multiprocess-2", "xla-spmd-2"):
+        return frozenset()
+    of_all = [name for name, case in CASES.items() if set(case.engines) == set(ALL) and case.num_devices == 2]
+    return frozenset(of_all[engine == "xla-spmd-2" :: 2])
 
 
 def marks_of(engine: str) -> list[pytest.MarkDecorator]:

@@ -13,6 +13,7 @@ import transformers
 from casekit import (
     ADAM,
     ADAM_ABSOLUTE,
+    IS_FULL,
     NATIVE,
     NUM_DEVICES,
     RELATIVE,
@@ -227,7 +228,7 @@ def stages_train_with_the_loss_in_chunks(how: dict[str, Any]) -> None:
     compare(model, WINDOW, in_windows=True, compute={"chunked_loss": 3}, **how)
 
 
-BOTH = {"batches": WINDOW}  # in place of the last one: each kind of batch has graphs of its own
+BOTH = {"batches": WINDOW} if IS_FULL else {}  # in place of the last one: each kind of batch has graphs of its own
 COMPILED_ON_TWO: Mapping[str, dict[str, Any]] = {
     "gpipe": {"model": {"family": "gpt2"}},
     "1f1b-recomputed": {"schedule": "1f1b", "memory": {"gc": True}, "model": {"tie_word_embeddings": True}, **BOTH},
