@@ -237,7 +237,7 @@ def end_with(run: Callable[[], object]) -> NoReturn:
 def collect_rarely() -> None:
     """Let Python look for garbage in cycles seldom, and not among what has been imported by now.
 
-    As often as by default that takes up to a tenth of the tests' time, most of it where PyTorch traces a model.
+    As often as by default that takes a few hundredths of the tests' time, most where PyTorch traces a model.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
