@@ -80,9 +80,9 @@ def _check_adapters(model: nn.Module, tp: TensorParallelPlan) -> None:
         if kind != _ADAPTED_LINEAR or style not in STYLES_WITH_ADAPTERS or tp.declared_by == OWN_PLAN:
             raise ConfigError(
                 f"config.dist.tp.size = {tp.size}, and {name!r} is a {kind}: of peft's adapters the native engine "
-                "splits those of LoRA in linear layers of the families that it knows. Leave this one out of "
-                "target_modules, put these devices on config.dist.fsdp.size, or split the merged model, "
-                "model.merge_and_unload()"
+                "splits those of LoRA, without use_dora, in linear layers of the families that it knows. Leave this "
+                "one out of target_modules and modules_to_save, put these devices on config.dist.fsdp.size, or split "
+                "the merged model, model.merge_and_unload()"
             )
 
 
