@@ -16,8 +16,6 @@ FACTORS = ("engines", "models", "variants")
 FAST_ENGINES = {"native-1", "native-2", "xla-multiprocess-2", "xla-spmd-2"}
 FAST_MODEL = "gpt2"
 FAST_VARIANTS = {"adamw", "sgd"}
-LEFT_OUT = {"compile"}
-"""Variants that run with `--full-contract` only: inductor's C++ takes long, and `test_compiled_units.py` sees it."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def cases_of(test: Any, module: ModuleType) -> dict[TrainingCase, None]:
 @cache
 def chosen_cases(module: ModuleType) -> frozenset[TrainingCase]:
     """Return the cases that are run of those which a module's tests are about, whatever of it is selected."""
-    every = {case: held for case, held in cases_with_pairs(module).items() if case.variant not in LEFT_OUT}
+    every = cases_with_pairs(module)
     return frozenset(covering(every, [case for case in every if case.is_fast]))
 
 

@@ -1,7 +1,6 @@
 """Runs programs of pages, one for each line of input, in forks of this process, which has the libraries imported."""
 
 import contextlib
-import gc
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ import torch  # noqa: F401  (for the forks)
 import transformers  # noqa: F401
 
 import torchacc  # noqa: F401
-from tests.forkrun import free_port
+from tests.forkrun import collect_rarely, free_port
 from torchacc.config import Config
 from torchacc.train.file import TrainFile
 
@@ -38,7 +37,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 def main() -> None:
     if importlib.util.find_spec("torch_xla"):
         import torch_xla  # noqa: F401  (for the forks; it starts no device)
-    gc.freeze()
+    collect_rarely()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -113,7 +113,8 @@ def train(model, optimizer, tokens, *, accumulates):
 
 
 def main(folder, *cases):
-    folder = Path(folder) / os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0")
+    folder = Path(folder) / rank
     folder.mkdir()
     found = {}
     for case in cases:
@@ -130,7 +131,7 @@ def main(folder, *cases):
         )
         adds = "accumulated" in options
         make = MODELS[name]
-        plan = planned(make, config, accumulates=adds) if folder.name == "0" else None  # one is read
+        plan = planned(make, config, accumulates=adds) if rank == "0" else None  # one is read
         found[case] = plan, held(make, config, folder, accumulates=adds)
         gc.collect()
     (folder / "found.json").write_text(json.dumps(found))
