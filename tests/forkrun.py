@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -243,6 +244,27 @@ def collect_rarely() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def share_gloos_thread() -> None:
+    """Let a process's groups have one thread of gloo's in common that waits for the network, where each has its own.
+
+    It wakes up a hundred times in a second, and tests have many groups. Of no effect where PyTorch has no gloo.
+    """
+    from torch.distributed import distributed_c10d
+
+    own = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if own is None:
+        return
+    device = cache(own.create_default_device)  # of a fork, which makes it when it makes a group
+
+    class GroupOfOneDevice(own):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = own._Options()
+            options._devices, options._timeout = [device()], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = GroupOfOneDevice
+
+
 def python_of(path: str) -> str:
     """Return the `python` of the server at a socket."""
     return str(Path(path).with_name("python"))
@@ -405,6 +427,7 @@ def main() -> None:
         importlib.import_module(name)
     del sys.path[1]
     collect_rarely()
+    share_gloos_thread()
     if serves:
         job = Forks(sys.argv[2], int(sys.argv[3])).serve()
         number, command = job["num_ranks"], job["command"]

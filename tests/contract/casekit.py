@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ ABSOLUTE = 1e-6
 ADAM_ABSOLUTE = 5e-6
 ADAM = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
 
+Result = TypeVar("Result")
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 """The global batch: two rows for each device."""
 
@@ -217,11 +218,23 @@ def check_gradients(model: nn.Module, plain: nn.Module) -> None:
         check_equal(whole_gradient(parameter, len(expected[name])), expected[name].grad, f"gradient of {name}")
 
 
-def check_parameters(model: nn.Module, plain: nn.Module, absolute: float = ABSOLUTE) -> None:
-    found, expected = torchacc.full_state_dict(model), plain.state_dict()
-    assert list(found) == list(expected)
-    for name in expected:
-        check_equal(found[name], expected[name], name, absolute)
+def on_rank_0(compute: Callable[[], Result]) -> Result:
+    """Return what rank 0 computes, and raise what it raises, on all ranks: an unsharded model needs to train once."""
+    group = registry.active_engine().group
+    return group.broadcast_object(group.call_on_all(lambda: compute() if RANK == 0 else None))
+
+
+def check_parameters(model: nn.Module, plain: nn.Module | None, absolute: float = ABSOLUTE) -> None:
+    """Compare the parameters with those of a plain copy, which rank 0 alone needs to have."""
+    found = torchacc.full_state_dict(model, rank0_only=True)
+
+    def compare() -> None:
+        expected = plain.state_dict()
+        assert list(found) == list(expected)
+        for name in expected:
+            check_equal(found[name], expected[name], name, absolute)
+
+    on_rank_0(compare)
 
 
 def check_equal(found: Any, expected: Any, what: str, absolute: float = ABSOLUTE) -> None:

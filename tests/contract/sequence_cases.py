@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from casekit import ADAM, ADAM_ABSOLUTE, IS_FULL, NATIVE, NUM_DEVICES, RANK, RELATIVE, check_parameters
+from casekit import ADAM, ADAM_ABSOLUTE, IS_FULL, NATIVE, NUM_DEVICES, RANK, RELATIVE, check_parameters, on_rank_0
 from casekit import case as case_of
 from further_families import FURTHER_FAMILIES
 from torch import nn
@@ -121,16 +121,19 @@ BATCHES: Mapping[str, Callable[[], Batch]] = {
 }
 
 
+def rows_of(model: nn.Module, whole: torch.Tensor) -> torch.Tensor:
+    """Return the rows of this process."""
+    engine = sharded_model(model).engine
+    own = engine.data_shards
+    return torch.cat(whole.chunk(engine.mesh.num_data_shards)[own.start : own.stop])
+
+
 def part_of(model: nn.Module, batch: Batch) -> Batch:
     """Return the rows of this process, on its devices, and how many labels that is in the mean."""
     engine = sharded_model(model).engine
-    count, own = engine.mesh.num_data_shards, engine.data_shards
-    rows = {
-        name: torch.cat(value.chunk(count)[own.start : own.stop]) if name != "use_cache" else value
-        for name, value in batch.items()
-    }
-    labels = batch["labels"][:, 1:].ne(-100).sum() * len(own) / count
-    return engine.to_device(rows | {"num_items_in_batch": labels})
+    rows = {name: rows_of(model, value) if name != "use_cache" else value for name, value in batch.items()}
+    share = len(engine.data_shards) / engine.mesh.num_data_shards
+    return engine.to_device(rows | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum() * share})
 
 
 def step(
@@ -154,18 +157,24 @@ def step(
     return sum(loss.item() for loss in losses), float(norm)
 
 
+def unsharded_step(model: nn.Module | None, batches: list[Batch]) -> Callable[[], tuple[float, float]]:
+    """Return what makes a step of an unsharded model with the global batches; nothing where there is no model."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM) if model is not None else None
+    whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
+    return lambda: step(model, whole, optimizer)
+
+
 def compare_sharded(
     shard: Callable[..., nn.Module], model: nn.Module, batches: list[Batch], steps: int = STEPS, **how: Any
 ) -> None:
     """Train a model that `shard(model, **how)` shards and its unsharded copy; compare losses, norms and parameters."""
-    plain_model = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model) if RANK == 0 else None
     shard(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), **ADAM)
+    plain_step = unsharded_step(plain_model, batches)
     for _ in range(steps):
         found = step(model, [part_of(model, batch) for batch in batches], optimizer)
-        whole = [batch | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum()} for batch in batches]
-        expected = step(plain_model, whole, plain_optimizer)
+        expected = on_rank_0(plain_step)
         assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
     check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
 
