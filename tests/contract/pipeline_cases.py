@@ -73,8 +73,15 @@ def config(
     return torchacc.Config.from_dict({"backend": "native", "dist": dist, **options})
 
 
-def compare(model: nn.Module, batches: list[Batch], steps: int = STEPS, in_windows: bool = False, **how: Any) -> None:
-    """Train a model and its unsharded copy; compare losses, norms and parameters, and an evaluation between."""
+def compare(
+    model: nn.Module,
+    batches: list[Batch],
+    steps: int = STEPS,
+    in_windows: bool = False,
+    evaluates: bool = True,
+    **how: Any,
+) -> None:
+    """Train a model and its unsharded copy; compare losses, norms and parameters, and an evaluation after each step."""
     plain_model = copy.deepcopy(model) if RANK == 0 else None
     torchacc.accelerate(model, None, config(**how))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -84,6 +91,8 @@ def compare(model: nn.Module, batches: list[Batch], steps: int = STEPS, in_windo
         found = step(model, own, optimizer, in_windows=in_windows)
         expected = on_rank_0(plain_step)
         assert found == pytest.approx(expected, rel=RELATIVE), f"loss and norm: {found} {expected}"
+        if not evaluates:
+            continue
         with torch.no_grad():
             inputs = own[0]
             if how.get("compute", {}).get("chunked_loss"):  # with labels the loss in chunks has no logits
@@ -123,7 +132,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 
 @case([NATIVE], each=FAMILIES, left_out=FURTHER_FAMILIES)  # those in stages of split samples, below
 def a_family_in_two_stages_trains_as_the_unsharded_model(options: dict[str, Any]) -> None:
-    compare(make(**options), [padded(14, left=True)], pp=2)
+    compare(make(**options), [padded(14, left=True)], steps=1, pp=2)
 
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
@@ -175,7 +184,7 @@ SPLIT: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@case([NATIVE], num_devices=4, each=SPLIT, left_out=("llama-tied", "mistral", "qwen2"))
+@case([NATIVE], num_devices=4, each=SPLIT, left_out=("llama", "llama-tied", "mistral", "qwen2"))
 def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any], dict[str, Any]]) -> None:
     options, more = how
     compare(make(**options), [packed(), padded(left=True)], in_windows=True, pp=2, tp=2, **more)
@@ -195,7 +204,8 @@ def stages_of_split_layers_train_as_the_unsharded_model(how: tuple[dict[str, Any
 )
 def stages_of_split_samples_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
     model = make(**how.pop("model", {}))
-    compare(model, [packed(), padded(left=True), labelled_unevenly()], in_windows=True, pp=2, sp=2, **how)
+    batches = [packed(), padded(left=True)] + [labelled_unevenly()] * IS_FULL
+    compare(model, batches, in_windows=True, pp=2, sp=2, **how)
 
 
 @case([NATIVE], num_devices=4, each=FURTHER_FAMILIES, left_out=FAMILIES_ALIKE)
@@ -235,6 +245,7 @@ def a_checkpoint_of_stages_of_split_samples_loads_in(after: dict[str, Any]) -> N
         "split-layers": {"pp": 2, "tp": 2, "model": {}},
         "split-samples": {"pp": 2, "sp": 2, "schedule": "1f1b", "model": {"family": "gpt2"}},
     },
+    left_out=("gpipe", "interleaved"),
 )
 def stages_train_with_the_loss_in_chunks(how: dict[str, Any]) -> None:
     model = make(**how.pop("model"))
@@ -248,8 +259,8 @@ COMPILED_ON_TWO: Mapping[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved", "microbatches": 3, "model": {"layers": 4}, **BOTH},
 }
 COMPILED: Mapping[str, dict[str, Any]] = {
-    "split-layers": {"tp": 2, "model": {}},
-    "split-samples": {"sp": 2, "schedule": "1f1b", "model": {"family": "gpt2"}},
+    "split-layers": {"tp": 2, "model": {"layers": 2}},
+    "split-samples": {"sp": 2, "schedule": "1f1b", "model": {"family": "gpt2", "layers": 2}},
     "chunks": {"compute": {"chunked_loss": 3}, "model": {}},
 }
 
@@ -259,7 +270,8 @@ COMPILED: Mapping[str, dict[str, Any]] = {
 def compiled_stages_train_as_the_unsharded_model(how: dict[str, Any]) -> None:
     model = make(**how.pop("model"))
     compute = {"compile": True, "compile_backend": "aot_eager", **how.pop("compute", {})}
-    compare(model, how.pop("batches", WINDOW[1:]), in_windows=True, pp=2, compute=compute, **how)
+    evaluates = IS_FULL or NUM_DEVICES == 2  # for which all is compiled again
+    compare(model, how.pop("batches", WINDOW[1:]), in_windows=True, evaluates=evaluates, pp=2, compute=compute, **how)
     assert torchacc.compile_report().graphs
 
 
@@ -296,7 +308,7 @@ def interleaved_stages_train_the_same_with_a_batch(how: tuple[Callable[..., Batc
         "four": {"pp": 4, "microbatches": 7},
         "four-with-few": {"pp": 4, "microbatches": 2, "model": {"family": "llama"}},
     },
-    left_out=("shards-recomputed", "copies", "replicas", "four"),
+    left_out=("shards-recomputed", "kept-weights", "copies", "replicas", "four"),
 )
 def interleaved_stages_of_four_devices_train_with(how: dict[str, Any]) -> None:
     model = {"family": "gpt2", "layers": 8, **how.pop("model", {})}
