@@ -79,14 +79,16 @@ VARIANTS = {
     "wrap-by-name": Variant(fsdp={"wrap_modules": ["transformer.h.*", "transformer.h.*.mlp"]}),
     "wrap-by-class": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP", "Embedding"]}),  # the embedding is tied to the head
     "scan": Variant(compute={"scan_layers": True}),
-    "compile": Variant(recipe="sgd", compute={"compile": True}),
+    "compile": Variant(compute={"compile": True}),
     # Without inductor, whose C++ takes most of the time: what is tried is Dynamo's and autograd's part.
     "compile-graphs": Variant(compute={"compile": True, "compile_backend": "aot_eager"}),
     "tp-compile-graphs": Variant(tp=2, compute={"compile": True, "compile_backend": "aot_eager"}),
     "tp-compile-recompute": Variant(
         tp=2, compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}
     ),
-    "compile-recompute": Variant(compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}),
+    "compile-recompute": Variant(
+        recipe="sgd", compute={"compile": True, "compile_backend": "aot_eager"}, memory={"gc": True}
+    ),
     "evaluate": Variant(options=("evaluate",), reference_options=("evaluate",)),
     "whole-batch": Variant(),
     "per-device": Variant(reference_options=("per-device",)),
