@@ -17,7 +17,7 @@ from torchacc.memory_plan import study
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 128, 128, 512
 STEP = "a step that is looked at"
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-STEPS = 6 if RANKS > 1 else 2
+STEPS = 3 if RANKS > 1 else 2
 
 
 def make_gpt2():

@@ -50,7 +50,7 @@ AHEAD = 0.15
 """Of small models, what a process holds beside that where others are ahead: what they have sent, until it is used."""
 
 
-ATTEMPTS = 3
+ATTEMPTS = 4
 """How often a case is looked at until no process was ahead by so much; a plan that is wrong is so each time."""
 
 
