@@ -252,7 +252,7 @@ def share_gloos_thread() -> None:
     from torch.distributed import distributed_c10d
 
     own = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if own is None:
+    if own is None or own.__module__ != distributed_c10d.__name__:  # or this is a fork that runs this file
         return
     device = cache(own.create_default_device)  # of a fork, which makes it when it makes a group
 
