@@ -216,8 +216,7 @@ WINDOW = [labelled_unevenly(), padded(left=True)]
 Compiled = tuple[dict[str, Any], dict[str, Any], list[Batch]]
 COMPILED_ON_TWO: Mapping[str, Compiled] = {
     "layers-of-two-kinds": (FAMILIES["gemma3"], {"sp": 2}, [packed()]),
-    "experts": (FAMILIES["mixtral"], {"sp": 2}, [packed()]),
-    "recomputed": (FAMILIES["llama"], {"sp": 2, "memory": {"gc": True}}, [packed()]),
+    "recomputed-experts": (FAMILIES["mixtral"], {"sp": 2, "memory": {"gc": True}}, [packed()]),
     "on-more-devices-than-heads": ({"heads": 1, "kv_heads": 1}, {"sp": 2}, [packed()]),
 }
 COMPILED: Mapping[str, Compiled] = {"beside-split-layers": (FAMILIES["llama"], {"sp": 2, "tp": 2}, [packed()])}

@@ -2,11 +2,9 @@
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from torchacc.parallel.axes import AXES
 
@@ -35,6 +33,10 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 DCP_FILES = ("checkpoint", "other_formats", "dcp_files")
 # It is torchrun's agent, and runs in no process of a training.
 AGENT = ("launch", "agent")
+HOMES = {
+    "torch_xla": [("engines", "xla"), ("engines", "patches")],
+    "torch.distributed": [("engines",), DCP_FILES, AGENT],
+}
 # Where "fsdp" is a function, a key of a trainer's file, or an argument of transformers', and no axis of the mesh.
 NAMES_OTHER_THINGS = {
     ("dist", "__init__"),
@@ -46,7 +48,22 @@ NAMES_OTHER_THINGS = {
 ENGINE_NAMES = {"auto", "xla", "native", "lazy", "eager", "xla-multiprocess", "xla-spmd"}
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def each_module(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a check of a module, as thousands would take longer than what they check."""
+
+    def test() -> None:
+        failures = []
+        for path in MODULES:
+            try:
+                check(path)
+            except AssertionError as error:
+                failures.append(f"{path.relative_to(ROOT)}: {error}")
+        assert not failures, "\n".join(failures)
+
+    test.__name__ = check.__name__
+    return test
 
 
 def parts(path: Path) -> tuple[str, ...]:
@@ -96,19 +113,12 @@ def test_nobody_inside_imports_the_package_root(path):
 
 
 @each_module
-@pytest.mark.parametrize(
-    ("library", "homes"),
-    [
-        ("torch_xla", [("engines", "xla"), ("engines", "patches")]),
-        ("torch.distributed", [("engines",), DCP_FILES, AGENT]),
-    ],
-    ids=["torch_xla", "torch.distributed"],
-)
-def test_a_library_stays_where_it_is_fenced_in(path, library, homes):
-    if any(parts(path)[: len(home)] == home for home in homes):
-        return
-    uses = [name for name in imports(path) if comes_from(name, library)]
-    assert not uses, f"{uses}: {library} belongs under {', '.join('torchacc/' + '/'.join(home) for home in homes)}"
+def test_libraries_stay_where_they_are_fenced_in(path):
+    for library, homes in HOMES.items():
+        if any(parts(path)[: len(home)] == home for home in homes):
+            continue
+        uses = [name for name in imports(path) if comes_from(name, library)]
+        assert not uses, f"{uses}: {library} belongs under {', '.join('torchacc/' + '/'.join(home) for home in homes)}"
 
 
 @each_module
@@ -157,6 +167,7 @@ def test_no_class_and_no_file_has_the_name_of_another():
     assert not twice, f"{twice}: one name for one thing"
 
 
+@cache
 def attributes(path: Path) -> set[str]:
     tree = parsed(path)
     return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
