@@ -134,6 +134,13 @@ def layers_that_are_alike_share_a_graph():
     assert report.secs > 0
 
 
+def inductor_trains_alike():
+    model, plain = start(compute={"compile_backend": "inductor", "compile_cache": str(FOLDER / "programs")})
+    train(model, plain)
+    assert torchacc.compile_report().graphs == 1
+    assert any((FOLDER / "programs").rglob("*.cpp")) or any((FOLDER / "programs").iterdir())
+
+
 def broken_graph_is_named():
     model, plain = start(Breaking)
     train(model, plain)
@@ -342,8 +349,7 @@ def a_graph_that_runs_again_drops_the_same():
     start()  # which forgets what was compiled
     for backend in ("aot_eager", "inductor"):
         torch._dynamo.reset()
-        model, cache = Dropping(), FOLDER / "programs"
-        compute = {"compile": True, "compile_backend": backend, "compile_cache": str(cache)}
+        model, compute = Dropping(), {"compile": True, "compile_backend": backend}
         config = torchacc.Config.from_dict({"backend": "native", "compute": compute, "memory": {"gc": True}})
         torchacc.accelerate(model, None, config)
         output = model(X)
@@ -354,7 +360,6 @@ def a_graph_that_runs_again_drops_the_same():
         assert 0.2 < kept.mean() / 2 < 0.8
         expected = torch.autograd.grad((hidden * kept).sum(), [linear.weight])[0]
         torch.testing.assert_close(linear.weight.grad, expected)
-        assert any(cache.rglob("*.so")) == (backend == "inductor")
 
 
 def layers_with_caches_share_a_graph():

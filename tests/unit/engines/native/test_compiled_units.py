@@ -18,6 +18,7 @@ PROGRAM = Path(__file__).with_name("compiled_units_program.py")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CASES = [
     "layers_that_are_alike_share_a_graph",
+    "inductor_trains_alike",
     "broken_graph_is_named",
     "another_shape_is_named_and_warned_of",
     "second_backward_of_a_graph",
@@ -30,7 +31,7 @@ CASES = [
     "tensors_that_a_graph_writes_to_are_refused",
     "writes_that_no_gradient_follows_are_not_refused",
     "weights_that_change_before_a_graph_runs_again_are_refused",
-    "a_graph_that_runs_again_drops_the_same",  # by inductor, too, which `tests/contract` trains with
+    "a_graph_that_runs_again_drops_the_same",
     "layers_with_caches_share_a_graph",
     "outputs_that_layers_note_run_eagerly",
 ]
