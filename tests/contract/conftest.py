@@ -7,7 +7,8 @@ plain PyTorch, unsharded.
 
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
 test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn.
-`--full-contract` runs all.
+`--full-contract` runs all,
+and what a mark names with `in_full=True`, too.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
 `TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--full-contract")
     if "case" in metafunc.fixturenames:
-        cases = cases_of(metafunc.function, metafunc.module)
+        cases = cases_of(metafunc.function, metafunc.module, in_full=every)
         if not every:
             chosen = chosen_cases(metafunc.module)
             cases = [case for case in cases if case in chosen]

@@ -197,9 +197,15 @@ def all_cases(marks: Iterable[pytest.Mark]) -> Iterator[TrainingCase]:
         yield from (TrainingCase(*each) for each in product(*(mark.kwargs[key] for key in FACTORS)))
 
 
-def cases_of(test: Any, module: ModuleType) -> dict[TrainingCase, None]:
-    """Return what a module's test is about: if that says `INSTEAD_OF`, on those engines in place of others only."""
-    every = all_cases(getattr(test, "pytestmark", []))
+def cases_of(test: Any, module: ModuleType, *, in_full: bool = False) -> dict[TrainingCase, None]:
+    """Return what a module's test is about: if that says `INSTEAD_OF`, on those engines in place of others only.
+
+    Args:
+        test: A function with marks `covers`.
+        module: Its module.
+        in_full: Whether also by marks that say `in_full=True`, which count with `--full-contract` only.
+    """
+    every = all_cases(mark for mark in getattr(test, "pytestmark", []) if in_full or not mark.kwargs.get("in_full"))
     instead = getattr(module, "INSTEAD_OF", None)
     if instead is not None:
         every = (replace(case, engine=instead[case.engine]) for case in every if case.engine in instead)

@@ -98,6 +98,21 @@ compiled = covers(engines=["native-2"], models=["gpt2"], variants=["compile", "c
 compiled_graphs = covers(engines=["native-2"], models=["mixtral", "cnn"], variants=["compile-graphs"])
 batchnorm_whole_batch = covers(engines=ONE_PROCESS, models=["cnn-batchnorm"], variants=["whole-batch"])
 
+# With `--full-contract`
+units_of_each_engine = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name"], in_full=True)
+more_layers_split_alone = covers(
+    engines=["xla-spmd-4"], models=["llama", "bert", "mixtral"], variants=["tp-alone"], in_full=True
+)
+more_in_full = (
+    covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat"], in_full=True),
+    covers(engines=["xla-spmd-4"], models=["llama", "bert"], variants=["sp-alone"], in_full=True),
+    covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"], in_full=True),
+    covers(engines=["native-2"], models=["llama"], variants=["recompute-but-products"], in_full=True),
+    covers(engines=["native-2"], models=["llama", "bert"], variants=["compile-graphs"], in_full=True),
+    covers(engines=["native-2"], models=["t5"], variants=["tp-compile-graphs"], in_full=True),
+    covers(engines=["native-2"], models=["gpt2"], variants=["tp-compile-recompute"], in_full=True),
+)
+
 
 def same_numbers(test):
     """Run a test for all that must train as the reference does."""
@@ -140,6 +155,9 @@ def same_numbers(test):
         compiled_graphs,
         batchnorm_per_device,
         batchnorm_whole_batch,
+        units_of_each_engine,
+        more_layers_split_alone,
+        *more_in_full,
     ):
         test = marks(test)
     return test
@@ -270,6 +288,7 @@ def test_no_shard_is_a_mesh_of_replicas(outcome):
 @units_by_class
 @units_by_size
 @units_by_name
+@units_of_each_engine
 @covers(engines=ON_TWO, models=["gpt2"], variants=["adamw"])
 def test_units_are_those_that_were_asked_for(outcome, case):
     # The model itself, and: its 2 blocks; 3 matrices of each, the head, and GPT2Model, which is left with much in small
@@ -385,6 +404,7 @@ def test_dtypes_of_what_a_model_returns(outcome, case):
 @covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
 @layers_split
 @layers_split_alone
+@more_layers_split_alone
 @covers(engines=["xla-multiprocess-2", "xla-spmd-2"], models=["gpt2"], variants=["recompute", "recompute-accumulated"])
 def test_a_training_step_compiles_in_the_first_step_only(outcome):
     first, second, *later = outcome["num_compiles"]
