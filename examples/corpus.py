@@ -35,14 +35,15 @@ class Corpus:
         return -(probabilities * probabilities.log()).sum().item()
 
 
-def load_corpus(dataset: str, model: str) -> Corpus:
+def load_corpus(dataset: str, model: str, files: int | None = None) -> Corpus:
     """Read a dataset's documents and turn them into tokens.
 
     Args:
         dataset: "stdlib", or "wikitext" from the hub.
         model: The model on the hub whose tokenizer to use, or "small" to train one on the documents.
+        files: How many files of the standard library to read at most; all of them without.
     """
-    train, held_out = _stdlib_documents() if dataset == "stdlib" else _wikitext_documents()
+    train, held_out = _stdlib_documents(files) if dataset == "stdlib" else _wikitext_documents()
     tokenizer = train_tokenizer(train, SMALL_VOCAB_SIZE) if model == "small" else AutoTokenizer.from_pretrained(model)
     return Corpus(tokenizer, _tokenize(tokenizer, train), _tokenize(tokenizer, held_out))
 
@@ -61,8 +62,8 @@ def blocks_of(tokens: torch.Tensor, length: int, *, limit: int | None = None) ->
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
-def _stdlib_documents() -> tuple[list[str], list[str]]:
-    documents = stdlib_documents()
+def _stdlib_documents(files: int | None) -> tuple[list[str], list[str]]:
+    documents = stdlib_documents()[:files]
     held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     del documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     return documents, held_out

@@ -54,7 +54,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(args.seed)
 
-    corpus = load_corpus(args.dataset, args.model)
+    corpus = load_corpus(args.dataset, args.model, args.files)
     model_config = make_model_config(args, corpus)
     model = AutoModelForCausalLM.from_config(model_config)
     loader = DataLoader(blocks_of(corpus.train, args.context), batch_size=args.batch_size, shuffle=True, drop_last=True)
@@ -93,6 +93,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; the weights stay in float32")
     parser.add_argument("--model", default="small", help='"small", or the name of a GPT-2 on the hub')
     parser.add_argument("--dataset", choices=["stdlib", "wikitext"], default="stdlib")
+    parser.add_argument("--files", type=int, help="of the standard library, to read at most (default: all)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per device and step")
     parser.add_argument("--context", type=int, default=128, help="tokens in a sequence")

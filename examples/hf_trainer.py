@@ -29,6 +29,7 @@ def main() -> None:
     """Train, evaluate, and save what from_pretrained() opens."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engine", choices=["xla", "native"], default="xla")
+    parser.add_argument("--files", type=int, help="of the standard library, to read at most (default: all)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--context", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--out", default="runs/hf")
@@ -41,7 +42,7 @@ def main() -> None:
     config.dist.fsdp.use_spmd = options.engine == "xla" and processes == 1
     config.dist.fsdp.size = devices = 4 if config.dist.fsdp.use_spmd else processes
 
-    corpus = load_corpus("stdlib", "small")
+    corpus = load_corpus("stdlib", "small", options.files)
     shape = {"n_positions": options.context, "n_embd": 128, "n_layer": 2, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(corpus.tokenizer), bos_token_id=0, eos_token_id=0, **shape))
     trainer = Trainer(

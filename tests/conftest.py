@@ -25,8 +25,14 @@ gpus.hide()
 os.environ.setdefault("USE_TORCH_XLA", "0")
 # Tests run beside each other, and threads that share a core wait for each other while they spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of the processes that a test starts there are more than cores: one that wakes up waits for its turn, in place of
+# interrupting another each time, which halves the time that goes to switching between them.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # The processes that inductor would compile in import PyTorch anew, which takes longer than what they compile here.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Whether the compiler knows what vector code the processor has is tried in eight programs, for each new cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Most of a compile makes machine code that a test runs a few times: LLVM's passes, emitters of fusions that write MLIR
 # first, and a program's parts, which are compiled beside each other and together take half as much again as in one.
 # What comes before, partitioning and XLA's own passes, is as without, but that scatters become loops.

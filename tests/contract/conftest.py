@@ -6,9 +6,8 @@ about, and gets combinations as the fixture `case`; `outcome` is what that run c
 plain PyTorch, unsharded.
 
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
-test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn.
-`--full-contract` runs all,
-and what a mark names with `in_full=True`, too.
+test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn, as do the
+entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
 `TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched
@@ -27,7 +26,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # as for the workers, which are scripts
 
-from casekit import ALL, CASES, REFERENCE
+from casekit import ALL, CASES, REFERENCE, XLA
 from launching import FULL_CONTRACT, Launch, launch
 from matrix import TrainingCase, cases_of, chosen_cases
 
@@ -63,11 +62,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @cache
 def _left_to_the_other(engine: str) -> frozenset[str]:
-    """Return the cases that the other of XLA's engines runs: of those which run natively as well, every second one."""
+    """Return the cases that the other of XLA's engines runs: every second one of those which run natively as well, and
+    of the entries of what is about these two."""
     if engine not in ("xla-multiprocess-2", "xla-spmd-2"):
         return frozenset()
-    of_all = [name for name, case in CASES.items() if set(case.engines) == set(ALL) and case.num_devices == 2]
-    return frozenset(of_all[engine == "xla-spmd-2" :: 2])
+    on_two = {name: set(case.engines) for name, case in CASES.items() if case.num_devices == 2}
+    of_all = [name for name, engines in on_two.items() if engines == set(ALL)]
+    entries = [name for name, engines in on_two.items() if engines == set(XLA) and "-" in name]
+    return frozenset(each for names in (of_all, entries) for each in names[engine == "xla-spmd-2" :: 2])
 
 
 def marks_of(engine: str) -> list[pytest.MarkDecorator]:

@@ -108,7 +108,7 @@ NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
 
 
 @case_of_both(each=LAYOUTS)
-@case(each=NATIVE_LAYOUTS, left_out=("and-fsdp", "recomputed-over-all"))  # which cases with more have
+@case(each=NATIVE_LAYOUTS, left_out=("and-fsdp", "over-all", "recomputed-over-all"))  # which cases with more have
 @case_of_spmd(each={"in-a-loop": {"ep": 2, "compute": {"scan_layers": True}}})
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:
     options = {"num_local_experts": how.get("num_local_experts", 4)}
@@ -147,7 +147,7 @@ BESIDE: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @case_of_both(each=BESIDE_OF_BOTH)
 @case_of_spmd(each=BESIDE_IN_ONE_PROGRAM)
-@case(each=BESIDE, left_out=("split-layers", "split-samples-but-for-products", "stages"))
+@case(each=BESIDE, left_out=BESIDE.keys() - {"split-layers-but-for-products", "stages-recomputed"})
 def experts_train_as_unsharded_beside(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
     compare(with_random_numbers(make(**FAMILIES[family])), WINDOW, **options)
@@ -162,7 +162,7 @@ ADAPTED: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @case_of_both(each={"split-layers": ("qwen3-moe", beside(tp=2))})
-@case(each=ADAPTED, left_out=("alone",))
+@case(each=ADAPTED, left_out=("alone", "split-samples"))
 def adapters_train_beside_experts(how: tuple[str, dict[str, Any]]) -> None:
     family, options = how
     model = with_random_numbers(make(**FAMILIES[family]))
@@ -310,7 +310,7 @@ LOADED_NATIVELY: Mapping[str, dict[str, Any]] = {
 
 
 @case_of_both(each=LOADED)
-@case(each=LOADED_NATIVELY, left_out=("to-more", "to-replicas", "to-split-samples"))
+@case(each=LOADED_NATIVELY, left_out=LOADED_NATIVELY)
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"ep-saved-{[*LOADED.values(), *LOADED_NATIVELY.values()].index(after)}"
     make_model = partial(make, **FAMILIES["mixtral"])
@@ -476,7 +476,7 @@ def loads_of_experts_that_each_process_gathers_are_those_of_all_tokens() -> None
 
 @case(
     each=BESIDE_OF_BOTH | BESIDE,
-    left_out=BESIDE.keys() - {"stages-with-backwards-between"},
+    left_out=(BESIDE_OF_BOTH | BESIDE).keys() - {"split-layers-and-shared-experts", "stages-with-backwards-between"},
 )
 def loads_of_experts_are_those_of_all_tokens_beside(how: tuple[str, dict[str, Any]]) -> None:
     check_loads(how[0], **how[1])

@@ -223,7 +223,7 @@ COMPILED: Mapping[str, Compiled] = {"beside-split-layers": (FAMILIES["llama"], {
 
 
 @case_of((NATIVE,), each=COMPILED_ON_TWO)
-@case(each=COMPILED)
+@case(each=COMPILED, left_out=COMPILED)  # each half of it runs by itself
 def compiled_layers_train_as_unsharded(how: Compiled) -> None:
     options, axes, batches = how
     torch._dynamo.reset()  # or it would have the graphs of other cases
@@ -474,7 +474,10 @@ def what_would_see_a_part_only_is_refused() -> None:
         model(ids)
 
 
-@case(each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}, "to-split-layers": {"sp": 2, "tp": 2}})
+@case(
+    each={"to-fsdp": {"sp": 1}, "to-longer": {"sp": 4}, "to-split-layers": {"sp": 2, "tp": 2}},
+    left_out=("to-fsdp", "to-longer"),
+)
 def a_checkpoint_of_split_samples_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"sp-saved-{after['sp']}-{len(after)}"
     make_with_two_heads = partial(make, heads=2, kv_heads=2)

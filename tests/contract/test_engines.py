@@ -71,12 +71,12 @@ unequal = covers(
 layers_split = covers(
     engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5", "mixtral"], variants=["tp-sequence"]
 )
-layers_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2", "t5"], variants=["tp-alone"])
+layers_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-alone"])
 layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
 samples_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5"], variants=["sp"])
-samples_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2", "t5"], variants=["sp-alone"])
+samples_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["sp-alone"])
 samples_split_beside_layers = covers(engines=["xla-spmd-4"], models=["llama"], variants=["sp-tp-recompute"])
 samples_split_and_scanned = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["sp-scan"])
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
@@ -101,11 +101,11 @@ batchnorm_whole_batch = covers(engines=ONE_PROCESS, models=["cnn-batchnorm"], va
 # With `--full-contract`
 units_of_each_engine = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name"], in_full=True)
 more_layers_split_alone = covers(
-    engines=["xla-spmd-4"], models=["llama", "bert", "mixtral"], variants=["tp-alone"], in_full=True
+    engines=["xla-spmd-4"], models=["llama", "bert", "t5", "mixtral"], variants=["tp-alone"], in_full=True
 )
 more_in_full = (
     covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat"], in_full=True),
-    covers(engines=["xla-spmd-4"], models=["llama", "bert"], variants=["sp-alone"], in_full=True),
+    covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5"], variants=["sp-alone"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"], in_full=True),
     covers(engines=["native-2"], models=["llama"], variants=["recompute-but-products"], in_full=True),
     covers(engines=["native-2"], models=["llama", "bert"], variants=["compile-graphs"], in_full=True),

@@ -15,7 +15,7 @@ Image = pytest.importorskip("PIL.Image", reason="comes with matplotlib")
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "gpt2_fsdp.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--tee=3"]  # marks lines: [default1]:
-SHORT = ["--steps", "8", "--batch-size", "2", "--context", "32"]
+SHORT = ["--steps", "8", "--batch-size", "2", "--context", "32", "--files", "60"]
 
 # (how to launch it, arguments, devices that it shards over)
 ONE_PROCESS_SPMD = pytest.param([], ["--engine", "xla", "--devices", "2"], 2, marks=pytest.mark.xla, id="spmd-2")

@@ -245,7 +245,7 @@ def test_the_best_model_comes_back_after_an_early_stop(native):
 def test_the_example_leaves_a_model_that_opens(tmp_path):
     from transformers import GPT2LMHeadModel
 
-    options = ("--engine", "native", "--steps", 2, "--context", 16, "--out", "out")
+    options = ("--engine", "native", "--steps", 2, "--context", 16, "--files", 60, "--out", "out")
     done = forkrun.run(EXAMPLE, *options, imports=["transformers.trainer", "peft"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("'eval_loss':") == 2

@@ -297,7 +297,8 @@ def tensors_that_a_graph_writes_to_are_refused():
             return super().forward(x) * self.inner.plain
 
     for layer, name in ((Writing, "runs"), (WritingCode, "code"), (WritingPlain, "inner.plain")):
-        for backend, memory in (("aot_eager", {}), ("aot_eager", {"gc": True}), ("inductor", {})):
+        ways = [("aot_eager", {}), ("aot_eager", {"gc": True})] + [("inductor", {})] * (layer is Writing)
+        for backend, memory in ways:
             model, _ = start(layer, compute={"compile_backend": backend}, memory=memory)
             with torch.no_grad():
                 model(X)
@@ -366,7 +367,7 @@ def layers_with_caches_share_a_graph():
     import transformers
 
     start()  # which forgets what was compiled
-    sizes = {"num_hidden_layers": 12, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    sizes = {"num_hidden_layers": 5, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=16))
     compute = {"compile": True, "compile_backend": "aot_eager"}
     torchacc.accelerate(model, None, torchacc.Config.from_dict({"backend": "native", "compute": compute}))
@@ -374,7 +375,8 @@ def layers_with_caches_share_a_graph():
     model(input_ids=ids, labels=ids).loss.backward()
     report = torchacc.compile_report()
     assert (report.graphs, report.recompiles) == (2, ()), str(report)  # of the layers, and of the loss
-    assert model(input_ids=ids, labels=ids, use_cache=True).past_key_values is not None
+    with torch._dynamo.config.patch(recompile_limit=3):  # fewer than layers
+        assert model(input_ids=ids, labels=ids, use_cache=True).past_key_values is not None
 
 
 def outputs_that_layers_note_run_eagerly():
