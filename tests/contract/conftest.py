@@ -6,8 +6,8 @@ about, and gets combinations as the fixture `case`; `outcome` is what that run c
 plain PyTorch, unsharded.
 
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
-test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn, as do the
-entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too.
+test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn, and so
+do the entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
 `TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched

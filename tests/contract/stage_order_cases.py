@@ -219,11 +219,7 @@ ORDERS = (in_a_window, between_forwards, before_two_backwards, twice, interrupte
 
 @case(
     [NATIVE],
-    each={
-        f"{order.__name__}-{schedule}": (order, schedule)
-        for order in ORDERS
-        for schedule in SCHEDULES
-    },
+    each={f"{order.__name__}-{schedule}": (order, schedule) for order in ORDERS for schedule in SCHEDULES},
     # Each schedule has some of the orders, and each order a schedule.
     left_out={
         f"{order.__name__}-{schedule}"
