@@ -33,8 +33,7 @@ ENGINES = [
 ]
 ON_TWO = ["native-2", "xla-multiprocess-2", "xla-spmd-2"]
 ON_FOUR = ["native-4", "xla-multiprocess-4", "xla-spmd-4"]
-PROCESS_PER_DEVICE = ["native-2", "xla-multiprocess-2", "xla-multiprocess-4"]
-ONE_PROCESS = ["xla-spmd-2", "xla-spmd-4"]
+PROCESS_PER_DEVICE = ["native-2", "xla-multiprocess-2"]
 MODELS = ["gpt2", "llama", "bert", "t5", "mixtral", "cnn"]
 TIED = {
     "gpt2": ["transformer.wte.weight", "lm_head.weight"],
@@ -52,7 +51,7 @@ replicated = covers(engines=ON_TWO, models=["gpt2"], variants=["no-shard"])
 units_by_class = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-class"])
 units_by_size = covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["wrap-by-size"])
 units_by_name = covers(engines=["native-2"], models=["gpt2"], variants=["wrap-by-name"])
-kept_weights = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2"], variants=["shard-grad-op"])
+kept_weights = covers(engines=ON_TWO, models=["gpt2"], variants=["shard-grad-op"])
 recomputed = covers(engines=ON_TWO, models=["gpt2", "t5", "cnn"], variants=["recompute"])
 recomputed_but_products = covers(
     engines=["native-2"], models=["gpt2", "t5", "mixtral", "cnn"], variants=["recompute-but-products"]
@@ -64,10 +63,7 @@ hybrid = covers(engines=ON_FOUR, models=["gpt2", "cnn"], variants=["hybrid"])
 handed_in = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["handed-in"])
 deferred = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["deferred"])
 flat = covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["flat", "flat-handed-in"])
-flat_over_four = covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat-handed-in"])
-unequal = covers(
-    engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds", "unequal-seeds-synced"]
-)
+unequal = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["unequal-seeds", "unequal-seeds-synced"])
 layers_split = covers(
     engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5", "mixtral"], variants=["tp-sequence"]
 )
@@ -91,12 +87,12 @@ layers_split_natively_otherwise = covers(
 )
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
-whole_batch = covers(engines=ONE_PROCESS, models=["gpt2"], variants=["ragged-whole-batch"])
+whole_batch = covers(engines=["xla-spmd-2"], models=["gpt2"], variants=["ragged-whole-batch"])
 batchnorm_per_device = covers(engines=PROCESS_PER_DEVICE, models=["cnn-batchnorm"], variants=["per-device"])
-scanned = covers(engines=["xla-spmd-1", *ONE_PROCESS], models=["gpt2", "llama"], variants=["scan"])
+scanned = covers(engines=["xla-spmd-1", "xla-spmd-2"], models=["gpt2", "llama"], variants=["scan"])
 compiled = covers(engines=["native-2"], models=["gpt2"], variants=["compile", "compile-recompute"])
 compiled_graphs = covers(engines=["native-2"], models=["mixtral", "cnn"], variants=["compile-graphs"])
-batchnorm_whole_batch = covers(engines=ONE_PROCESS, models=["cnn-batchnorm"], variants=["whole-batch"])
+batchnorm_whole_batch = covers(engines=["xla-spmd-2"], models=["cnn-batchnorm"], variants=["whole-batch"])
 
 # With `--full-contract`
 units_of_each_engine = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name"], in_full=True)
@@ -104,7 +100,8 @@ more_layers_split_alone = covers(
     engines=["xla-spmd-4"], models=["llama", "bert", "t5", "mixtral"], variants=["tp-alone"], in_full=True
 )
 more_in_full = (
-    covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat"], in_full=True),
+    covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat", "flat-handed-in"], in_full=True),
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["scan", "shard-grad-op"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5"], variants=["sp-alone"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"], in_full=True),
     covers(engines=["native-2"], models=["llama"], variants=["recompute-but-products"], in_full=True),
@@ -132,7 +129,6 @@ def same_numbers(test):
         handed_in,
         deferred,
         flat,
-        flat_over_four,
         layers_split,
         layers_split_alone,
         layers_split_otherwise,
@@ -310,7 +306,7 @@ def test_groups_of_parameters_stay(outcome, reference):
     assert not outcome["optimizer_holds_strangers"]
 
 
-@covers(engines=["xla-multiprocess-2", "xla-multiprocess-4"], models=["gpt2"], variants=["flat-handed-in"])
+@covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["flat-handed-in"])
 def test_flattening_goes_by_the_groups_of_an_optimizer_handed_in(outcome):
     # A block has both kinds of parameters, and so has the model itself.
     assert outcome["group_sizes"] == [[3, 0.1], [3, 0.0]]
@@ -329,12 +325,12 @@ def test_groups_made_after_flattening_are_refused(refusal):
 # (That all take rank 0's values is seen in the numbers above.)
 
 
-@covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-seeds"])
+@covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["unequal-seeds"])
 def test_processes_that_start_from_other_values_are_told_of_it(launched, case):
     assert "differ between the ranks" in launched(case.engine).printed
 
 
-@covers(engines=["native-2", "xla-multiprocess-2"], models=["gpt2"], variants=["unequal-shapes"])
+@covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["unequal-shapes"])
 def test_processes_with_other_models_are_refused(refusal):
     assert "the processes built different models" in refusal
 
@@ -342,12 +338,9 @@ def test_processes_with_other_models_are_refused(refusal):
 # Less precision. bfloat16 has 8 bits of mantissa, and float16 11: a relative 4e-3 and 5e-4 in each product, which
 # average out over 128 tokens.
 
-
-TWO_PROCESSES = ["native-2", "xla-multiprocess-2"]
-
 bf16 = covers(engines=[*ON_TWO, "xla-spmd-4"], models=["gpt2", "llama"], variants=["bf16"])
 bf16_layers_split = covers(engines=["native-4", "xla-spmd-4"], models=["llama"], variants=["tp-bf16"])
-bf16_sums = covers(engines=TWO_PROCESSES, models=["gpt2"], variants=["bf16-sums"])
+bf16_sums = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["bf16-sums"])
 bf16_masters = covers(engines=ON_TWO, models=["gpt2"], variants=["bf16-masters"])
 fp16 = covers(engines=["native-1", "native-2"], models=["gpt2"], variants=["fp16"])
 
