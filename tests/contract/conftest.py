@@ -10,8 +10,8 @@ test (see `covering.py`). Of the table, what is about all three engines runs nat
 do the entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
-`TABLE_ON` on which engines its tests are about all cases there are for these, which engines are launched
-`WITH_TORCHRUN`, and with `DUMPS` that XLA writes the programs that it compiles.
+`TABLE_ON` on which engines its tests are about all cases there are for these, and with `DUMPS` that XLA writes the
+programs that it compiles.
 """
 
 import os
@@ -94,13 +94,12 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if item.path == request.path and hasattr(item, "callspec"):
             for engine, name in names_needed(item.callspec.params):
                 names[engine][name] = None
-    with_torchrun, dumps = getattr(request.module, "WITH_TORCHRUN", ()), getattr(request.module, "DUMPS", False)
+    dumps = getattr(request.module, "DUMPS", False)
     found: dict[str, Launch] = {}
 
     def of(engine: str) -> Launch:
         if engine not in found:
-            options = {"with_torchrun": engine in with_torchrun, "dumps": dumps}
-            found[engine] = launch(engine, folder / engine, list(names[engine]), **options)
+            found[engine] = launch(engine, folder / engine, list(names[engine]), dumps=dumps)
         return found[engine]
 
     return of

@@ -72,14 +72,13 @@ class Launch:
         return ended[0]["returned"]
 
 
-def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool = False, dumps: bool = False) -> Launch:
+def launch(engine: str, out: Path, names: Sequence[str], *, dumps: bool = False) -> Launch:
     """Run cases on an engine.
 
     Args:
         engine: Its kind and its number of devices, such as `native-2`, or `native-gpu-2`.
         out: A folder for what they came to.
         names: The cases.
-        with_torchrun: Whether ranks are started as users do, and not as forks.
         dumps: Whether XLA writes the programs that it compiles, into the folder that the worker finds in
             `TORCHACC_TEST_PROGRAMS`.
     """
@@ -94,7 +93,7 @@ def launch(engine: str, out: Path, names: Sequence[str], *, with_torchrun: bool 
         env = environment(dump, TORCHACC_TEST_PROGRAMS=str(programs))
     left, printed, outcomes = list(names), "", {}
     for _ in range(1 + _MORE_LAUNCHES):
-        printed += _run_cases(kind, num_ranks, env, engine, out, *left, with_torchrun=with_torchrun)
+        printed += _run_cases(kind, num_ranks, env, engine, out, *left)
         outcomes = _outcomes_in(out)
         before, left = left, [name for name in left if len(outcomes.get(name, [])) < (num_ranks or 1)]
         if not left or len(left) == len(before):
@@ -106,11 +105,9 @@ _MORE_LAUNCHES = 3
 """How often the cases that an engine did not come to, because one before them had failed, are launched again."""
 
 
-def _run_cases(kind: str, num_ranks: int, env: Mapping[str, str], *arguments: object, with_torchrun: bool) -> str:
+def _run_cases(kind: str, num_ranks: int, env: Mapping[str, str], *arguments: object) -> str:
     if kind.endswith("-gpu"):
         return launch_on_gpus(num_ranks or 1, WORKER, *arguments, under_xla=not num_ranks)
-    if with_torchrun:
-        return _torchrun(num_ranks, env, WORKER, *arguments)
     imports = ["torch_xla"] if kind.startswith("xla") else []
     return run_all(WORKER, *arguments, num_ranks=num_ranks, imports=imports, seconds=SECONDS_TO_RUN, env=env)
 
@@ -129,10 +126,6 @@ def launch_on_gpus(num_ranks: int, worker: Path, *arguments: object, under_xla: 
     """
     show = gpus.under_xla if under_xla else gpus.shown
     env = show(forkrun.environment(**{gpus.SWITCH: gpus.kind() or ""}))
-    return _torchrun(num_ranks, env, worker, *arguments)
-
-
-def _torchrun(num_ranks: int, env: Mapping[str, str], worker: Path, *arguments: object) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     process = subprocess.Popen(
         [sys.executable, *launcher, *map(str, [worker, *arguments])],

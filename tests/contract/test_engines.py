@@ -20,7 +20,6 @@ import contract_worker  # noqa: F401 - registers the cases
 from launching import SECONDS_TO_RUN
 
 pytestmark = pytest.mark.timeout(SECONDS_TO_RUN + 60)
-WITH_TORCHRUN = ["native-2", "xla-multiprocess-2"]  # as users do
 ENGINES = [
     "native-1",
     "native-2",
