@@ -76,7 +76,7 @@ samples_split_beside_layers = covers(engines=["xla-spmd-4"], models=["llama"], v
 samples_split_and_scanned = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["sp-scan"])
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
 layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp"])
-layers_split_and_compiled = covers(engines=["native-2"], models=["bert", "gpt2"], variants=["tp-compile-graphs"])
+layers_split_and_compiled = covers(engines=["native-2"], models=["bert"], variants=["tp-compile-graphs"])
 layers_split_compiled_and_sharded = covers(engines=["native-4"], models=["llama"], variants=["tp-compile-recompute"])
 experts_with_layers_split = covers(engines=["native-4"], models=["mixtral"], variants=["tp"])
 layers_split_natively_otherwise = covers(
@@ -105,7 +105,7 @@ more_in_full = (
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"], in_full=True),
     covers(engines=["native-2"], models=["llama"], variants=["recompute-but-products"], in_full=True),
     covers(engines=["native-2"], models=["llama", "bert"], variants=["compile-graphs"], in_full=True),
-    covers(engines=["native-2"], models=["t5"], variants=["tp-compile-graphs"], in_full=True),
+    covers(engines=["native-2"], models=["gpt2", "t5"], variants=["tp-compile-graphs"], in_full=True),
     covers(engines=["native-2"], models=["gpt2"], variants=["tp-compile-recompute"], in_full=True),
 )
 
