@@ -63,6 +63,8 @@ def blocks_of(tokens: torch.Tensor, length: int, *, limit: int | None = None) ->
 
 
 def _stdlib_documents(files: int | None) -> tuple[list[str], list[str]]:
+    if files is not None and files < HELD_OUT_EVERY:
+        raise SystemExit(f"--files {files}: every {HELD_OUT_EVERY}th file is held out; give {HELD_OUT_EVERY} or more")
     documents = stdlib_documents()[:files]
     held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     del documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]

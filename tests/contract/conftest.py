@@ -35,7 +35,8 @@ Launched = Callable[[str], Launch]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "covers(engines, models, variants): run a test of the contract for each combination, as `case`"
+        "markers",
+        "covers(engines, models, variants, in_full): run a test of the contract for each combination, as `case`",
     )
     if config.getoption("--full-contract"):
         os.environ[FULL_CONTRACT] = "1"

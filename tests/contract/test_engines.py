@@ -44,13 +44,29 @@ RELATIVE = 1e-5
 ABSOLUTE = {"sgd": 1e-6, "adamw": 5e-6}  # of parameters, by recipe
 
 covers = pytest.mark.covers
+
+
+def together(*marks):
+    """Return marks as one, to write above a test."""
+
+    def mark(test):
+        for each in marks:
+            test = each(test)
+        return test
+
+    return mark
+
+
 every_model = covers(engines=ENGINES, models=MODELS, variants=["adamw", "sgd"])
 replicated = covers(engines=ON_TWO, models=["gpt2"], variants=["no-shard"])
 # The plan is made without an engine, and the embedding of `wrap-by-class` is tied to the head, in another unit.
 units_by_class = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-class"])
 units_by_size = covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["wrap-by-size"])
 units_by_name = covers(engines=["native-2"], models=["gpt2"], variants=["wrap-by-name"])
-kept_weights = covers(engines=ON_TWO, models=["gpt2"], variants=["shard-grad-op"])
+kept_weights = together(
+    covers(engines=ON_TWO, models=["gpt2"], variants=["shard-grad-op"]),
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["shard-grad-op"], in_full=True),
+)
 recomputed = covers(engines=ON_TWO, models=["gpt2", "t5", "cnn"], variants=["recompute"])
 recomputed_but_products = covers(
     engines=["native-2"], models=["gpt2", "t5", "mixtral", "cnn"], variants=["recompute-but-products"]
@@ -66,7 +82,10 @@ unequal = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["unequal
 layers_split = covers(
     engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5", "mixtral"], variants=["tp-sequence"]
 )
-layers_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-alone"])
+layers_split_alone = together(
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-alone"]),
+    covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5", "mixtral"], variants=["tp-alone"], in_full=True),
+)
 layers_split_otherwise = covers(
     engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
 )
@@ -85,22 +104,31 @@ layers_split_natively_otherwise = covers(
     variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute", "tp-recompute-but-products", "tp-deferred"],
 )
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
-per_device = covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"])
+per_device = together(
+    covers(engines=PROCESS_PER_DEVICE, models=["gpt2"], variants=["ragged-per-device"]),
+    covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["ragged-per-device"], in_full=True),
+)
 whole_batch = covers(engines=["xla-spmd-2"], models=["gpt2"], variants=["ragged-whole-batch"])
-batchnorm_per_device = covers(engines=PROCESS_PER_DEVICE, models=["cnn-batchnorm"], variants=["per-device"])
-scanned = covers(engines=["xla-spmd-1", "xla-spmd-2"], models=["gpt2", "llama"], variants=["scan"])
+batchnorm_per_device = together(
+    covers(engines=PROCESS_PER_DEVICE, models=["cnn-batchnorm"], variants=["per-device"]),
+    covers(engines=["xla-multiprocess-4"], models=["cnn-batchnorm"], variants=["per-device"], in_full=True),
+)
+scanned = together(
+    covers(engines=["xla-spmd-1", "xla-spmd-2"], models=["gpt2", "llama"], variants=["scan"]),
+    covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["scan"], in_full=True),
+)
 compiled = covers(engines=["native-2"], models=["gpt2"], variants=["compile", "compile-recompute"])
 compiled_graphs = covers(engines=["native-2"], models=["mixtral", "cnn"], variants=["compile-graphs"])
-batchnorm_whole_batch = covers(engines=["xla-spmd-2"], models=["cnn-batchnorm"], variants=["whole-batch"])
+batchnorm_whole_batch = together(
+    covers(engines=["xla-spmd-2"], models=["cnn-batchnorm"], variants=["whole-batch"]),
+    covers(engines=["xla-spmd-4"], models=["cnn-batchnorm"], variants=["whole-batch"], in_full=True),
+)
 
 # With `--full-contract`
 units_of_each_engine = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name"], in_full=True)
-more_layers_split_alone = covers(
-    engines=["xla-spmd-4"], models=["llama", "bert", "t5", "mixtral"], variants=["tp-alone"], in_full=True
-)
 more_in_full = (
     covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat", "flat-handed-in"], in_full=True),
-    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["scan", "shard-grad-op"], in_full=True),
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["ragged-whole-batch"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5"], variants=["sp-alone"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["sp-tp-recompute", "sp-scan"], in_full=True),
     covers(engines=["native-2"], models=["llama"], variants=["recompute-but-products"], in_full=True),
@@ -110,52 +138,48 @@ more_in_full = (
 )
 
 
-def same_numbers(test):
-    """Run a test for all that must train as the reference does."""
-    for marks in (
-        every_model,
-        replicated,
-        units_by_class,
-        units_by_size,
-        units_by_name,
-        kept_weights,
-        recomputed,
-        recomputed_but_products,
-        recomputed_and_accumulated,
-        recomputed_in_replicas,
-        recomputed_from_flat,
-        hybrid,
-        handed_in,
-        deferred,
-        flat,
-        layers_split,
-        layers_split_alone,
-        layers_split_otherwise,
-        samples_split,
-        samples_split_alone,
-        samples_split_beside_layers,
-        samples_split_and_scanned,
-        layers_split_natively,
-        layers_split_and_compiled,
-        layers_split_compiled_and_sharded,
-        experts_with_layers_split,
-        layers_split_natively_otherwise,
-        unequal,
-        levers,
-        evaluated,
-        per_device,
-        whole_batch,
-        scanned,
-        compiled,
-        compiled_graphs,
-        batchnorm_per_device,
-        batchnorm_whole_batch,
-        units_of_each_engine,
-        more_layers_split_alone,
-        *more_in_full,
-    ):
-        test = marks(test)
-    return test
+same_numbers = together(
+    every_model,
+    replicated,
+    units_by_class,
+    units_by_size,
+    units_by_name,
+    kept_weights,
+    recomputed,
+    recomputed_but_products,
+    recomputed_and_accumulated,
+    recomputed_in_replicas,
+    recomputed_from_flat,
+    hybrid,
+    handed_in,
+    deferred,
+    flat,
+    layers_split,
+    layers_split_alone,
+    layers_split_otherwise,
+    samples_split,
+    samples_split_alone,
+    samples_split_beside_layers,
+    samples_split_and_scanned,
+    layers_split_natively,
+    layers_split_and_compiled,
+    layers_split_compiled_and_sharded,
+    experts_with_layers_split,
+    layers_split_natively_otherwise,
+    unequal,
+    levers,
+    evaluated,
+    per_device,
+    whole_batch,
+    scanned,
+    compiled,
+    compiled_graphs,
+    batchnorm_per_device,
+    batchnorm_whole_batch,
+    units_of_each_engine,
+    *more_in_full,
+)
+"""A test that runs for all that must train as the reference does."""
 
 
 # The same numbers
@@ -195,12 +219,14 @@ def test_clipping_was_put_to_use(outcome):
 
 
 @covers(engines=PROCESS_PER_DEVICE, models=["gpt2", "bert", "t5"], variants=["adamw", "sgd"])
+@covers(engines=["xla-multiprocess-4"], models=["gpt2", "bert", "t5"], variants=["adamw", "sgd"], in_full=True)
 def test_each_rank_sees_the_loss_of_the_global_batch(outcome, case):
     assert len(outcome["losses_by_rank"]) == case.num_devices
     assert all(losses == outcome["losses_by_rank"][0] for losses in outcome["losses_by_rank"])
 
 
 @covers(engines=PROCESS_PER_DEVICE, models=["cnn"], variants=["adamw", "sgd"])
+@covers(engines=["xla-multiprocess-4"], models=["cnn"], variants=["adamw", "sgd"], in_full=True)
 def test_a_loss_that_the_script_computes_is_the_devices_own(outcome):
     assert outcome["losses_by_rank"][0] != outcome["losses_by_rank"][1]
 
@@ -306,6 +332,7 @@ def test_groups_of_parameters_stay(outcome, reference):
 
 
 @covers(engines=["xla-multiprocess-2"], models=["gpt2"], variants=["flat-handed-in"])
+@covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat-handed-in"], in_full=True)
 def test_flattening_goes_by_the_groups_of_an_optimizer_handed_in(outcome):
     # A block has both kinds of parameters, and so has the model itself.
     assert outcome["group_sizes"] == [[3, 0.1], [3, 0.0]]
@@ -396,7 +423,6 @@ def test_dtypes_of_what_a_model_returns(outcome, case):
 @covers(engines=[engine for engine in ENGINES if engine.startswith("xla")], models=MODELS, variants=["adamw", "sgd"])
 @layers_split
 @layers_split_alone
-@more_layers_split_alone
 @covers(engines=["xla-multiprocess-2", "xla-spmd-2"], models=["gpt2"], variants=["recompute", "recompute-accumulated"])
 def test_a_training_step_compiles_in_the_first_step_only(outcome):
     first, second, *later = outcome["num_compiles"]

@@ -138,7 +138,7 @@ def inductor_trains_alike():
     model, plain = start(compute={"compile_backend": "inductor", "compile_cache": str(FOLDER / "programs")})
     train(model, plain)
     assert torchacc.compile_report().graphs == 1
-    assert any((FOLDER / "programs").rglob("*.cpp")) or any((FOLDER / "programs").iterdir())
+    assert any((FOLDER / "programs").rglob("*.so"))
 
 
 def broken_graph_is_named():
@@ -297,8 +297,7 @@ def tensors_that_a_graph_writes_to_are_refused():
             return super().forward(x) * self.inner.plain
 
     for layer, name in ((Writing, "runs"), (WritingCode, "code"), (WritingPlain, "inner.plain")):
-        ways = [("aot_eager", {}), ("aot_eager", {"gc": True})] + [("inductor", {})] * (layer is Writing)
-        for backend, memory in ways:
+        for backend, memory in (("aot_eager", {}), ("aot_eager", {"gc": True}), ("inductor", {})):
             model, _ = start(layer, compute={"compile_backend": backend}, memory=memory)
             with torch.no_grad():
                 model(X)
