@@ -39,7 +39,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-IMPORTED = ("torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2", "torchacc")
+IMPORTED = (
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "datasets",
+    "peft",
+    "torchacc",
+)
+"""What of it is installed; few jobs need all, and each server that imports anew takes longer than that."""
 IMPORT_VARIABLES = ("USE_TORCH_XLA", "HF_HOME")
 ROOT = Path(__file__).parents[1]
 CLIENT = Path(__file__).with_name("fork_client.py")
@@ -335,8 +345,12 @@ _servers: dict[tuple[Any, ...], Server] = {}
 """Those in use, by the values of `IMPORT_VARIABLES` and what else they have imported."""
 
 
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
 def _server(env: Mapping[str, str], imports: Sequence[str]) -> Server:
-    modules = tuple(name for name in imports if importlib.util.find_spec(name.partition(".")[0]))
+    modules = tuple(filter(_is_installed, imports))
     key = (*(env.get(name) for name in IMPORT_VARIABLES), modules)
     if key not in _servers:
         shared = {name: value for name, value in os.environ.items() if name not in IMPORT_VARIABLES}
@@ -423,7 +437,7 @@ def python(*imports: str) -> str:
 def main() -> None:
     serves = sys.argv[1] == SERVE
     sys.path.insert(1, str(ROOT))
-    for name in (*IMPORTED, *(sys.argv[4:] if serves else [])):
+    for name in (*filter(_is_installed, IMPORTED), *(sys.argv[4:] if serves else [])):
         importlib.import_module(name)
     del sys.path[1]
     collect_rarely()

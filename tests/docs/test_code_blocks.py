@@ -28,7 +28,7 @@ def as_parameter(program: Program):
 
 @pytest.fixture(scope="module")
 def worker():
-    python = forkrun.python("torch_xla", "datasets")
+    python = forkrun.python("torch_xla")
     environment = forkrun.environment(PYTHON=python)
     with subprocess.Popen(
         [sys.executable, str(WORKER)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -23,7 +23,7 @@ def run(mode, folder, *cases, killed=False):
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if mode != "plain":
         environ.pop("USE_TORCH_XLA", None)  # as a user has it: transformers and accelerate find torch_xla
-    imports = ["transformers.trainer", "peft", *(["torch_xla"] if mode != "plain" else [])]
+    imports = ["torch_xla"] if mode != "plain" else []
     done = forkrun.run(
         SCRIPT, mode, folder, *cases, num_ranks=NUM_RANKS[mode], imports=imports, env=environ, cwd=folder
     )
@@ -246,7 +246,7 @@ def test_the_example_leaves_a_model_that_opens(tmp_path):
     from transformers import GPT2LMHeadModel
 
     options = ("--engine", "native", "--steps", 2, "--context", 16, "--files", 60, "--out", "out")
-    done = forkrun.run(EXAMPLE, *options, imports=["transformers.trainer", "peft"], cwd=tmp_path)
+    done = forkrun.run(EXAMPLE, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("'eval_loss':") == 2
     assert "engine      native, 1 device," in done.stdout

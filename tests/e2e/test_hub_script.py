@@ -42,7 +42,7 @@ def hub_folder(tmp_path_factory):
 def run(folder, num_ranks, *, backend, use_spmd=False, bf16=False):
     options = json.dumps({"backend": backend, "use_spmd": use_spmd, "bf16": bf16})
     environ = forkrun.environment(HF_HOME=str(folder / "cache"))
-    done = forkrun.run(SCRIPT, options, num_ranks=num_ranks, imports=["torch_xla", "datasets"], env=environ, cwd=folder)
+    done = forkrun.run(SCRIPT, options, num_ranks=num_ranks, imports=["torch_xla"], env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     facts = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FACTS ")]
     return sorted(facts, key=lambda fact: fact["rank"])

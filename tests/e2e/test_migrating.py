@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def run(script, folder, *options, imports=()):
     folder.mkdir()
-    done = forkrun.run(SCRIPTS / script, folder, *options, num_ranks=2, imports=[*imports, "transformers"], cwd=folder)
+    done = forkrun.run(SCRIPTS / script, folder, *options, num_ranks=2, imports=imports, cwd=folder)
     assert done.returncode == 0, done.stderr[-5000:]
     printed = next(line for line in done.stdout.splitlines() if line.startswith("{"))
     return json.loads(printed), BertForSequenceClassification.from_pretrained(folder / "model").state_dict()

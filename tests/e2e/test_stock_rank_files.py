@@ -12,7 +12,6 @@ from tests.trees import assert_same
 from torchacc.checkpoint.other_formats.conversion import execute
 from torchacc.checkpoint.other_formats.rank_conversion import consolidate_sharded_model_checkpoints, plan_conversion
 
-pytest.importorskip("torch_xla")
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
 
 ENVIRON = os.environ | {"PJRT_DEVICE": "CPU"}

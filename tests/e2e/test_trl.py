@@ -27,7 +27,7 @@ def run(mode, folder, *cases):
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "HF_HOME": str(folder / "home")}
     if mode != "plain":
         environ.pop("USE_TORCH_XLA", None)
-    imports = ["trl", "peft", *(["torch_xla"] if mode != "plain" else [])]
+    imports = ["trl", *(["torch_xla"] if mode != "plain" else [])]
     done = forkrun.run(
         SCRIPT, mode, folder, *cases, num_ranks=NUM_RANKS[mode], imports=imports, env=environ, cwd=folder
     )

@@ -11,7 +11,6 @@ from tests import forkrun
 WORKER = Path(__file__).with_name("train_worker.py")
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from an old oak tree"
 MODEL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32}
-IMPORTS = ("torch_xla", "datasets")
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -43,6 +42,6 @@ def data(folder: Path) -> dict:
 def carry_out(path: Path, *stages: str, num_processes: int = 1, returncode: int = 0) -> dict:
     """Carry stages out in processes of their own, and return what rank 0 has found."""
     num_ranks = num_processes if num_processes > 1 else 0
-    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, imports=IMPORTS, timeout=400)
+    done = forkrun.run(WORKER, path, *stages, num_ranks=num_ranks, imports=["torch_xla"], timeout=400)
     assert done.returncode == returncode, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]) if returncode == 0 else {}

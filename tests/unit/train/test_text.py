@@ -235,7 +235,7 @@ def start(configure, tmp_path):
     def make():
         return subprocess.Popen(
             [
-                forkrun.python("torch_xla", "datasets"),
+                forkrun.python("torch_xla"),
                 Path(__file__).with_name("text_program.py"),
                 json.dumps(config.model_dump()),
             ],

@@ -19,7 +19,6 @@ from torchacc.train.checks import check_kernel
 from torchacc.train.config import TextConfig
 
 PROGRAM = Path(__file__).with_name("attention_program.py")
-IMPORTS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mistral", "gemma2", "t5")]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_ONE = [
     "flex_has_the_numbers_of_a_sliding_window",
@@ -53,7 +52,7 @@ needs_transformers = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "cases"), [(1, ON_ONE), (2, ON_TWO)], ids=["one", "two"])
 def test_numbers_are_those_of_the_unsharded_model(num_ranks, cases, tmp_path):
-    done = forkrun.run(PROGRAM, tmp_path, *cases, num_ranks=num_ranks, imports=IMPORTS)
+    done = forkrun.run(PROGRAM, tmp_path, *cases, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(num_ranks):
         folder = tmp_path / str(rank) if num_ranks > 1 else tmp_path

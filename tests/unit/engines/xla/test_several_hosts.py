@@ -116,8 +116,9 @@ class Runs:
         if (layout, num_ranks) not in self._found:
             folder = self._folder / f"{layout}-{num_ranks}"
             folder.mkdir()
-            imports = ["torch_xla", "transformers"]
-            done = forkrun.run(PROGRAM, folder, layout, num_ranks=num_ranks, imports=imports, timeout=200, merged=True)
+            done = forkrun.run(
+                PROGRAM, folder, layout, num_ranks=num_ranks, imports=["torch_xla"], timeout=200, merged=True
+            )
             files = [folder / f"rank{rank}.json" for rank in range(max(num_ranks, 1))]
             assert all(file.exists() for file in files), done.stdout
             self._found[layout, num_ranks] = [json.loads(file.read_text()) for file in files]
