@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests import gpus
 
@@ -82,6 +85,29 @@ def pytest_collection_finish() -> None:
     from tests import forkrun
 
     forkrun.collect_rarely()
+
+
+class OneWorkerForTheContract(LoadFileScheduling):
+    """Gives a worker no file of the contract while another has one, unless nothing else is left.
+
+    Each of its jobs keeps both cores busy. Most others wait for a part of their time: two of them leave cores idle.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        others = [work for other, work in self.assigned_work.items() if other is not node]
+        taken = any(_is_contract(file) and not all(tests.values()) for work in others for file, tests in work.items())
+        preferred = next((file for file in self.workqueue if _is_contract(file) != taken), None)
+        if preferred is not None:
+            self.workqueue.move_to_end(preferred, last=False)
+        super()._assign_work_unit(node)
+
+
+def _is_contract(file: str) -> bool:
+    return file.startswith("tests/contract/")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return OneWorkerForTheContract(config, log)
 
 
 @pytest.fixture(autouse=True)
