@@ -80,6 +80,7 @@ VARIANTS = {
     "wrap-by-class": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP", "Embedding"]}),  # the embedding is tied to the head
     "scan": Variant(compute={"scan_layers": True}),
     "compile": Variant(compute={"compile": True}),
+    "compile-parts": Variant(fsdp={"wrap_layer_cls": ["GPT2MLP"]}, compute={"compile": True}),
     # Without inductor, whose C++ takes most of the time: what is tried is Dynamo's and autograd's part.
     "compile-graphs": Variant(compute={"compile": True, "compile_backend": "aot_eager"}),
     "tp-compile-graphs": Variant(tp=2, compute={"compile": True, "compile_backend": "aot_eager"}),

@@ -42,6 +42,8 @@ CASES = {
     ),
 }
 """By the number of processes."""
+LEFT_OUT = {"gpt2 recomputed", "llama sp=2 ring=2", "llama pp=2", "llama tp=2 recomputed"}
+"""What others have each half of, or the same on fewer processes; they run with `--full-contract`."""
 TOLERANCE = 0.1
 AHEAD = 0.15
 """Of small models, what a process holds beside that where others are ahead: what they have sent, until it is used."""
@@ -53,9 +55,10 @@ ATTEMPTS = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", CASES)
-def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path):
+def test_the_plan_is_within_a_tenth_of_what_is_held(num_processes, tmp_path, request):
     below = TOLERANCE + (AHEAD if num_processes > 1 else 0.0)
-    left = CASES[num_processes]
+    is_full = request.config.getoption("--full-contract")
+    left = [case for case in CASES[num_processes] if is_full or case not in LEFT_OUT]
     for attempt in range(ATTEMPTS if num_processes > 1 else 1):
         off_by = measure(num_processes, left, tmp_path / str(attempt))
         left = [case for case, part in off_by.items() if not -below < part < TOLERANCE]
