@@ -106,8 +106,8 @@ def _is_contract(file: str) -> bool:
     return file.startswith("tests/contract/")
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    return OneWorkerForTheContract(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return OneWorkerForTheContract(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
