@@ -117,7 +117,10 @@ scanned = together(
     covers(engines=["xla-spmd-1", "xla-spmd-2"], models=["gpt2", "llama"], variants=["scan"]),
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["scan"], in_full=True),
 )
-compiled = covers(engines=["native-2"], models=["gpt2"], variants=["compile-parts", "compile-recompute"])
+compiled = together(
+    covers(engines=["native-2"], models=["gpt2"], variants=["compile-parts", "compile-recompute"]),
+    covers(engines=["native-2"], models=["gpt2"], variants=["compile"], in_full=True),
+)
 compiled_graphs = covers(engines=["native-2"], models=["mixtral", "cnn"], variants=["compile-graphs"])
 batchnorm_whole_batch = together(
     covers(engines=["xla-spmd-2"], models=["cnn-batchnorm"], variants=["whole-batch"]),
@@ -127,7 +130,6 @@ batchnorm_whole_batch = together(
 # With `--full-contract`
 units_of_each_engine = covers(engines=ON_TWO, models=["gpt2"], variants=["wrap-by-size", "wrap-by-name"], in_full=True)
 more_in_full = (
-    covers(engines=["native-2"], models=["gpt2"], variants=["compile"], in_full=True),
     covers(engines=["xla-multiprocess-4"], models=["gpt2"], variants=["flat", "flat-handed-in"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["ragged-whole-batch"], in_full=True),
     covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5"], variants=["sp-alone"], in_full=True),

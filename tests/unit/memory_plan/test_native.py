@@ -43,7 +43,7 @@ CASES = {
 }
 """By the number of processes."""
 LEFT_OUT = {"gpt2 recomputed", "llama sp=2 ring=2", "llama pp=2", "llama tp=2 recomputed"}
-"""What others have each half of, or the same on fewer processes; they run with `--full-contract`."""
+"""Others have each half of these, some on another number of processes; they run with `--full-contract`."""
 TOLERANCE = 0.1
 AHEAD = 0.15
 """Of small models, what a process holds beside that where others are ahead: what they have sent, until it is used."""
