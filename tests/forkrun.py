@@ -275,6 +275,19 @@ def share_gloos_thread() -> None:
     distributed_c10d.ProcessGroupGloo = GroupOfOneDevice
 
 
+def compile_only_graphs() -> None:
+    """Let Dynamo and inductor compile no C++ but that of graphs.
+
+    In each process inductor would try by programs that import PyTorch which vector code there is beyond AVX-512's, and
+    PyTorch 2.9 would compile what compares sizes that differ between calls, which later versions do in Python.
+    """
+    from torch._dynamo import config
+    from torch._inductor import cpu_vec_isa
+
+    config.enable_cpp_symbolic_shape_guards = False
+    cpu_vec_isa.VecISA.check_build = lambda self, code: False
+
+
 def python_of(path: str) -> str:
     """Return the `python` of the server at a socket."""
     return str(Path(path).with_name("python"))
@@ -442,6 +455,7 @@ def main() -> None:
     del sys.path[1]
     collect_rarely()
     share_gloos_thread()
+    compile_only_graphs()
     if serves:
         job = Forks(sys.argv[2], int(sys.argv[3])).serve()
         number, command = job["num_ranks"], job["command"]

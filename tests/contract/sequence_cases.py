@@ -222,7 +222,7 @@ COMPILED_ON_TWO: Mapping[str, Compiled] = {
 COMPILED: Mapping[str, Compiled] = {"beside-split-layers": (FAMILIES["llama"], {"sp": 2, "tp": 2}, [packed()])}
 
 
-@case_of((NATIVE,), each=COMPILED_ON_TWO)
+@case_of((NATIVE,), each=COMPILED_ON_TWO, left_out=("on-more-devices-than-heads",))
 @case(each=COMPILED, left_out=COMPILED)  # each half of it runs by itself
 def compiled_layers_train_as_unsharded(how: Compiled) -> None:
     options, axes, batches = how

@@ -96,7 +96,6 @@ samples_split_and_scanned = covers(engines=["xla-spmd-4"], models=["gpt2"], vari
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
 layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp"])
 layers_split_and_compiled = covers(engines=["native-2"], models=["bert"], variants=["tp-compile-graphs"])
-layers_split_compiled_and_sharded = covers(engines=["native-4"], models=["llama"], variants=["tp-compile-recompute"])
 experts_with_layers_split = covers(engines=["native-4"], models=["mixtral"], variants=["tp"])
 layers_split_natively_otherwise = covers(
     engines=["native-4"],
@@ -118,8 +117,9 @@ scanned = together(
     covers(engines=["xla-spmd-4"], models=["gpt2", "llama"], variants=["scan"], in_full=True),
 )
 compiled = together(
-    covers(engines=["native-2"], models=["gpt2"], variants=["compile-parts", "compile-recompute"]),
-    covers(engines=["native-2"], models=["gpt2"], variants=["compile"], in_full=True),
+    covers(engines=["native-2"], models=["gpt2"], variants=["compile-recompute"]),
+    covers(engines=["native-1"], models=["gpt2"], variants=["compile-parts"]),  # each rank would compile the same
+    covers(engines=["native-2"], models=["gpt2"], variants=["compile", "compile-parts"], in_full=True),
 )
 compiled_graphs = covers(engines=["native-2"], models=["mixtral", "cnn"], variants=["compile-graphs"])
 batchnorm_whole_batch = together(
@@ -138,6 +138,7 @@ more_in_full = (
     covers(engines=["native-2"], models=["llama", "bert"], variants=["compile-graphs"], in_full=True),
     covers(engines=["native-2"], models=["gpt2", "t5"], variants=["tp-compile-graphs"], in_full=True),
     covers(engines=["native-2"], models=["gpt2"], variants=["tp-compile-recompute"], in_full=True),
+    covers(engines=["native-4"], models=["llama"], variants=["tp-compile-recompute"], in_full=True),
 )
 
 
@@ -166,7 +167,6 @@ same_numbers = together(
     samples_split_and_scanned,
     layers_split_natively,
     layers_split_and_compiled,
-    layers_split_compiled_and_sharded,
     experts_with_layers_split,
     layers_split_natively_otherwise,
     unequal,

@@ -69,7 +69,7 @@ class KillAfter(TrainerCallback):
 def gpt2(dropout=0.0):
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    shares = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    shares = {"resid_pdrop": 0.0, "embd_pdrop": dropout, "attn_pdrop": dropout}
     return GPT2LMHeadModel(GPT2Config(**shape, **shares, bos_token_id=0, eos_token_id=0))
 
 
