@@ -24,6 +24,7 @@ from casekit import (
     XLA,
     X,
     accelerate,
+    by_rank,
     case,
     check_parameters,
     check_training,
@@ -181,6 +182,15 @@ def inputs_in_half_precision_of_a_model_in_float32_are_explained() -> None:
 def inputs_on_another_device_are_explained() -> None:
     with pytest.raises(torchacc.DataError, match=r"the model is on xla:0, and was called with a tensor on meta: use"):
         accelerate(MLP())(torch.ones(2, 8, device="meta"))
+
+
+@case([NATIVE, MULTIPROCESS])
+def model_on_the_meta_device_of_some_processes_is_refused_on_each() -> None:
+    with torch.device("meta" if RANK else "cpu"):
+        model = MLP()
+    with pytest.raises(torchacc.ConfigError, match="is in memory on rank 0 and on the meta device on rank 1. Build it"):
+        accelerate(model)
+    assert by_rank(1) == [1, 1]
 
 
 @case([NATIVE, MULTIPROCESS])

@@ -5,8 +5,9 @@ may come in half precision, in which an optimizer would lose small updates.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -145,15 +146,21 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
         broadcast: Copy without a look; otherwise only where the processes differ, with a line that says so.
 
     Raises:
-        ConfigError: The processes built models of different shapes, or deferred other random numbers.
+        ConfigError: The processes built models of different shapes, on the meta device some of them only, or deferred
+            other random numbers.
     """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    _check_shapes(state, group)
-    _check_recipes(model, group)
-    state = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+    held = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+    own = _Built(
+        shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
+        places={name: "on the meta device" if tensor.is_meta else "in memory" for name, tensor in state.items()},
+        recipes=deferred.fingerprints(model),
+        values={} if broadcast else _digests(held, group.job),
+    )
+    found = group.all_gather_objects(own)
+    _check_alike(found)
     if not broadcast:
-        digests = group.all_gather_objects(_digests(state, group.job))
-        differing = {name for digest in digests for name in digest if digest[name] != digests[0][name]}
+        differing = {name for name, *_ in _differences([each.values for each in found])}
         if not differing:
             return
         _log.info(
@@ -163,28 +170,42 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
             min(differing),
         )
     with torch.no_grad():
-        for tensor in state.values():
+        for tensor in held.values():
             tensor.copy_(group.broadcast(tensor.detach().contiguous()))
 
 
-def _check_shapes(state: dict[str, torch.Tensor], group: ProcessGroup) -> None:
-    for name, rank, first, other in _differences({n: tuple(tensor.shape) for n, tensor in state.items()}, group):
+@dataclass(frozen=True)
+class _Built:
+    """What a process has built, by the names of tensors."""
+
+    shapes: dict[str, tuple[int, ...]]
+    places: dict[str, str]
+    recipes: dict[str, str]
+    """Digests of the initialisations that were recorded."""
+    values: dict[str, int]
+    """Digests of the values that there are."""
+
+
+def _check_alike(found: Sequence[_Built]) -> None:
+    for name, rank, first, other in _differences([each.shapes for each in found]):
         raise ConfigError(
             f"the processes built different models: {name!r} has the shape {first} on rank 0 and {other} on rank {rank}"
         )
-
-
-def _check_recipes(model: nn.Module, group: ProcessGroup) -> None:
-    for name, rank, _, _ in _differences(deferred.fingerprints(model), group):
+    for name, rank, first, other in _differences([each.places for each in found]):
+        raise ConfigError(
+            f"the processes built different models: {name!r} is {first} on rank 0 and {other} on rank {rank}. "
+            "Build it the same way on every rank: in memory, by deferred_init(), or under torch.device('meta')"
+        )
+    for name, rank, _, _ in _differences([each.recipes for each in found]):
         raise ConfigError(
             f"deferred_init() on rank {rank} would give {name!r} other values than on rank 0: call "
             "torch.manual_seed() with the same number on every rank before it"
         )
 
 
-def _differences(own: dict[str, T], group: ProcessGroup) -> Iterator[tuple[str, int, T | None, T | None]]:
-    """Yield where a rank's entries are not rank 0's: name, rank, rank 0's and the rank's. Collective: every process."""
-    first, *others = group.all_gather_objects(own)
+def _differences(found: Sequence[dict[str, T]]) -> Iterator[tuple[str, int, T | None, T | None]]:
+    """Yield where a rank's entries are not rank 0's: name, rank, rank 0's and the rank's."""
+    first, *others = found
     for rank, other in enumerate(others, start=1):
         for name in (*other, *first):
             if other.get(name) != first.get(name):
