@@ -464,7 +464,7 @@ def check_loads(family: str, **how: Any) -> None:
     assert loads.take() == {}
 
 
-@case_of_two(each={family: family for family in FAMILIES})
+@case_of_two(each={family: family for family in FAMILIES}, left_out=("mixtral", "qwen3-moe"))  # others have these
 def loads_of_experts_are_those_of_all_tokens(family: str) -> None:
     check_loads(family, ep=2, num_devices=2)
 

@@ -139,14 +139,15 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
     replicas = Case("NO_SHARD", 2, workload=tiny)
     cases = [replicas, *(replace(replicas, strategy=name) for name in ("SHARD_GRAD_OP", "FULL_SHARD"))]
     prepared = replace(replicas, strategy="FSDPv2, prepared")  # torch_xla's own class, with torchacc's patches
-    plans = measure([*cases, *(replace(case, recompute=True) for case in cases), prepared])
+    recomputed = [replace(case, recompute=True) for case in (cases[0], cases[-1])]
+    plans = measure([*cases, *recomputed, prepared])
     bytes_of = {case: plan["buffers"] for case, plan in plans.items()}
     with started() as worker:
         assert asdict(worker.compile(replicas)) == bytes_of[replicas]
-    for case in cases:
-        recomputed = bytes_of[replace(case, recompute=True)]
-        assert recomputed["temp"] < 0.8 * bytes_of[case]["temp"]
-        assert recomputed["updated"] == bytes_of[case]["updated"]
+    for case in recomputed:
+        kept = bytes_of[replace(case, recompute=False)]
+        assert bytes_of[case]["temp"] < 0.8 * kept["temp"]
+        assert bytes_of[case]["updated"] == kept["updated"]
     whole, kept, freed = (bytes_of[case] for case in cases)
     assert kept["updated"] == freed["updated"] == whole["updated"] / 2
     assert freed["total"] < kept["total"] < whole["total"]
@@ -173,12 +174,10 @@ def test_the_memory_plan_is_within_a_tenth_of_xlas(monkeypatch):
         llama,
         deep,
         replace(llama, bf16=True),
-        replace(gpt2, **sharded),
         replace(llama, devices=2),
         replace(gpt2, **sharded, bf16=True),
         replace(deep, **sharded, bf16=True),
         replace(gpt2, strategy="FULL_SHARD", devices=4),
-        replace(llama, strategy="FULL_SHARD", devices=4),
     )
     off_by = {}
     for devices in (1, 2, 4):
