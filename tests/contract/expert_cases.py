@@ -107,7 +107,7 @@ NATIVE_LAYOUTS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@case_of_both(each=LAYOUTS)
+@case_of_both(each=LAYOUTS, left_out=("in-another-order",))
 @case(each=NATIVE_LAYOUTS, left_out=("and-fsdp", "over-all", "recomputed-over-all"))  # which cases with more have
 @case_of_spmd(each={"in-a-loop": {"ep": 2, "compute": {"scan_layers": True}}})
 def experts_train_as_unsharded(how: dict[str, Any]) -> None:

@@ -94,13 +94,16 @@ samples_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=[
 samples_split_beside_layers = covers(engines=["xla-spmd-4"], models=["llama"], variants=["sp-tp-recompute"])
 samples_split_and_scanned = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["sp-scan"])
 levers = covers(engines=["native-2"], models=["gpt2"], variants=["offload", "prefetch"])
-layers_split_natively = covers(engines=["native-4"], models=["llama", "bert", "t5"], variants=["tp"])
+layers_split_natively = together(
+    covers(engines=["native-4"], models=["llama", "t5"], variants=["tp"]),
+    covers(engines=["native-4"], models=["bert"], variants=["tp", "tp-recompute"], in_full=True),
+)
 layers_split_and_compiled = covers(engines=["native-2"], models=["bert"], variants=["tp-compile-graphs"])
 experts_with_layers_split = covers(engines=["native-4"], models=["mixtral"], variants=["tp"])
 layers_split_natively_otherwise = covers(
     engines=["native-4"],
     models=["bert"],
-    variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute", "tp-recompute-but-products", "tp-deferred"],
+    variants=["tp-alone", "tp-replicas", "tp-handed-in", "tp-recompute-but-products", "tp-deferred"],
 )
 evaluated = covers(engines=ON_TWO, models=["gpt2", "t5"], variants=["evaluate"])
 per_device = together(

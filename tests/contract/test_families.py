@@ -41,7 +41,7 @@ SOME = {
         "vision-vit",
     ],
     "native-tp": ["causal-deepseek_v3", "causal-gemma3_text", "causal-olmo2", "causal-phi3", "causal-qwen3_next"],
-    "xla-spmd": ["masked-funnel", "masked-squeezebert", "vision-resnet"],
+    "xla-spmd": ["masked-squeezebert", "vision-resnet"],
     "xla-multiprocess": ["vision-resnet"],
 }
 """Engine -> families of different structures, `native-tp` with their layers split: experts, recurrent layers, lists in

@@ -273,11 +273,13 @@ def sequences():
     return uneven(f"{MODE}-sequences", t5(), TRAIN)
 
 
-def smoothed():
+def smoothed_tokens():
+    return uneven(f"{MODE}-smoothed_tokens", gpt2(), TRAIN, label_smoothing_factor=0.1)
+
+
+def smoothed_sequences():
     data = [{**row, "decoder_input_ids": [0, *row["input_ids"][:-1]]} for row in TRAIN]
-    asked = {"label_smoothing_factor": 0.1}
-    tokens = uneven(f"{MODE}-smoothed-tokens", gpt2(), TRAIN, **asked)
-    return {"tokens": tokens, "sequences": uneven(f"{MODE}-smoothed-sequences", t5(), data, **asked)}
+    return uneven(f"{MODE}-smoothed_sequences", t5(), data, label_smoothing_factor=0.1)
 
 
 def refusal(act):

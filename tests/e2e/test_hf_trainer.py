@@ -12,9 +12,9 @@ from tests import forkrun
 SCRIPT = Path(__file__).with_name("hf_trainer_script.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer.py"
 NUM_RANKS = {"plain": 0, "native": 2, "xla": 2, "spmd": 0}
-UNEVEN = ("masked_lm", "classes", "padded", "sequences", "smoothed")
-SOME_OF_UNEVEN = {"xla": ("masked_lm", "classes", "sequences"), "spmd": ("padded", "smoothed")}
-"""How a loss is weighed is the same code in each engine: natively all run, and under XLA each in one of the two."""
+UNEVEN = ("masked_lm", "classes", "padded", "sequences", "smoothed_tokens", "smoothed_sequences")
+SOME_OF_UNEVEN = {"xla": ("masked_lm", "classes", "sequences"), "spmd": ("padded", "smoothed_tokens")}
+"""How a loss is weighed is the same code in each engine: natively all run, and under XLA most in one of the two."""
 
 pytestmark = pytest.mark.slow
 
@@ -174,17 +174,14 @@ def check_uneven(found, expected, folder, mode, names):
     from safetensors.torch import load_file
 
     for name in names:
-        runs = [(name, found[name], expected[name])]
-        if name == "smoothed":
-            runs = [(f"smoothed-{of}", found[name][of], expected[name][of]) for of in ("tokens", "sequences")]
-        for saved, run, other in runs:
-            check_histories(run, other)
-            assert run["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
-            assert run["rows"] == pytest.approx(other["rows"], rel=1e-3, abs=1e-3)
-            assert len(run["rows"]) == 13
-            weights = load_file(folder / f"plain-{saved}" / "model.safetensors")
-            for key, tensor in load_file(folder / f"{mode}-{saved}" / "model.safetensors").items():
-                assert (tensor - weights[key]).abs().max() < 1e-5, (saved, key)
+        run, other = found[name], expected[name]
+        check_histories(run, other)
+        assert run["eval_loss"] == pytest.approx(other["eval_loss"], rel=2e-5)
+        assert run["rows"] == pytest.approx(other["rows"], rel=1e-3, abs=1e-3)
+        assert len(run["rows"]) == 13
+        weights = load_file(folder / f"plain-{name}" / "model.safetensors")
+        for key, tensor in load_file(folder / f"{mode}-{name}" / "model.safetensors").items():
+            assert (tensor - weights[key]).abs().max() < 1e-5, (name, key)
 
 
 def test_natively_each_device_counts_by_its_own_labels(plain, native, folder):

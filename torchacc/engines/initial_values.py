@@ -151,7 +151,7 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
     """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
-    own = _Built(
+    own = _BuiltModel(
         shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
         places={name: "on the meta device" if tensor.is_meta else "in memory" for name, tensor in state.items()},
         recipes=deferred.fingerprints(model),
@@ -175,7 +175,7 @@ def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) ->
 
 
 @dataclass(frozen=True)
-class _Built:
+class _BuiltModel:
     """What a process has built, by the names of tensors."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -186,14 +186,14 @@ class _Built:
     """Digests of the values that there are."""
 
 
-def _check_alike(found: Sequence[_Built]) -> None:
+def _check_alike(found: Sequence[_BuiltModel]) -> None:
     for name, rank, first, other in _differences([each.shapes for each in found]):
         raise ConfigError(
             f"the processes built different models: {name!r} has the shape {first} on rank 0 and {other} on rank {rank}"
         )
-    for name, rank, first, other in _differences([each.places for each in found]):
+    for name, rank, on_first, on_other in _differences([each.places for each in found]):
         raise ConfigError(
-            f"the processes built different models: {name!r} is {first} on rank 0 and {other} on rank {rank}. "
+            f"the processes built different models: {name!r} is {on_first} on rank 0 and {on_other} on rank {rank}. "
             "Build it the same way on every rank: in memory, by deferred_init(), or under torch.device('meta')"
         )
     for name, rank, _, _ in _differences([each.recipes for each in found]):

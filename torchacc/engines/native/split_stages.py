@@ -69,13 +69,17 @@ def language_model(model: nn.Module) -> Any:
 
 def _why_adapters_cannot(model: Any) -> str | None:
     """Return why a model with adapters of peft cannot be split into stages; None where it can, or has none."""
-    kinds = {
-        str(getattr(each.peft_type, "value", each.peft_type)) for each in getattr(model, "peft_config", {}).values()
-    }
-    if type(model).__module__.startswith("peft.") and kinds != {"LORA"}:
+    if not type(model).__module__.startswith("peft."):
+        return None
+    configs = model.peft_config.values()
+    kinds = {str(getattr(each.peft_type, "value", each.peft_type)) for each in configs}
+    if kinds != {"LORA"}:
         return (
             f"adapters of peft that are split into stages are those of LoRA, and these are {', '.join(sorted(kinds))}"
         )
+    copied = sorted({name for each in configs for name in each.modules_to_save or ()})
+    if copied:
+        return f"of modules_to_save = {copied} peft holds two copies, which are not split into stages: leave it out"
     return None
 
 
