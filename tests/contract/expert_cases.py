@@ -309,7 +309,7 @@ LOADED_NATIVELY: Mapping[str, dict[str, Any]] = {
 }
 
 
-@case_of_both(each=LOADED)
+@case_of_both(each=LOADED, left_out=("to-fsdp",))
 @case(each=LOADED_NATIVELY, left_out=LOADED_NATIVELY)
 def a_checkpoint_of_spread_experts_loads_at(after: dict[str, Any]) -> None:
     folder = Path(sys.argv[2]) / f"ep-saved-{[*LOADED.values(), *LOADED_NATIVELY.values()].index(after)}"

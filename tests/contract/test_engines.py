@@ -86,8 +86,9 @@ layers_split_alone = together(
     covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-alone"]),
     covers(engines=["xla-spmd-4"], models=["llama", "bert", "t5", "mixtral"], variants=["tp-alone"], in_full=True),
 )
-layers_split_otherwise = covers(
-    engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-replicas", "tp-handed-in", "tp-recompute"]
+layers_split_otherwise = together(
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp-replicas", "tp-recompute"]),
+    covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["tp", "tp-handed-in"], in_full=True),
 )
 samples_split = covers(engines=["xla-spmd-4"], models=["gpt2", "llama", "bert", "t5"], variants=["sp"])
 samples_split_alone = covers(engines=["xla-spmd-4"], models=["gpt2"], variants=["sp-alone"])

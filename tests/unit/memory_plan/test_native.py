@@ -49,6 +49,7 @@ LEFT_OUT = {
     "llama sp=2 ring=2",
     "llama tp=2 recomputed",
     "llama pp=2",
+    "llama sp=2 pp=2",
     "mixtral ep=2",
 }
 """Others have each half of these, some on another number of processes; they run with `--full-contract`."""
