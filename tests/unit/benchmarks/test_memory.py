@@ -145,9 +145,9 @@ def test_xla_plans_what_the_strategies_promise(monkeypatch):
     with started() as worker:
         assert asdict(worker.compile(replicas)) == bytes_of[replicas]
     for case in recomputed:
-        kept = bytes_of[replace(case, recompute=False)]
-        assert bytes_of[case]["temp"] < 0.8 * kept["temp"]
-        assert bytes_of[case]["updated"] == kept["updated"]
+        without = bytes_of[replace(case, recompute=False)]
+        assert bytes_of[case]["temp"] < 0.8 * without["temp"]
+        assert bytes_of[case]["updated"] == without["updated"]
     whole, kept, freed = (bytes_of[case] for case in cases)
     assert kept["updated"] == freed["updated"] == whole["updated"] / 2
     assert freed["total"] < kept["total"] < whole["total"]

@@ -71,7 +71,7 @@ def _why_adapters_cannot(model: Any) -> str | None:
     """Return why a model with adapters of peft cannot be split into stages; None where it can, or has none."""
     if not type(model).__module__.startswith("peft."):
         return None
-    configs = model.peft_config.values()
+    configs = getattr(model, "peft_config", {}).values()
     kinds = {str(getattr(each.peft_type, "value", each.peft_type)) for each in configs}
     if kinds != {"LORA"}:
         return (
