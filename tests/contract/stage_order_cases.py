@@ -316,6 +316,23 @@ def what_backwards_between_forwards_cannot_do_is_refused() -> None:
 
 
 @case([NATIVE])
+def hooks_see_gradients_of_all_stages_once_in_each_backward() -> None:
+    model, batch = make("gpt2"), plain()
+    torchacc.accelerate(model, None, config(2))
+    frozen, shared = model.get_parameter("transformer.ln_f.bias"), model.get_input_embeddings().weight
+    seen: list[nn.Parameter] = []
+    watched = [parameter for parameter in model.parameters() if parameter is not shared]
+    for parameter in watched:
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    frozen.requires_grad_(False)
+    for _ in range(2):
+        seen.clear()
+        model(**batch).loss.backward()
+        assert sorted(map(id, seen)) == sorted(id(each) for each in watched if each is not frozen)
+        assert all(each.grad is not None for each in seen)
+
+
+@case([NATIVE])
 def what_stages_cannot_run_again_or_too_early_is_refused() -> None:
     model, batch = make("gpt2"), plain()
     torchacc.accelerate(model, None, config(2))

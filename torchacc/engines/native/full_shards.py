@@ -60,8 +60,13 @@ def hand_over_gradients(parameters: Sequence[FSDPParam]) -> None:
             shard.grad = parameter.to_sharded_dtensor(gradient)
         else:
             shard.grad._local_tensor += gradient  # type: ignore[attr-defined]
-        for hook in tuple((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
-            hook(shard)
+        run_hooks(shard)
+
+
+def run_hooks(parameter: torch.Tensor) -> None:
+    """Run what a script has registered by `register_post_accumulate_grad_hook()`."""
+    for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
 
 
 def _is_weight(parameter: FSDPParam) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchacc.engines.clipping import note_total_norm
 from torchacc.engines.forward_inputs import CACHES, inputs_by_name
-from torchacc.engines.native import expert_parallel, script_reads, stage_inputs
+from torchacc.engines.native import expert_parallel, full_shards, script_reads, stage_inputs
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
@@ -112,10 +112,6 @@ class PipelinedModel(NativeModel):
 
     def _returns_outputs(self) -> bool:
         return self.modules.runs_last
-
-    def gradient_of_nothing(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the gradient of a parameter of another stage, without elements."""
-        return self.place(parameter, torch.zeros_like(local_tensor(parameter)))
 
     def _note_total_norm(self) -> None:
         note_total_norm(self, norm_over_stages, knows_its_own=True)
@@ -233,6 +229,7 @@ class PipelinedModel(NativeModel):
             for number in reversed(range(len(losses))):
                 self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
         self.link.finish()
+        self._fill_in_absent()
 
     def run_backward(
         self,
@@ -376,9 +373,18 @@ class PipelinedModel(NativeModel):
                     continue
                 new = gradient if may_keep and largest == _BITS_OF_ONE else gradient * scale
                 parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
-            for parameter in self.absent:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = self.gradient_of_nothing(parameter)
+        self._fill_in_absent()
+
+    @torch.no_grad()
+    def _fill_in_absent(self) -> None:
+        """Give the parameters of other stages gradients without elements, and run the hooks that see them."""
+        for parameter in self.absent:
+            if not parameter.requires_grad:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.grad is None:
+                    parameter.grad = self.place(parameter, torch.zeros_like(local_tensor(parameter)))
+            full_shards.run_hooks(parameter)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:

@@ -101,8 +101,7 @@ def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch
     if microbatches.has_labels:
         losses = [loss for loss, _ in outputs]
         total: Any = sum(each.detach() for each in losses)  # zero, of what is sent
-        absent = [each for each in owner.absent if each.requires_grad]
-        loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses, *absent)
+        loss = _WithBackwards.apply(link.scalar_from_last(total), link.anchor, owner, losses)
     logits = None
     if microbatches.returns_logits:
         own: Any = [each for _, each in outputs if each is not None]
@@ -112,31 +111,26 @@ def run_forwards(microbatches: Microbatches) -> tuple[torch.Tensor | None, torch
 
 
 class _WithBackwards(torch.autograd.Function):
-    """Give a loss the backwards of this stage's microbatches, and the parameters of other stages gradients of nothing.
+    """Give a loss the backwards of this stage's microbatches.
 
     Each microbatch has a graph and a backward of its own, so that gradients are summed in the dtype of their reduction.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        value: torch.Tensor,
-        anchor: torch.Tensor,
-        owner: "PipelinedModel",
-        losses: list[torch.Tensor],
-        *absent: torch.Tensor,
+        ctx: Any, value: torch.Tensor, anchor: torch.Tensor, owner: "PipelinedModel", losses: list[torch.Tensor]
     ) -> torch.Tensor:
-        ctx.how = owner, losses, absent
+        ctx.how = owner, losses
         ctx.save_for_backward(value)
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         refuse_graphs_of_gradients()
         _ = ctx.saved_tensors  # raises on all stages where the graph is gone
-        owner, losses, absent = ctx.how
+        owner, losses = ctx.how
         owner.run_backwards(losses, gradient)
-        return (None, None, None, None, *map(owner.gradient_of_nothing, absent))
+        return (None,) * 4
 
 
 def run_forwards_and_backwards(microbatches: Microbatches) -> torch.Tensor:
