@@ -157,10 +157,23 @@ class ProcessGroup:
             numbers: This process's.
             group: Of `own_subgroup()`; None for all processes.
         """
+        return self.begin_all_reduce_max(numbers, group)()
+
+    def begin_all_reduce_max(
+        self, numbers: Sequence[int], group: dist.ProcessGroup | None = None
+    ) -> Callable[[], list[int]]:
+        """Begin an `all_reduce_max()`; return what waits for it and returns its result."""
         found = torch.tensor(numbers, dtype=torch.int64)
+        work = None
         if self.job.launched and numbers:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return [int(number) for number in found]
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def result() -> list[int]:
+            if work is not None:
+                work.wait()
+            return found.tolist()
+
+        return result
 
     def expect_all(self, call: str) -> None:
         """Wait until every process has come to the same call, before it begins. Collective: every process.

@@ -350,10 +350,13 @@ class PipelinedModel(NativeModel):
                 is no `backward()`.
         """
         _check_accumulates()
-        check_hooks(self)
         bits = int(scale.float().view(torch.int32))
         changed = int(self.weight_versions() != versions)
-        largest, negated, has_changed = self.engine.group.all_reduce_max([bits, -bits, changed])
+        compared = self.engine.group.begin_all_reduce_max([bits, -bits, changed])
+        # What needs no answer is done while the processes exchange theirs.
+        check_hooks(self)
+        self._fill_in_absent()
+        largest, negated, has_changed = compared()
         if has_changed:
             raise EngineError(
                 "weights have changed between a forward and its backward(), as by optimizer.step(), with "
@@ -373,7 +376,6 @@ class PipelinedModel(NativeModel):
                     continue
                 new = gradient if may_keep and largest == _BITS_OF_ONE else gradient * scale
                 parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
-        self._fill_in_absent()
 
     @torch.no_grad()
     def _fill_in_absent(self) -> None:

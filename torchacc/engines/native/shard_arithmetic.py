@@ -73,12 +73,13 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return call(func, args, kwargs)
     if kind is FunctionKind.ITERATE:
         return iter(call(torch.Tensor.unbind, args, kwargs))
+    if kind in (FunctionKind.SET_DATA, FunctionKind.GET_DATA, FunctionKind.SET_GRADIENT, FunctionKind.HOOK):
+        is_of_parameter = any(map(is_of_model, args))
+        return _call_of_parameter(kind, func, args, kwargs) if is_of_parameter else _call_as_is(func, args, kwargs)
     tensors = _tensors_in(args, kwargs)
     shards = [tensor for tensor in tensors if is_of_model(tensor)]
     if not shards:
         return _call_as_is(func, args, kwargs)
-    if kind in (FunctionKind.SET_DATA, FunctionKind.GET_DATA, FunctionKind.SET_GRADIENT, FunctionKind.HOOK):
-        return _call_of_parameter(kind, func, args, kwargs)
     if kind is FunctionKind.PICKLE:
         raise CheckpointError(
             "torch.save() or pickle of a sharded tensor would write this process's part alone, which loads nowhere. "
