@@ -382,25 +382,52 @@ def _edit(model: nn.Module) -> None:
     model.layers[0][0].bias.mul_(0.5)
 
 
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "edited": _edit,
-    "frozen": lambda model: model.layers[1].requires_grad_(False),
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "edited": (_edit, {}),
+    "edited-in-a-unit-inside": (_edit, {"wrap_layer_cls": "Linear"}),
+    "frozen": (lambda model: model.layers[1].requires_grad_(False), {}),
 }
 
 
 @case(each=CHANGES)
-def weights_changed_before_they_are_used_again_are_refused(change: Callable[[nn.Module], Any]) -> None:
+def weights_changed_before_they_are_used_again_are_refused(
+    change: tuple[Callable[[nn.Module], Any], dict[str, Any]],
+) -> None:
     torch.manual_seed(1)
-    model, plain = sharded_and_plain(memory={"gc": True})
+    made, options = change
+    model, plain = sharded_and_plain(memory={"gc": True, "gc_cls": "Sequential"}, **options)
     loss = loss_of(model(part(X)))
-    change(model)
-    change(plain)
+    made(model)
+    made(plain)
     with pytest.raises(torchacc.EngineError, match="has changed, or was frozen, between the module's forward and back"):
         loss.backward()
     for each in (model, plain):
         each.requires_grad_(True)
         each.zero_grad()
     check_still_trains(model, plain)
+
+
+def _with_linear_layers_last() -> nn.Module:
+    """Return a model whose layers are computed again when the weights inside of them are gathered already."""
+    model = MLP()
+    model.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+    return model
+
+
+@case()
+def weights_of_a_unit_inside_are_written_several_times_between_steps() -> None:
+    """As a fused optimizer does. Unsharded weights, with which they are computed again, count such writes once."""
+    memory = {"gc": True, "gc_cls": "Sequential"}
+    model, plain = sharded_and_plain(_with_linear_layers_last, memory=memory, wrap_layer_cls="Linear")
+    for _ in range(3):
+        for each, x in ((model, part(X)), (plain, X)):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        check_gradients(model, plain)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.9)
+                parameter.add_(0.01)
 
 
 class Counting(nn.Module):

@@ -22,6 +22,8 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
@@ -73,6 +75,13 @@ def gpt2(dropout=0.0):
     return GPT2LMHeadModel(GPT2Config(**shape, **shares, bos_token_id=0, eos_token_id=0))
 
 
+def mixtral():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**shape, **heads))
+
+
 def with_adapters():
     options = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["ln_f"]}
     model = get_peft_model(gpt2(), LoraConfig(r=4, **options))
@@ -104,12 +113,23 @@ def accuracy(prediction):
 
 
 def make(
-    name, model, train=TRAIN, callbacks=(), accumulation=2, options=(), held_out=HELD_OUT, kind=Trainer, **changed
+    name,
+    model,
+    train=TRAIN,
+    callbacks=(),
+    accumulation=2,
+    options=(),
+    held_out=HELD_OUT,
+    kind=Trainer,
+    axes=None,
+    **changed,
 ):
+    shares_data = axes is not None and "ep" not in axes
+    parts = 1 if shares_data else DEVICES
     arguments = {
         "output_dir": str(FOLDER / name),
-        "per_device_train_batch_size": GLOBAL_BATCH // accumulation // DEVICES,
-        "per_device_eval_batch_size": 4 // DEVICES,
+        "per_device_train_batch_size": GLOBAL_BATCH // accumulation // parts,
+        "per_device_eval_batch_size": 4 // parts,
         "gradient_accumulation_steps": accumulation,
         "learning_rate": 8e-3,
         "warmup_steps": 2,
@@ -126,7 +146,7 @@ def make(
         config["torchacc_config"] = Config.from_dict(
             {
                 "backend": "native" if MODE == "native" else "xla",
-                "dist": {"fsdp": {"size": DEVICES, "use_spmd": MODE == "spmd"}},
+                "dist": axes or {"fsdp": {"size": DEVICES, "use_spmd": MODE == "spmd"}},
             }
         )
     return kind(
@@ -157,6 +177,29 @@ def whole():
         "predictions": np.asarray(predictions.predictions).sum(-1).round(3).tolist(),
         "flos": trainer.state.total_flos,
     }
+
+
+AXES = {
+    "pp": {"size": DEVICES, "schedule": "1f1b", "num_microbatches": 2},
+    "tp": {"size": DEVICES},
+    "sp": {"size": DEVICES},
+}
+
+
+def axes():
+    """Train over each axis by itself; over experts a model that has some, with recompute and a fused optimizer."""
+    evaluated = {"options": {"compute_metrics": accuracy}, "eval_strategy": "steps", "eval_steps": 3}
+    facts = {}
+    for axis, options in AXES.items() if MODE != "plain" else ():
+        saved = {"save_strategy": "steps", "save_steps": 3} if axis == "pp" else {}
+        trainer = make(f"over-{axis}", gpt2(), axes={axis: options}, **evaluated, **saved)
+        trainer.train()
+        facts[axis] = history(trainer)
+    if MODE != "plain":
+        facts["resumed"] = again("over-others", gpt2, "over-pp/checkpoint-3", axes={"tp": AXES["tp"]})
+    trainer = make("over-ep", mixtral(), axes={"ep": {"size": DEVICES}}, gradient_checkpointing=True, max_steps=3)
+    trainer.train()
+    return {**facts, "ep": history(trainer)}
 
 
 def interrupted():

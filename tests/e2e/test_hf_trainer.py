@@ -46,7 +46,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    found = run("plain", folder, "whole", "adapters", "classification", "streamed", "loss_function", *UNEVEN, "numbers")
+    found = run(
+        "plain", folder, "whole", "adapters", "classification", "streamed", "loss_function", *UNEVEN, "numbers", "axes"
+    )
     shutil.rmtree(folder / "whole")
     return found
 
@@ -54,7 +56,7 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def native(folder):
     same = ("whole", "adapters", "classification", "streamed", "loss_function")
-    return run("native", folder, *same, "overridden", "dropout", "by_length", "best", *UNEVEN, "numbers")
+    return run("native", folder, *same, "overridden", "dropout", "by_length", "best", *UNEVEN, "numbers", "axes")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,20 @@ def test_what_save_model_writes_opens_with_from_pretrained(native, folder):
 
     _, report = GPT2LMHeadModel.from_pretrained(folder / "whole", output_loading_info=True)
     assert not any(report.values())
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "sp"])
+def test_over_other_axes_losses_norms_and_metrics_are_those_of_one_device(plain, native, axis):
+    check_histories({"history": native["axes"][axis]}, plain["whole"])
+
+
+def test_over_experts_losses_and_norms_are_those_of_one_device(plain, native):
+    check_histories({"history": native["axes"]["ep"]}, {"history": plain["axes"]["ep"]})
+
+
+def test_a_run_in_stages_goes_on_in_split_layers(native):
+    resumed, before = ([entry for entry in native["axes"][run] if "loss" in entry] for run in ("resumed", "pp"))
+    check_histories({"history": resumed}, {"history": before})
 
 
 def test_one_process_logs(native_resumed):

@@ -106,6 +106,7 @@ def _switch_transformers(model: nn.Module, *, on: bool) -> None:
 
 def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
     forward, may_cache = module.forward, is_checkpointing_layer(module)
+    parameters = tuple(module.parameters())  # not the unsharded weights of a forward, with versions of their own
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -113,13 +114,13 @@ def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
             return forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return checkpoint(module, forward, args, kwargs)
-        again = _with_weights_of_first_run(module, _with_buffers_of_first_run(module, forward))
+        again = _with_weights_of_first_run(module, parameters, _with_buffers_of_first_run(module, forward))
         return checkpoint(module, again, args, kwargs)
 
     return run
 
 
-def _with_weights_of_first_run(module: nn.Module, forward: Forward) -> Forward:
+def _with_weights_of_first_run(module: nn.Module, parameters: Sequence[nn.Parameter], forward: Forward) -> Forward:
     """Return a module's forward that raises where a further run would have other weights than its first one.
 
     Autograd notices weights that are written to by what it has saved of them; of a module that is computed again it has
@@ -130,7 +131,8 @@ def _with_weights_of_first_run(module: nn.Module, forward: Forward) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
         if not torch.compiler.is_compiling():
-            weights = [(parameter._version, parameter.requires_grad) for parameter in module.parameters()]
+            with torch._C.DisableTorchFunctionSubclass():
+                weights = [(each._version, each.requires_grad) for each in parameters]
             if first is not None and weights != first:
                 raise EngineError(
                     f"a weight of {type(module).__name__} has changed, or was frozen, between the module's forward "
