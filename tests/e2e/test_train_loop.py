@@ -22,7 +22,7 @@ ENDINGS = {
     "taken-up": {},
     "taken-up-by-two": {"devices": 2, "batch_size": 2, "gradient_accumulation_steps": 2},
 }
-
+AXES = {"pp": {"schedule": "1f1b", "num_microbatches": 2}, "tp": {}, "sp": {}, "ep": {}}
 
 MIXTURE = {
     "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16,
@@ -52,9 +52,13 @@ def file(tmp_path_factory):
         stages[name]["training"]["resume"] = str(folder / "runs/native1/checkpoints/step-00000004")
     packed = stage(max_steps=3, eval_every_steps=3)
     stages["packed"] = packed | {"data": packed["data"] | {"packing": True}}
-    stages["mixture"] = stage(max_steps=3) | {"model_config": "model_config_mixture"}
+    stages["mixture"] = stage(max_steps=3, eval_every_steps=3) | {"model_config": "model_config_mixture"}
     spread = {"model_config": "model_config_mixture", "torchacc": {"dist": {"ep": {"size": 2}}}}
     stages["mixture4"] = stage(4, "xla", batch_size=2, max_steps=3) | spread
+    for axis, options in AXES.items():
+        rows = 4 if axis == "ep" else 8  # of a device that sees the same data as the other one
+        over = {"model_config": "model_config_mixture", "torchacc": {"dist": {axis: {"size": 2, **options}}}}
+        stages[f"mixture-{axis}"] = stage(2, batch_size=rows, max_steps=3, eval_every_steps=3) | over
     return write_file(folder, stages, tiny=MODEL | NO_DROPOUT, mixture=MIXTURE)
 
 
@@ -114,6 +118,16 @@ def test_accumulated_and_on_two_processes_it_is_the_same_run(alone, file):
 
 
 @pytest.mark.slow
+def test_over_other_axes_it_is_the_same_run(alone, file):
+    found = carry_out(file, *(f"mixture-{axis}" for axis in AXES), num_processes=2)
+    for name, each in found.items():
+        assert each["losses"] == pytest.approx(alone["mixture"]["losses"], rel=1e-5), name
+        assert each["norms"] == pytest.approx(alone["mixture"]["norms"], rel=1e-4), name
+        assert each["evaluations"] == pytest.approx(alone["mixture"]["evaluations"], rel=1e-5), name
+        check_loads(file, name)
+
+
+@pytest.mark.slow
 @pytest.mark.xla
 def test_on_four_devices_of_one_process_it_is_the_same_run_in_one_program(alone, file):
     found = carry_out(file, "spmd4", "spmd4-accumulated", "mixture4")
@@ -127,8 +141,12 @@ def test_on_four_devices_of_one_process_it_is_the_same_run_in_one_program(alone,
 def check_mixture(found, expected, file):
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["compiled"] == 2, "programs: the step and the evaluation, and none for the loads"
-    loads = [loads_of(file, name) for name in ("mixture4", "mixture")]
-    assert loads[0] == {name: pytest.approx(shares, abs=1e-6) for name, shares in loads[1].items()}
+    check_loads(file, "mixture4")
+
+
+def check_loads(file, name):
+    found, expected = loads_of(file, name), loads_of(file, "mixture")
+    assert found == {name: pytest.approx(shares, abs=1e-6) for name, shares in expected.items()}
 
 
 def loads_of(file, name):
