@@ -340,6 +340,39 @@ def optimizer_steps_as_on_whole_weights(make: Callable[[Any], torch.optim.Optimi
     check_parameters(model, plain, 5e-6)
 
 
+@case([NATIVE])
+def muon_steps_as_on_whole_weights() -> None:
+    """It rounds to bfloat16, and writes over the transpose of what it has rounded where there are more rows."""
+    sizes = ((3, 5), (5, 5), (5, 2))
+    model, plain = sharded_and_plain(lambda: nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)))
+    x = torch.arange(12.0).view(4, 3) / 10  # the same on both devices, as gradients that differ may be rounded apart
+    for each in (model, plain):
+        optimizer = torch.optim.Muon(each.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    check_parameters(model, plain, 5e-6)
+
+
+@case([NATIVE])
+def views_of_what_nobody_has_any_more_are_written_to() -> None:
+    """While somebody has it, it would stay as it is: then that is refused."""
+    model, plain = sharded_and_plain(WithARow)
+    with torch.no_grad():
+        for each in (model, plain):
+            doubled = each.weight * 2
+            rows = doubled.t()
+            if each is model:
+                with pytest.raises(torchacc.EngineError, match="would write to a part of a sharded tensor"):
+                    rows.mul_(3)
+                with pytest.raises(torchacc.EngineError, match="would write to a part of a sharded tensor"):
+                    each.weight.detach().t().mul_(3)
+            del doubled
+            each.weight.copy_(rows.mul_(3).t())
+    check_parameters(model, plain, 5e-6)
+
+
 @case([NATIVE], each={name: OPTIMIZERS[name] for name in OPTIMIZERS if name.startswith(("lamb", "adafactor"))})
 def state_that_is_no_distributed_tensor_is_saved_whole(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model, plain = sharded_and_plain(WithARow)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchacc.engines.native import script_reads
@@ -28,7 +29,7 @@ from torchacc.parallel.sharding import chunk
 OWNER = "_torchacc_owner"
 """The attribute by which a sharded parameter knows its `Owner`."""
 _COPY = "_torchacc_copy"
-"""The attribute of what stands for a view of a sharded tensor, and is a copy of it."""
+"""The attribute of what stands for a view of a sharded tensor, and is a copy of it: weak references to its memory."""
 _USED = "_torchacc_used"
 """The attribute that says that a graph was made through a tensor."""
 _WITHOUT_GRADIENT = {"detach", "empty_like", "full_like", "ones_like", "zeros_like"}
@@ -152,7 +153,7 @@ def _targets(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _check_targets(func: Function, targets: Sequence[torch.Tensor]) -> None:
     for target in targets:
-        if hasattr(target, _COPY):
+        if any(not memory.expired() for memory in getattr(target, _COPY, ())):  # else nobody can see that it differs
             raise EngineError(
                 f"{func.__name__}() would write to a part of a sharded tensor that was taken by indexing, view() or "
                 "the like: that is a copy here, and the tensor would stay as it is. Write `tensor[index] = values`, "
@@ -388,7 +389,8 @@ def _as_copy(values: torch.Tensor, like: Any) -> Any:
     mesh = like._spec.mesh
     with torch._C.DisableTorchFunctionSubclass():
         copy: Any = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    setattr(copy, _COPY, True)
+    memory = StorageWeakRef(like._local_tensor.untyped_storage())
+    setattr(copy, _COPY, (*getattr(like, _COPY, ()), memory))
     return copy
 
 
@@ -399,7 +401,7 @@ def _with_mark_of(args: tuple[Any, ...], output: Any) -> Any:
         return output
     made: Any = output
     if made._local_tensor.untyped_storage()._cdata == given._local_tensor.untyped_storage()._cdata:
-        setattr(made, _COPY, True)
+        setattr(made, _COPY, getattr(given, _COPY))
     return made
 
 
