@@ -3,9 +3,10 @@
     python benchmarks/layout_search.py
     python benchmarks/layout_search.py --cases "fsdp 2, FULL_SHARD" "tp 2, FULL_SHARD"
 
-First as many processes as there are devices measure together how fast each of them multiplies, reads memory and sends;
-by these speeds the search estimates. Then a Llama trains in each layout, natively, one layout after the other. Where
-several processes share a core, who waits leaves it to the others: the search is told how many there are.
+First as many processes as there are devices measure together how fast each of them multiplies, steps an optimizer,
+calls operations and sends; by these speeds the search estimates. Then a Llama trains in each layout, natively, one
+layout after the other. Where several processes share a core, who waits leaves it to the others: the search is told how
+many there are.
 
 Exits with 1 if a layout fails, or the losses of two differ by more than 1e-5 after any of the steps.
 """
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 SIZE = Workload(layers=4, width=256, heads=8, vocabulary=4096, length=256, batch=8, family="llama")
 TOLERANCE = 1e-5
 MEMORY_TOLERANCE = 0.10
+TENSORS_STEPPED = 4 + 3
+"""That AdamW reads, and writes, of each parameter: itself, its gradient, which is only read, and two of its state."""
 CLEAR_DIFFERENCE = 1.20
 """Times whose ratio is less are not compared."""
 HEADER = ["layout", "planned MB", "held MB", "planned / held", "estimated s", "measured s"]
@@ -121,14 +124,14 @@ def search(devices: int, folder: Path) -> Any:
         team.start()
         answers = team.ask(facts=True)
     slowest = [f"{min(answer[name] for answer in answers):g}" for name in ("flops", "memory", "sent", "sent")]
-    latency = max(answer["latency"] for answer in answers)
+    latency, call = (f"{max(answer[name] for answer in answers):g}" for name in ("latency", "call"))
     sharing = max(1.0, devices / len(os.sched_getaffinity(0)))
     model = folder / "config.json"
     model.write_text(json.dumps(answers[0]["model"]))
     command = [
         *(sys.executable, "-m", "torchacc", "plan", "--search", "--json", "--model", str(model)),
         *("--devices", str(devices), "--global-batch", str(SIZE.batch), "--seq", str(SIZE.length)),
-        *("--device", ",".join([*slowest, str(devices), f"{latency:g}", f"{sharing:g}"]), "--memory", "16GiB"),
+        *("--device", ",".join([*slowest, str(devices), latency, f"{sharing:g}", call]), "--memory", "16GiB"),
     ]
     done = subprocess.run(command, env=checkout_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -136,38 +139,56 @@ def search(devices: int, folder: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def make_model() -> Any:
+def make_model(size: Workload = SIZE) -> Any:
     """Return the model, with the same values in every process."""
     from _models import make_llama
 
-    return make_llama(SIZE.layers, SIZE.width, SIZE.heads, SIZE.vocabulary, SIZE.length)
+    return make_llama(size.layers, size.width, size.heads, size.vocabulary, size.length)
 
 
 def measure_speeds(facts: dict[str, Any]) -> "Steps":
     """Measure how fast this process is while all others measure the same, and return no steps.
 
     Args:
-        facts: Gets FLOP/s of products as the model has them, bytes/s of tensors that are as large as its largest, and
-            of what is sent, the seconds of an exchange of next to nothing, and the model's configuration.
+        facts: Gets FLOP/s of products as the model has them, bytes/s of memory in a step of the optimizer and of what
+            is sent, the seconds of an exchange of next to nothing and of an operation on as little, and the model's
+            configuration.
     """
     import torch
     import torch.distributed as dist
-    from _training import share_cores
+    from _training import make_optimizer, share_cores
 
     dist.init_process_group("gloo")
     processes = dist.get_world_size()
     share_cores(processes)
     left, right = torch.rand(SIZE.length, SIZE.width), torch.rand(SIZE.width, 4 * SIZE.width)
-    many = torch.rand(SIZE.vocabulary, SIZE.width)
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = make_optimizer(model)
     parts = torch.rand(2**20), torch.empty(processes * 2**20)
-    facts["model"] = make_model().config.to_dict()
+    facts["model"] = model.config.to_dict()
     facts["flops"] = 2 * left.shape[0] * right.numel() / _seconds(lambda: left @ right)
-    facts["memory"] = 2 * many.nbytes / _seconds(lambda: many.mul_(1.0))
+    facts["memory"] = TENSORS_STEPPED * sum(each.nbytes for each in model.parameters()) / _seconds(optimizer.step)
     gathered = parts[0].nbytes * (processes - 1)
     facts["sent"] = gathered / _seconds(lambda: dist.all_gather_into_tensor(parts[1], parts[0]))
-    facts["latency"] = _seconds(lambda: dist.all_reduce(many[0, :1]))
+    facts["latency"] = _seconds(lambda: dist.all_reduce(left[0, :1]), most=200)
+    facts["call"] = _seconds_per_operation()
     dist.destroy_process_group()
     return iter(())
+
+
+def _seconds_per_operation() -> float:
+    """Return how long one operation of forward and backward takes, in a model so small that it is called, no more."""
+    import torch
+
+    from torchacc.memory_plan.trace import record
+
+    model = make_model(replace(SIZE, width=4 * SIZE.heads, vocabulary=64, length=8))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    secs = _seconds(lambda: model(input_ids=tokens, labels=tokens).loss.backward())
+    meta = tokens.to("meta")
+    return secs / len(record(model.to("meta"), {"input_ids": meta, "labels": meta}, eager=True).operations)
 
 
 def _seconds(call: Callable[[], object], *, most: int = 50) -> float:

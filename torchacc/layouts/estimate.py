@@ -60,35 +60,46 @@ def _on_shared_processors(times: Sequence[StepTime], slowest: StepTime, speeds: 
 def _of_device(device: DeviceStep, plan: ShardingPlan, speeds: DeviceSpeeds, num_states: int) -> StepTime:
     count = device.stages[0].lifetimes.num_microbatches
     own = device.plan_of(plan)
-    work = [each for stage in device.stages for each in stage.work]
-    flops = speeds.flops_per_second * speeds.efficiency
-    flops *= speeds.float32_share if plan.compute_dtype == "float32" else 1
-    computed = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in work)
+    computed = _computed(device, speeds, plan.compute_dtype)
     exchanges = [each for stage in device.stages for each in stage.sent]
     sent = sum(_seconds(plan.mesh, plan.mesh.axes(each.role), each.nbytes, speeds) for each in exchanges)
-    moved = sum(_seconds(plan.mesh, axes, nbytes, speeds) for axes, nbytes in _of_parameters(own))
+    moved = sum(_seconds(plan.mesh, axes, nbytes, speeds) for axes, nbytes in _of_parameters(own, speeds))
     # A stage gathers its weights, and reduces its gradients, once for all microbatches.
     exchanged = max(0.0, moved - count * computed) if speeds.overlaps else moved
     # FSDP copies what it has gathered into each weight, and each gradient into what it sends.
     copied = 2 * sum(_copied(own, unit) for unit in own.units) / speeds.memory_bytes_per_second
+    # Each microbatch but the first adds its gradients: two are read, and their sum is written.
+    gradients = sum(_numel(own, unit) for unit in own.units) * DTYPE_BYTES[plan.reduce_dtype]
+    added = 3 * (count - 1) * gradients / speeds.memory_bytes_per_second
     # The optimizer reads each shard of parameters, gradients and its state once, and writes parameters and state.
     at_rest = sum(shard_numel(own, parameter) for parameter in own.parameters) * DTYPE_BYTES[plan.master_dtype]
     stepped = (3 + 2 * num_states) * at_rest / speeds.memory_bytes_per_second
     return StepTime(
-        compute=count * computed + copied + stepped,
+        compute=count * computed + copied + added + stepped,
         exposed=count * sent + exchanged,
         bubble=(plan.pipeline.num_devices - 1) * (computed + sent) / len(device.stages),
     )
 
 
-def _of_parameters(plan: ShardingPlan) -> Iterator[tuple[tuple[str, ...], int]]:
+def _computed(device: DeviceStep, speeds: DeviceSpeeds, dtype: str) -> float:
+    """Return what the operations of a microbatch take: a host calls each of them, and a device runs it."""
+    flops = speeds.flops_per_second * speeds.efficiency
+    flops *= speeds.float32_share if dtype == "float32" else 1
+    work = [each for stage in device.stages for each in stage.work]
+    run = sum(max(done / flops, nbytes / speeds.memory_bytes_per_second) for done, nbytes in work)
+    called = len(work) * speeds.seconds_per_operation
+    return max(run, called) if speeds.overlaps else run + called
+
+
+def _of_parameters(plan: ShardingPlan, speeds: DeviceSpeeds) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield what a step sends of each unit, and along which axes: its weights once or twice, and its gradients."""
     mesh = plan.mesh
     replicas = mesh.size(Role.REPLICATE)
     for unit in plan.units:
         axes, shards, numel = _gathered_along(plan, unit), _shards(plan, unit), _numel(plan, unit)
         if numel and shards > 1:
-            for itemsize in _itemsizes(plan, unit):
+            *gathered, reduced = _itemsizes(plan, unit)
+            for itemsize in (*gathered, reduced if speeds.scatters else 2 * reduced):
                 yield axes, numel * itemsize * (shards - 1) // shards
         if numel and replicas > 1:
             each = numel * DTYPE_BYTES[plan.reduce_dtype] // shards

@@ -25,8 +25,12 @@ class DeviceSpeeds:
     """Of the FLOP/s, what products in float32 have, which PyTorch does not round to TF32 by itself."""
     seconds_per_exchange: float = 20e-6
     """What an exchange takes beside its bytes."""
+    seconds_per_operation: float = 10e-6
+    """What a host takes to call one operation of forward or backward, whatever its size."""
     overlaps: bool = True
-    """Whether weights and gradients travel while the device computes."""
+    """Whether weights and gradients travel, and the host calls the next operations, while the device computes."""
+    scatters: bool = True
+    """Whether reducing gradients to shards sends no more than these; gloo sums all to all, and takes a shard of it."""
     efficiency: float = 0.6
     """Of the FLOP/s, what large products reach."""
     memory_bytes: int | None = None
@@ -49,9 +53,11 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
 
     Args:
         name: One of `DEVICES`, or `FLOPS,MEMORY,NEAR,FAR,PER_MACHINE`, each per second, such as `9e10,1e10,1e9,1e9,4`:
-            a device whose products have these FLOP/s in every dtype, and that sends only while it does not compute.
-            A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`, and a seventh how
-            many devices share what computes, such as `4` for eight processes on two cores.
+            a device whose products have these FLOP/s in every dtype, and that sends through gloo, as processes on
+            CPUs do: only while it does not compute, and to reduce gradients as much as all of them twice.
+            A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`, a seventh how many
+            devices share what computes, such as `4` for eight processes on two cores, and an eighth the seconds that
+            a host takes to call an operation, such as `1e-5`, before the device runs it.
         option: What was given the name, for the message.
 
     Raises:
@@ -61,8 +67,10 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
         return DEVICES[name.lower()]
     try:
         flops, memory, near, far, per_machine, *more = (float(part) for part in name.split(","))
-        latency, sharing = (*more, *(DeviceSpeeds.seconds_per_exchange, 1.0)[len(more) :])
-        if not all(0 < each < math.inf for each in (flops, memory, near, far, latency)) or not 1 <= sharing < math.inf:
+        defaults = (DeviceSpeeds.seconds_per_exchange, 1.0, DeviceSpeeds.seconds_per_operation)
+        latency, sharing, call = (*more, *defaults[len(more) :])
+        above_zero = (flops, memory, near, far, latency, call)
+        if not all(0 < each < math.inf for each in above_zero) or not 1 <= sharing < math.inf:
             raise ValueError
         if per_machine < 1 or per_machine != int(per_machine):
             raise ValueError
@@ -70,8 +78,8 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
         raise ConfigError(
             f"{option} {shown(name)}: there is no such device ({nearest(name, DEVICES)}). Or write FLOP/s, bytes/s of "
             "its memory, to devices of its machine and to other machines, devices of a machine, and, if you like, the "
-            "seconds of an exchange beside its bytes, and how many devices share a processor: "
-            "9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,4,5e-5 or 9e10,1e10,1e9,1e9,8,5e-5,4"
+            "seconds of an exchange beside its bytes, how many devices share a processor, and the seconds in which a "
+            "host calls an operation: 9e10,1e10,1e9,1e9,4 or 9e10,1e10,1e9,1e9,8,5e-5,4,1e-5"
         ) from None
     return DeviceSpeeds(
         name,
@@ -79,6 +87,8 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
         float32_share=1.0,
         seconds_per_exchange=latency,
         devices_per_processor=sharing,
+        seconds_per_operation=call,
         overlaps=False,
+        scatters=False,
         efficiency=1.0,
     )

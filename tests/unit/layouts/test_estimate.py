@@ -1,11 +1,13 @@
 """The estimate of a step's time: what is sent, how far, and by whom."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from torchacc.config import Config
 from torchacc.layouts import find_device
-from torchacc.layouts.estimate import _copied, _is_near, _of_parameters, estimate
+from torchacc.layouts.estimate import _copied, _is_near, _numel, _of_device, _of_parameters, estimate
 from torchacc.memory_plan import study
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
@@ -39,7 +41,7 @@ def test_experts_are_gathered_by_the_devices_that_have_the_same():
     step = mixtral(ep=2)
     for num_devices, num_gathers in ((2, 0), (4, 3)):  # its weights twice, and its gradients
         plan = step.plan_on(num_devices, "FULL_SHARD")
-        exchanges = [axes for axes, _ in _of_parameters(plan)]
+        exchanges = [axes for axes, _ in _of_parameters(plan, find_device("h100"))]
         of_experts = [axes for axes in exchanges if "ep" not in axes]
         assert len(of_experts) == num_gathers * len(plan.experts)
         assert len(exchanges) > len(of_experts)
@@ -71,3 +73,40 @@ def test_devices_that_wait_leave_a_shared_processor_to_others():
     assert shared.compute <= own.compute
     assert shared.total < half.total < own.total
     assert half.total == pytest.approx(own.total / 1.25)
+
+
+def test_a_host_calls_each_operation_before_a_cpu_runs_it_and_while_a_gpu_runs_others():
+    step = mixtral()
+    plan = step.plan_on(1, "FULL_SHARD")
+    calls = len(step.devices[0].stages[0].work)
+    speeds = find_device("1e30,1e30,1e30,1e30,8,1e-30,1,0.5")  # so that calls are all that takes time
+    assert estimate(step, plan, speeds).compute == pytest.approx(calls * 0.5)
+
+    slow = replace(speeds, flops_per_second=1.0)
+    products = sum(done for done, _ in step.devices[0].stages[0].work)
+    assert products > calls
+    assert estimate(step, plan, slow).compute == pytest.approx(products + calls * 0.5)
+    assert estimate(step, plan, replace(slow, overlaps=True)).compute == pytest.approx(products)
+
+
+def test_each_microbatch_but_the_first_adds_its_gradients():
+    memory = find_device("1e30,1,1e30,1e30,8,1e-30,1,1e-30")  # so that memory is all that takes time
+    step = mixtral(pp=2)
+    plan = step.plan_on(2, "FULL_SHARD")
+    device = step.devices[1]
+    work = sum(read for stage in device.stages for _, read in stage.work)
+    trained = sum(parameter.numel for parameter in device.plan_of(plan).parameters) * 4
+
+    found = _of_device(device, plan, memory, 2).compute
+    assert device.stages[0].lifetimes.num_microbatches == 2
+    assert found == pytest.approx(2 * work + 3 * trained + 7 * trained, rel=1e-3)
+
+
+def test_gloo_sums_all_gradients_to_reduce_them_to_shards():
+    plan = mixtral().plan_on(2, "FULL_SHARD")
+    nccl, gloo = (
+        [nbytes for _, nbytes in _of_parameters(plan, find_device(name))] for name in ("h100", "1e9,1e9,1e9,1e9,8")
+    )
+    of_gradients = sum(_numel(plan, unit) * 4 // 2 for unit in plan.units)
+    assert sum(gloo) == sum(nccl) + of_gradients
+    assert len(gloo) == len(nccl)

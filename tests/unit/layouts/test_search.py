@@ -140,6 +140,7 @@ def test_devices_are_known_by_name_or_by_their_figures():
     assert find_device(f"{SPEEDS},5e-5").seconds_per_exchange == 5e-5
     assert find_device(f"{SPEEDS},5e-5").devices_per_processor == 1
     assert find_device(f"{SPEEDS},5e-5,4").devices_per_processor == 4
+    assert find_device(f"{SPEEDS},5e-5,4,1e-4").seconds_per_operation == 1e-4
     assert (own.near_bytes_per_second, own.far_bytes_per_second, own.devices_per_machine) == (1e9, 1e8, 4)
     for wrong in (
         "h101",
@@ -152,7 +153,8 @@ def test_devices_are_known_by_name_or_by_their_figures():
         "1,1,1,1,4,0",
         "1,1,1,1,4,1,0.5",
         "1,1,1,1,4,1,inf",
-        "1,1,1,1,4,1,1,1",
+        "1,1,1,1,4,1,1,0",
+        "1,1,1,1,4,1,1,1,1",
     ):
         with pytest.raises(ConfigError, match="there is no such device"):
             find_device(wrong)
