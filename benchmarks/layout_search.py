@@ -5,8 +5,8 @@
 
 First as many processes as there are devices measure together how fast each of them multiplies, steps an optimizer,
 calls operations and sends; by these speeds the search estimates. Then a Llama trains in each layout, natively, one
-layout after the other. Where several processes share a core, who waits leaves it to the others: the search is told how
-many there are.
+layout after the other, and once more in reverse, as a machine's speed may drift meanwhile. Where several processes
+share a core, who waits leaves it to the others: the search is told how many there are.
 
 Exits with 1 if a layout fails, or the losses of two differ by more than 1e-5 after any of the steps.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from _machine import checkout_environment
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 SIZE = Workload(layers=4, width=256, heads=8, vocabulary=4096, length=256, batch=8, family="llama")
 TOLERANCE = 1e-5
 MEMORY_TOLERANCE = 0.10
+MEMORY_STEPS = 3
+"""In each pass: how early a gradient is sent, and its memory free, is not the same in each step."""
 TENSORS_STEPPED = 4 + 3
 """That AdamW reads, and writes, of each parameter: itself, its gradient, which is only read, and two of its state."""
 CLEAR_DIFFERENCE = 1.20
-"""Times whose ratio is less are not compared."""
+"""Times whose ratio is less, in either pass, are not compared."""
 HEADER = ["layout", "planned MB", "held MB", "planned / held", "estimated s", "measured s"]
 
 
@@ -84,7 +87,7 @@ QUICK = ("fsdp 2, FULL_SHARD",)
 
 def main() -> int:
     """Search, run the layouts, and print the report."""
-    args = read_command_line(__doc__, CASES, QUICK, rounds=3, steps=3, add=add_options)
+    args = read_command_line(__doc__, CASES, QUICK, rounds=2, steps=3, add=add_options)
     if args.worker:
         import _worker  # here, as the parent needs no torch
 
@@ -102,14 +105,27 @@ def main() -> int:
             plans |= {plan["layout"]: plan for plan in found["fitting"]}
             path = Path(folder) / "found.json"
             path.write_text(json.dumps(found))
-            of_size: dict[str, Result] = {}
-            for case in cases:  # one after the other, so that their processes are not alive together
-                arguments = ["--found", str(path)]
-                of_size |= measure(__file__, [case], args, arguments=arguments, questions=lambda case: ("memory",))
-        wrong += differing_losses(of_size, TOLERANCE)
-        results |= of_size
+            passes = [run_layouts(order, args, path) for order in (cases, cases[::-1])]
+        wrong += [line for of_pass in passes for line in differing_losses(of_pass, TOLERANCE)]
+        results |= {case.name: joined(*(of_pass[case.name] for of_pass in passes)) for case in cases}
     emit(make_report(args.cases, results, plans, wrong, args), args.json)
     return exit_status(results, wrong)
+
+
+def run_layouts(cases: Sequence[Case], args: Any, found: Path) -> dict[str, Result]:
+    """Train in one layout after the other, so that their processes are not alive together, and return what they did."""
+    results: dict[str, Result] = {}
+    arguments, questions = ["--found", str(found)], ("memory",) * MEMORY_STEPS
+    for case in cases:
+        results |= measure(__file__, [case], args, arguments=arguments, questions=lambda _: questions)
+    return results
+
+
+def joined(first: Result, second: Result) -> Result:
+    """Return what was measured in both passes."""
+    blocks = {**first.blocks, **{len(first.blocks) + index: block for index, block in second.blocks.items()}}
+    answers = [*first.answers, *second.answers]
+    return replace(first, blocks=blocks, answers=answers, error=first.error or second.error)
 
 
 def add_options(parser: "argparse.ArgumentParser") -> None:
@@ -215,7 +231,8 @@ def build(args: Any) -> "Steps":
         raise SystemExit(f"the search has no layout {args.worker.name!r}, and has {names}")
     share_cores(args.worker.processes)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(SIZE.vocabulary, (args.total_steps * SIZE.batch, SIZE.length), generator=generator)
+    steps = args.total_steps + MEMORY_STEPS - 1
+    tokens = torch.randint(SIZE.vocabulary, (steps * SIZE.batch, SIZE.length), generator=generator)
     return train_sharded(make_model(), tokens, plan["batch_size"], torchacc.Config.from_dict(plan["config"]))
 
 
@@ -228,8 +245,8 @@ def make_report(
     return Report(
         name="layout_search",
         title="Layouts that a search finds",
-        setting=f"Llama of {SIZE}, float32, AdamW, natively; {count(args.rounds, 'round')} of "
-        f"{count(args.steps_per_round, 'step')} of each layout, one after the other.",
+        setting=f"Llama of {SIZE}, float32, AdamW, natively; twice {count(args.rounds, 'round')} of "
+        f"{count(args.steps_per_round, 'step')} of each layout, one layout after the other, and in reverse.",
         other_cores=other_cores(results),
         tables=[
             Table(
@@ -264,13 +281,25 @@ def judge_order(ran: Sequence[Case], results: Results, plans: Mapping[str, Any])
     for devices in sorted({case.processes for case in ran}):
         names = [case.name for case in ran if case.processes == devices]
         pairs = [sorted(pair, key=lambda name: results[name].step_secs) for pair in combinations(names, 2)]
-        clear = [(a, b) for a, b in pairs if results[b].step_secs > CLEAR_DIFFERENCE * results[a].step_secs]
+        clear = [(a, b) for a, b in pairs if min(ratios(results[a], results[b])) > CLEAR_DIFFERENCE]
         wrong = [(a, b) for a, b in clear if estimated(plans[a]) > estimated(plans[b])]
         right = f"{len(clear) - len(wrong)} of {len(clear)}"
         text = f"on {devices} processes the search has {right} pairs in their order whose times differ by more than "
         named = "; ".join(f"{a} is faster than {b}" for a, b in wrong)
-        checks.append(Check.of(f"{text}{CLEAR_DIFFERENCE - 1:.0%}", not wrong, named or None))
+        checks.append(Check.of(f"{text}{CLEAR_DIFFERENCE - 1:.0%} in both passes", not wrong, named or None))
     return checks
+
+
+def ratios(faster: Result, slower: Result) -> list[float]:
+    """Return by how much one takes longer than the other, in each pass."""
+    return [theirs / own for own, theirs in zip(secs_by_pass(faster), secs_by_pass(slower), strict=True)]
+
+
+def secs_by_pass(result: Result) -> list[float]:
+    """Return the median of the step times of each pass."""
+    times = [block.step_secs for _, block in sorted(result.blocks.items())]
+    half = len(times) // 2
+    return [median(times[:half]), median(times[half:])]
 
 
 def estimated(plan: Mapping[str, Any]) -> float:
