@@ -196,7 +196,7 @@ def _installed(platform: str) -> dict[str, str]:
 
 def _compile_into(kept: Path, program: Program, request: dict[str, Any], waited: Callable[[float], None]) -> None:
     """Compile in a folder beside `kept`, which is there at once, or not at all."""
-    with _new_folder(kept.parent) as name:
+    with _exiting_on_sigterm(), _new_folder(kept.parent) as name:
         folder = Path(name)
         (folder / "program.pb").write_bytes(program.hlo)
         (folder / "request.json").write_text(json.dumps(request))
@@ -240,13 +240,12 @@ def _run(
         )
     began = time.monotonic()
     try:
-        with _exiting_on_sigterm():
-            while True:
-                try:
-                    status = process.wait(timeout=1)
-                    break
-                except subprocess.TimeoutExpired:
-                    waited(time.monotonic() - began)
+        while True:
+            try:
+                status = process.wait(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                waited(time.monotonic() - began)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

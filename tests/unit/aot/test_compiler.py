@@ -35,8 +35,8 @@ def model(tmp_path):
     return path
 
 
-def start(cache, *arguments):
-    command = [sys.executable, "-m", "torchacc", "plan", *arguments]
+def start(cache, *arguments, program=("-m", "torchacc")):
+    command = [sys.executable, *program, "plan", *arguments]
     return subprocess.Popen(
         command,
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
@@ -131,16 +131,18 @@ def test_a_loop_of_layers_computes_what_as_many_layers_do_that_are_recomputed(tm
 
 
 @needs("plan-cuda")
-@pytest.mark.parametrize("broken", ["compiled.json", "optimized.txt"])
-def test_what_is_no_longer_whole_is_compiled_again(model, tmp_path, broken):
+def test_what_is_no_longer_whole_is_compiled_again(model, tmp_path):
     first = compiled(model, tmp_path, "h100x1", "--json")
     assert first[0] == 0, first[2]
     (kept,) = (tmp_path / "torchacc" / "compiled").iterdir()
-    path = kept / broken
-    os.truncate(path, path.stat().st_size // 2)
-    status, out, errors = compiled(model, tmp_path, "h100x1", "--json")
-    assert status == 0, errors
-    assert json.loads(out)["peak_bytes"] == json.loads(first[1])["peak_bytes"]
+    for broken in ("compiled.json", "optimized.txt"):
+        path = kept / broken
+        size = path.stat().st_size
+        os.truncate(path, size // 2)
+        status, out, errors = compiled(model, tmp_path, "h100x1", "--json")
+        assert status == 0, errors
+        assert json.loads(out)["peak_bytes"] == json.loads(first[1])["peak_bytes"]
+        assert path.stat().st_size == pytest.approx(size, rel=0.1)
 
 
 @needs("plan-cuda")
@@ -151,6 +153,29 @@ def test_a_model_that_does_not_train_with_such_a_batch_is_refused(tmp_path):
     status, _, errors = compiled(path, tmp_path, "h100x1")
     assert status == 2
     assert "cannot be compiled, as it does not train with input_ids, labels" in errors
+
+
+TERMINATED_AS_THE_COMPILER_STARTS = """
+import signal, sys
+from torchacc.cli.main import main
+
+def interrupt(event, arguments):
+    if event == "subprocess.Popen" and "compile_deviceless" in str(arguments):
+        signal.raise_signal(signal.SIGTERM)
+
+sys.addaudithook(interrupt)
+sys.exit(main())
+"""
+
+
+@needs("plan-tpu")
+def test_sigterm_as_the_compiler_starts_leaves_nothing(model, tmp_path):
+    script = tmp_path / "terminated.py"
+    script.write_text(TERMINATED_AS_THE_COMPILER_STARTS)
+    process = start(tmp_path, "--model", str(model), "--compile-for", "v5e:2x4", program=(str(script),))
+    _, errors = process.communicate(timeout=500)
+    assert process.returncode == 143, errors
+    assert list((tmp_path / "torchacc" / "compiled").iterdir()) == []
 
 
 @needs("plan-tpu")
