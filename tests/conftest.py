@@ -60,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full-contract", action="store_true", help="run the contract's cases in every combination, not in each pair"
     )
     parser.addoption(
+        "--third-of-entries", action="store_true", help="run each of the contract's cases, and a third of its entries"
+    )
+    parser.addoption(
         "--every-benchmark", action="store_true", help="run each benchmark at its smallest size, not one of those alike"
     )
     parser.addoption(

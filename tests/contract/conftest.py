@@ -7,7 +7,8 @@ plain PyTorch, unsharded.
 
 Not all combinations are run, but so many that each pair is: of an engine, a number of devices, a model, a variant and a
 test (see `covering.py`). Of the table, what is about all three engines runs natively and on XLA's two in turn, and so
-do the entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too.
+do the entries of what is about XLA's two. `--full-contract` runs all, and what a mark names with `in_full=True`, too;
+`--third-of-entries` each case with a third of its entries, where another run has all and this one another PyTorch.
 
 A file may say with `INSTEAD_OF` which engines stand in place of others in tests that it takes from another file, with
 `TABLE_ON` on which engines its tests are about all cases there are for these, and with `DUMPS` that XLA writes the
@@ -17,7 +18,7 @@ programs that it compiles.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             cases = [case for case in cases if case in chosen]
         metafunc.parametrize("case", [pytest.param(case, id=case.id, marks=case.marks) for case in cases])
     if hasattr(metafunc.module, "TABLE_ON") and "name" in metafunc.fixturenames:
+        choose = _third_of_entries if metafunc.config.getoption("--third-of-entries") else list
         params = [
             pytest.param(engine, name, id=f"{engine}-{name}", marks=marks_of(engine))
             for engine in metafunc.module.TABLE_ON
-            for name, case in CASES.items()
-            if engine.replace("-gpu-", "-") in {f"{kind}-{case.num_devices}" for kind in case.engines}
-            and (every or (not case.is_left_out and name not in _left_to_the_other(engine)))
+            for name in choose(_names_of(engine, every=every))
         ]
         metafunc.parametrize(("engine", "name"), params)
+
+
+def _names_of(engine: str, *, every: bool) -> list[str]:
+    return [
+        name
+        for name, case in CASES.items()
+        if engine.replace("-gpu-", "-") in {f"{kind}-{case.num_devices}" for kind in case.engines}
+        and (every or (not case.is_left_out and name not in _left_to_the_other(engine)))
+    ]
+
+
+def _third_of_entries(names: Iterable[str]) -> list[str]:
+    entries = defaultdict(list)
+    for name in names:
+        entries[name.partition("-")[0]].append(name)
+    return [name for several in entries.values() for name in several[::3]]
 
 
 @cache
