@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def start(cache, *arguments, program=("-m", "torchacc")):
     command = [sys.executable, *program, "plan", *arguments]
     return subprocess.Popen(
         command,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where a shell runs pytest with &
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
