@@ -412,6 +412,37 @@ def stages_train_adapters_and_keep_them_in_a_checkpoint(how: dict[str, Any]) -> 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "ASGD": {},
+    "Adagrad": {},
+    "AdamW": {"amsgrad": True},
+    "Adamax": {"foreach": True},
+    "NAdam": {},
+    "RAdam": {},
+    "SGD": {"momentum": 0.9},
+    "Adam": {"fused": True},
+}
+
+
+@case([NATIVE])
+def each_stage_has_the_state_of_an_optimizer_for_all_parameters() -> None:
+    """Numbers of the parameters of other stages, as steps, are those of the unsharded run, and a checkpoint's names."""
+    for name, options in OPTIMIZERS.items():
+        model, batch = make(), padded(14, left=True)
+        plain_model = copy.deepcopy(model)
+        torchacc.accelerate(model, None, config(pp=2))
+        own, expected = (getattr(torch.optim, name)(each.parameters(), **options) for each in (model, plain_model))
+        for _ in range(3):
+            step(model, [part_of(model, batch)], own)
+            step(plain_model, [batch], expected)
+        for (key, parameter), other in zip(model.named_parameters(), plain_model.parameters(), strict=True):
+            assert own.state[parameter].keys() == expected.state[other].keys(), (name, key)
+            assert None not in own.state[parameter].values(), (name, key)
+            numbers = {key: value for key, value in expected.state[other].items() if not value.dim()}
+            assert {each: own.state[parameter][each] for each in numbers} == numbers, (name, key)
+        check_parameters(model, plain_model, absolute=ADAM_ABSOLUTE)
+
+
 @case([NATIVE])
 def adapters_that_stages_cannot_train_are_refused() -> None:
     peft = pytest.importorskip("peft")

@@ -9,6 +9,7 @@ A graph of gradients (`create_graph=True`) has saved unsharded weights that no h
 They then stay until they change, and gradients are reduced when all of a backward is over.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from torchacc.engines.native import shard_arithmetic
 from torchacc.engines.native.gradients import accumulates, take_part_in_backward
-from torchacc.engines.native.shard_arithmetic import OWNER, install
+from torchacc.engines.native.shard_arithmetic import OWNER
 from torchacc.engines.native.unit_parameters import TIMES_DATA, Group, drop_gradient, no_inference_mode
+from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import FSDPParam, TrainingState
 from torchacc.errors import EngineError
 from torchacc.launch import progress
@@ -82,7 +85,7 @@ class Groups:
             for parameter in group.fsdp_params:
                 vars(parameter.sharded_param)[OWNER] = self
         self._float8 = self._gather_in_float8(float8, shard_group) if float8 else None
-        install()
+        _install()
         take_part_in_backward(self)
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
@@ -296,6 +299,13 @@ class Groups:
             state._training_state = TrainingState.IDLE
         for group in self._all_groups():
             group.rest()
+
+
+@functools.cache
+def _install() -> None:
+    """Patch PyTorch for groups, until the process ends."""
+    shard_arithmetic.install()
+    torch_patches.hold_until_exit(torch_patches.ranges_while_profiling())
 
 
 def recorded_classes(model: nn.Module) -> tuple[type, ...]:

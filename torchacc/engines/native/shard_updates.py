@@ -5,7 +5,7 @@ An update that goes element by element does to the shard what it does to the dis
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +34,39 @@ def _update(update: Callable[..., None], parameters: Sequence[Any], *args: Any, 
     if update.__name__ not in _KNOWN or options.get("differentiable") or not _lie_alike(parameters, lists):
         update(*given, **options)
         return
-    local = [[_local(each) for each in listed] for listed in lists]
+    held = _indices_to_update(parameters, lists, options)
+    local = [[_local(listed[index]) for index in held] if listed else [] for listed in lists]
     replaced = iter(local)
     with torch._C.DisableTorchFunctionSubclass():
         update(*(next(replaced) if isinstance(each, list) else each for each in given), **options)
         for listed, new in zip(lists, local, strict=True):
-            _hand_back(parameters, listed, new)
+            _hand_back(parameters, listed, dict(zip(held, new, strict=False)))
+        _count_step([listed for listed in lists if _are_numbers(listed)], set(range(len(parameters))) - set(held))
         increment_version(parameters)
+
+
+def _indices_to_update(parameters: Sequence[Any], lists: list[list[Any]], options: Mapping[str, Any]) -> list[int]:
+    """Return which parameters an update runs for: not those without elements here, as all of other stages.
+
+    All where that does more than count their steps: makes a state, changes other numbers, or leaves a step out.
+    """
+    every = list(range(len(parameters)))
+    has_more = sum(map(_are_numbers, lists)) > 1 or options.get("found_inf") is not None
+    if has_more or any(each is None for listed in lists for each in listed):
+        return every
+    return [index for index in every if parameters[index]._local_tensor.numel()]
+
+
+def _are_numbers(listed: Sequence[Any]) -> bool:
+    """Return whether a list has one number for each parameter, as the steps that it was updated in."""
+    first = listed[0] if listed else None
+    return isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and not first.dim()
+
+
+def _count_step(numbers: Sequence[list[Any]], left_out: Collection[int]) -> None:
+    steps = [listed[index] for listed in numbers for index in left_out]
+    if steps:
+        torch._foreach_add_(steps, 1)
 
 
 def _lie_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
@@ -60,9 +86,10 @@ def _local(each: Any) -> Any:
     return each._local_tensor if isinstance(each, DTensor) else each
 
 
-def _hand_back(parameters: Sequence[Any], listed: list[Any], new: Sequence[Any]) -> None:
+def _hand_back(parameters: Sequence[Any], listed: list[Any], new: Mapping[int, Any]) -> None:
     """Put states that an update has made, as SGD makes its first momentum, into the list that it was given."""
-    for place, (parameter, before, after) in enumerate(zip(parameters, listed, new, strict=False)):
-        if after is not _local(before):
-            meta = parameter._spec.tensor_meta._replace(dtype=after.dtype)
-            listed[place] = DTensor(after, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
+    for index, after in new.items():
+        if after is not _local(listed[index]):
+            spec = parameters[index]._spec
+            meta = spec.tensor_meta._replace(dtype=after.dtype)
+            listed[index] = DTensor(after, replace(spec, tensor_meta=meta), requires_grad=False)

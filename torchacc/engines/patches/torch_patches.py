@@ -2,10 +2,11 @@
 
 import atexit
 import functools
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -170,6 +171,28 @@ def inference_mode_is_no_grad() -> Iterator[None]:
         yield
     finally:
         torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def ranges_while_profiling() -> Iterator[None]:
+    """Let FSDP2 name the parts of its work around each unit only while a profiler runs that would show the names.
+
+    Otherwise naming them takes as long as the rest of that work, where a unit has nothing to gather.
+    """
+    if not is_for_installed("ranges_while_profiling"):
+        yield
+        return
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    original = module.record_function
+
+    def record_function(name: str, *args: Any) -> AbstractContextManager[Any]:
+        return original(name, *args) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+    module.record_function = record_function
+    try:
+        yield
+    finally:
+        module.record_function = original
 
 
 @contextmanager

@@ -29,6 +29,7 @@ PATCHES: Mapping[str, PatchVersions] = {
     "updates_through": PatchVersions("torch", ">=2.9,<2.14", "functions of torch.optim that update a group"),
     "runs_of_graphs": PatchVersions("torch", ">=2.9", "torch.autograd._engine_run_backward()"),
     "inference_mode_is_no_grad": PatchVersions("torch", ">=2.9,<2.10", "torch.inference_mode"),
+    "ranges_while_profiling": PatchVersions("torch", ">=2.9,<2.14", "record_function() of FSDP2's groups"),
     "functions_of_dtensors": PatchVersions("torch", ">=2.9", "DTensor.__torch_function__()"),
     "optimizer_states": PatchVersions("torch", ">=2.9", "Optimizer.state_dict() and load_state_dict()"),
     "clearing_of_gradients": PatchVersions("torch", ">=2.9", "Optimizer.zero_grad()"),
