@@ -15,6 +15,7 @@ from casekit import (
     ENGINE,
     MLP,
     MULTIPROCESS,
+    NATIVE,
     RANK,
     XLA,
     X,
@@ -395,3 +396,14 @@ def module_called_by_itself_is_right() -> None:
         output = torchacc.dist.all_gather(module(part(X)))
         check_equal(output.detach().cpu(), same(X), "output")
     check_still_trains(model, plain)
+
+
+@case([NATIVE])
+def profiler_shows_what_fsdp2_does_around_a_unit() -> None:
+    model, plain = sharded_and_plain()
+    check_still_trains(model, plain)
+    with torch.profiler.profile() as profiled:
+        loss_of(model(part(X))).backward()
+    names = " ".join(event.key for event in profiled.key_averages())
+    for part_of_step in ("pre_forward", "all_gather", "post_backward_reduce"):
+        assert f"FSDP::{part_of_step}" in names, names
