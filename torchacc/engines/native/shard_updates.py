@@ -5,7 +5,7 @@ An update that goes element by element does to the shard what it does to the dis
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,9 @@ def _update(update: Callable[..., None], parameters: Sequence[Any], *args: Any, 
         update(*(next(replaced) if isinstance(each, list) else each for each in given), **options)
         for listed, new in zip(lists, local, strict=True):
             _hand_back(parameters, listed, dict(zip(held, new, strict=False)))
-        _count_step([listed for listed in lists if _are_numbers(listed)], set(range(len(parameters))) - set(held))
+        for steps in filter(_are_numbers, lists):
+            for index in set(range(len(parameters))) - set(held):
+                steps[index] += 1
         increment_version(parameters)
 
 
@@ -61,12 +63,6 @@ def _are_numbers(listed: Sequence[Any]) -> bool:
     """Return whether a list has one number for each parameter, as the steps that it was updated in."""
     first = listed[0] if listed else None
     return isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and not first.dim()
-
-
-def _count_step(numbers: Sequence[list[Any]], left_out: Collection[int]) -> None:
-    steps = [listed[index] for listed in numbers for index in left_out]
-    if steps:
-        torch._foreach_add_(steps, 1)
 
 
 def _lie_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
