@@ -35,23 +35,23 @@ def accelerate(
     config: Config | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
-    """Shard a model, and the data, over the devices of the job. Collective: every process.
+    """Shard a model, and its data, over the devices of the job. Collective: call it on every process.
 
-    The model is changed in place and stays what it was: an instance of its class, with its attributes, its `config` and
-    the names of its parameters. It gains `clip_grad_norm_(max_norm)`. A scalar that it returns, such as its loss, is
+    The model is changed in place. It remains an instance of its class, with the same attributes, `config` and parameter
+    names, and gains the method `clip_grad_norm_(max_norm)`. Any scalar that its forward returns, such as the loss, is
     the mean over all devices.
 
     Args:
-        model: The model, on the CPU. Processes whose models differ all take rank 0's. One that was built on the meta
-            device never needs memory for all of it; `torchacc.checkpoint.load()` gives it its weights. One that
-            `deferred_init()` has built needs no more, and starts from its own initialisation.
-        dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is that of one device. The loader that
-            comes back gives each process its part of every global batch, on the device.
-        config: How to shard; None for data parallelism over all processes. It is only read.
-        optimizer: An optimizer that was made before; one made after this call needs nothing.
+        model: The model, on the CPU. If it differs between processes, all of them use the model of rank 0. A model on
+            the meta device is never held in full by one process; load its weights with `torchacc.checkpoint.load()`.
+            Neither is a model from `deferred_init()`, which starts from its own initialisation.
+        dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is the batch size of one device. The
+            returned loader yields this process's part of each global batch, on the device.
+        config: How to shard the model; None for data parallelism over all processes. It is not modified.
+        optimizer: An optimizer that was created before this call. Do not pass one that is created afterwards.
 
     Returns:
-        The model; `(model, loader)` where a dataloader was given; with the optimizer last where one was given.
+        The model; `(model, loader)` if a dataloader is passed; with the optimizer last if one is passed.
 
     Raises:
         ConfigError: The config contradicts itself, the model or the job.
@@ -103,11 +103,11 @@ def accelerate(
 
 
 def shard_loader(dataloader: Iterable[Any], model: nn.Module) -> data.AsyncLoader:
-    """Shard a further loader, such as one for evaluation, as `accelerate()` shards the first.
+    """Shard another loader, such as the one for evaluation, in the same way as `accelerate()` shards its loader.
 
     Args:
-        dataloader: A DataLoader, or any iterable of batches, with the batch size of one device.
-        model: The model that accelerate() returned.
+        dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is the batch size of one device.
+        model: The model that `accelerate()` returned.
 
     Raises:
         DataError: The dataloader cannot be sharded.
@@ -126,15 +126,15 @@ def shard_loader_for_trainer(
 
 
 def accumulate(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context for all but the last micro-batch of an accumulation window.
+    """Return a context manager for all micro-batches of an accumulation window except the last.
 
-    Inside, `backward()` adds to the gradients. The first `backward()` outside completes them for the step. Divide the
-    loss by the number of micro-batches yourself. In engines with one process per device the full gradients stay on
-    the device for the window; leave the context out to reduce after each micro-batch, which needs less memory and more
-    communication, and gives the same numbers.
+    Inside the context, `backward()` accumulates gradients without reducing them. The first `backward()` outside of it
+    reduces the sum. Divide the loss by the number of micro-batches yourself. In engines with one process per device the
+    unsharded gradients stay on the device for the window. Without the context, gradients are reduced after each
+    micro-batch: this needs less memory and more communication, and gives the same numbers.
 
     Args:
-        model: The model that accelerate() returned.
+        model: The model that `accelerate()` returned.
 
     Example:
         >>> for index, batch in enumerate(micro_batches):
@@ -146,15 +146,15 @@ def accumulate(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, torch.Tensor]:
-    """Return the unsharded parameters and buffers. Collective: every process.
+    """Return the unsharded parameters and buffers. Collective: call it on every process.
 
     Args:
-        model: The model that accelerate() returned.
-        rank0_only: Whether other processes than rank 0 get an empty dict, and need no memory for them.
-        cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
+        model: The model that `accelerate()` returned.
+        rank0_only: If True, only rank 0 gets the tensors, and needs memory for them; others get an empty dict.
+        cpu_offload: If True, the tensors are on the CPU, otherwise on the engine's device.
 
     Returns:
-        Original name -> tensor, tied names included; one copy of the model.
+        A dict of original name -> unsharded tensor. Tied parameters are in it under each of their names.
     """
     return model_state.full_state_dict(sharded_model(model), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
@@ -164,15 +164,16 @@ def state_dict(
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
     config: FullStateDictConfig | None = None,
 ) -> dict[str, Any]:
-    """Return a model's state in one of three forms; `model.load_state_dict()` takes each of them.
+    """Return a model's state in one of three forms. `model.load_state_dict()` accepts each of them.
 
-    The full one is collective: every process.
+    The full form is collective: call it on every process.
 
     Args:
-        model: The model that accelerate() returned.
-        state_dict_type: Full tensors by original name; what this process holds of each, as a `TensorShard`; or what
-            this process keeps, flattened and padded, by its own names. The last two load at this number of devices.
-        config: Who gets a full state, and where.
+        model: The model that `accelerate()` returned.
+        state_dict_type: `FULL_STATE_DICT` for unsharded tensors by their original names; `SHARDED_STATE_DICT` for this
+            process's part of each tensor, as a `TensorShard`; `LOCAL_STATE_DICT` for the tensors as this process stores
+            them, which may be flattened and padded. The last two load at the same number of devices only.
+        config: Which process gets a full state, and on which device.
     """
     sharded, config = sharded_model(model), config or FullStateDictConfig()
     if state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -188,15 +189,15 @@ def optim_state_dict(
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
     config: FullStateDictConfig | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state in one of three forms; `optimizer.load_state_dict()` takes each of them.
+    """Return an optimizer's state in one of three forms. `optimizer.load_state_dict()` accepts each of them.
 
-    The full one, which an optimizer of the unsharded model takes as well, is collective: every process.
+    The full form also loads into an optimizer of the unsharded model. It is collective: call it on every process.
 
     Args:
-        model: The model that accelerate() returned.
+        model: The model that `accelerate()` returned.
         optimizer: An optimizer of its parameters.
         state_dict_type: As for `state_dict()`.
-        config: Who gets a full state, and where.
+        config: Which process gets a full state, and on which device.
     """
     sharded, config = sharded_model(model), config or FullStateDictConfig()
     if state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -210,22 +211,22 @@ def optim_state_dict(
 
 @dataclass(frozen=True)
 class Description:
-    """How a model is sharded; `str()` gives it as a few lines."""
+    """How a model is sharded. `str()` formats it as a few lines."""
 
     engine: str
     """The engine's name."""
     mesh: str
     """The axes of the mesh and their sizes."""
     num_devices: int
-    """Devices of the job."""
+    """Number of devices in the job."""
     num_parameters: int
-    """Elements of the model's parameters, tied ones counted once."""
+    """Number of elements of the model's parameters. Tied parameters count once."""
     num_trained_parameters: int
-    """Those of parameters that were not frozen when the model was sharded."""
+    """Number of those elements whose parameters were not frozen when the model was sharded."""
     num_parameters_per_device: int
-    """Elements that one device holds at rest, padding included."""
+    """Number of elements that one device stores between steps, including padding."""
     num_units: int
-    """FSDP units, the model itself included."""
+    """Number of FSDP units, including the model itself."""
     compute_dtype: str
     """Dtype of matrix products."""
 
@@ -245,10 +246,10 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe how a model is sharded.
+    """Describe how a model is sharded. Any process may call it.
 
     Args:
-        model: The model that accelerate() returned.
+        model: The model that `accelerate()` returned.
     """
     sharded = sharded_model(model)
     engine, plan = sharded.engine, sharded.plan
@@ -265,15 +266,15 @@ def describe(model: nn.Module) -> Description:
 
 
 def compile_report() -> CompileReport:
-    """Return what has been compiled in this process so far, and what was compiled anew and why."""
+    """Return what this process has compiled so far, and the reason for each recompilation."""
     engine = registry.active_engine()
     return engine.compile_report() if engine is not None else CompileReport()
 
 
 def sync() -> None:
-    """Run what has been recorded so far; without effect where nothing is recorded.
+    """Execute the operations that the engine has recorded so far. It has no effect in engines that record nothing.
 
-    A loop over a loader of accelerate() needs no call of it.
+    A loop over a loader from `accelerate()` does not need it: the loader calls it after each batch.
     """
     engine = registry.active_engine()
     if engine is not None:

@@ -33,21 +33,21 @@ def fsdp(
 ) -> nn.Module:
     """Shard a model over all processes of the job, or move it to the device of a single one. Collective.
 
-    The short form of `accelerate()` for a model alone. Its batches come from `torchacc.shard_loader(loader, model)`, or
-    each process reads its own part of the data. Its forward moves inputs that lie on the CPU to its device; labels that
-    the model does not take are the script's to move, to the device of the output.
+    This is the short form of `accelerate()` for a model without a loader. Get its batches from
+    `torchacc.shard_loader(loader, model)`, or let each process read its own part of the data. The model's forward moves
+    inputs from the CPU to its device. Move labels that the model does not take to the device of the output yourself.
 
-    What zeta's function does otherwise: there the process group must be started before; a class of None wraps nothing;
-    gradients are reduced in `mp`, buffers lowered to it and outputs come in it, here gradients are reduced in float32,
-    buffers stay as they are and outputs come in float32; a loss is each process's own, here one that the model returns
-    is the mean over all.
+    It differs from zeta's function in four ways. It starts the process group itself. It infers the class of the layers
+    if `TransformerBlock` is None, where zeta wraps nothing. It reduces gradients in float32, keeps the dtype of buffers
+    and returns outputs in float32, where zeta uses `mp` for all three. A loss that the model returns is the mean over
+    all processes, not this process's own.
 
     Args:
         model: The model; it is changed in place.
-        auto_wrap: Whether each layer of the class `TransformerBlock` is gathered by itself; otherwise the whole model
-            is gathered at once.
-        mp: Dtype of the computation: `bf16`, `fp16`, in the native engine and with a `torchacc.GradScaler`, or `fp32`.
-            The weights that the optimizer steps are in float32.
+        auto_wrap: If True, each layer of the class `TransformerBlock` is gathered separately, otherwise the model is
+            gathered at once.
+        mp: Dtype of the computation: `bf16`, `fp16` (native engine only, with a `torchacc.GradScaler`) or `fp32`. The
+            weights that the optimizer steps are in float32.
         shard_strat: `FULL_SHARD`, `SHARD_GRAD` (or PyTorch's name for it, `SHARD_GRAD_OP`) or `NO_SHARD`.
         TransformerBlock: The class of the layers, used only with `auto_wrap`; None to infer it from the model.
 

@@ -40,24 +40,25 @@ def load(
     scheduler: Any = None,
     loader: Any = None,
 ) -> Any:
-    """Load a checkpoint, whatever engine and number of devices wrote it. Collective: every process.
+    """Load a checkpoint that any engine, on any number of devices, has saved. Collective: call it on every process.
 
-    Each process reads what it holds, and verifies it. A Hugging Face checkpoint with safetensors loads as well, without
-    an optimizer.
+    Each process reads its own shards only, and verifies their checksums. A Hugging Face checkpoint in safetensors loads
+    too, without an optimizer.
 
     Args:
         path: The folder.
-        model: The model that accelerate() returned; one that was built on the meta device gets its weights here.
-        optimizer: Its optimizer, with the groups that were saved; it may have made steps.
-        scheduler: What was saved as the scheduler.
-        loader: The loader that accelerate() returned: it goes on at the batch after the last one that was used.
+        model: The model that `accelerate()` returned. If it was built on the meta device, this call gives it its
+            weights.
+        optimizer: Its optimizer, with the same parameter groups as when it was saved. It may have made steps already.
+        scheduler: The object that was saved as the scheduler.
+        loader: The loader that `accelerate()` returned. It resumes at the batch after the last one that was used.
 
     Returns:
-        What was saved as `extra`.
+        The object that was saved as `extra`.
 
     Raises:
-        CheckpointError: The checkpoint is torn or altered, or does not fit; on every process. A model and an optimizer
-            that were partly loaded refuse to run until another load succeeds.
+        CheckpointError: The checkpoint is incomplete or damaged, or does not fit the model. Raised on every process. A
+            partly loaded model or optimizer refuses to run until another load succeeds.
     """
     sharded = sharded_model(model)
     group = sharded.engine.group
@@ -73,12 +74,13 @@ def load(
 
 
 def verify(path: str | PathLike[str]) -> None:
-    """Read all of a torchacc checkpoint and compare it with its checksums. Any process, by itself.
+    """Read a torchacc checkpoint completely and verify its checksums. Not collective: any process may call it.
 
-    Where another process replaces it in the meantime, the one that takes its place is read.
+    If another process replaces the checkpoint in the meantime, the new one is verified.
 
     Raises:
-        CheckpointError: It is torn or altered: the message names the file and the tensor; or somebody has removed it.
+        CheckpointError: The checkpoint is incomplete or damaged, and the message names the file and the tensor; or it
+            was removed.
     """
     target = Path(path)
     while True:

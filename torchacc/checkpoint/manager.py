@@ -54,24 +54,24 @@ class Restored:
     """What a run goes on from."""
 
     step: int
-    """The step after which it was saved."""
+    """Number of steps that the run had made."""
     extra: Any
-    """What was handed to `save()` beside it."""
+    """The object that was passed to `save()` as `extra`."""
     path: Path
-    """The checkpoint."""
+    """The folder of the checkpoint."""
 
 
 class CheckpointManager:
-    """Saves a run to the folders `step-00000100` … of a folder, and restores the newest that is whole.
+    """Saves the checkpoints of a run to subfolders, `step-00000100` …, and restores the newest complete one.
 
-    A context manager; all its methods are collective: every process calls them, in the same order and with the same
-    step. One job at a time may use a folder: it is locked until `close()`, or until the process ends. Who only reads,
-    by `torchacc.checkpoint.load()` or `verify()`, needs no manager and no lock.
+    It is a context manager. Its methods are collective: call them on every process, in the same order and with the same
+    step. Only one job at a time can use a folder, which is locked until `close()` or the end of the process. Reading a
+    checkpoint with `torchacc.checkpoint.load()` or `verify()` needs neither the manager nor the lock.
 
-    Files that somebody else has put into a checkpoint stay: it is kept, whatever `keep` says.
+    A checkpoint that holds files of others is never deleted, whatever `keep` is.
 
-    SIGTERM, as sent before a preemption, to one process or to all, lets every process save after the same step, within
-    about a second and a step, and exit with the code 143, from inside of `save_if_due()`.
+    After a SIGTERM to any of the processes, such as the one before a preemption, `save_if_due()` saves on every process
+    after the same step, and exits with code 143. This takes about one second and one step.
 
     Example:
         >>> with CheckpointManager("run", model=model, optimizer=optimizer, loader=loader, every_steps=100) as manager:
@@ -98,23 +98,24 @@ class CheckpointManager:
         keep: int | None = None,
         async_save: bool = False,
     ) -> None:
-        """Make the folder, remove from it what interrupted saves have left, and listen to SIGTERM. Collective.
+        """Create the folder, remove the remains of interrupted saves, and install a handler of SIGTERM. Collective.
 
         Args:
-            folder: Where the checkpoints are, on a file system that all machines share.
-            model: The model that accelerate() returned.
+            folder: The folder of the checkpoints, on a file system that all machines share.
+            model: The model that `accelerate()` returned.
             optimizer: Its optimizer.
-            scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
-            loader: The loader that accelerate() returned.
-            tokenizer: A tokenizer or processor to lie in each checkpoint, so that it can be opened by itself.
-            every_steps: `save_if_due()` saves at the multiples of this many steps; None for SIGTERM only.
-            keep: How many of the newest checkpoints to keep; None for all of them.
-            async_save: Whether to write in the background, from a copy in host memory, which this process must have
-                room for. The copy is made before `save()` returns; its memory is kept for the next one.
+            scheduler: A scheduler, or any object with `state_dict()` and `load_state_dict()`.
+            loader: The loader that `accelerate()` returned.
+            tokenizer: A tokenizer or processor to save in each checkpoint.
+            every_steps: `save_if_due()` saves at multiples of this number of steps; None to save on SIGTERM only.
+            keep: Number of checkpoints to keep, the newest ones; None to keep all.
+            async_save: If True, checkpoints are written in the background from a copy in host memory, for which this
+                process must have room. The copy is complete when `save()` returns. Its memory is reused by the next
+                save.
 
         Raises:
             CheckpointError: The folder cannot be written, or another job uses it.
-            ConfigError: `every_steps` or `keep` is not a number of 1 or more.
+            ConfigError: `every_steps` or `keep` is not an integer of 1 or more.
         """
         for name, value in (("every_steps", every_steps), ("keep", keep)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -156,16 +157,16 @@ class CheckpointManager:
                 self._lock.release()
 
     def restore(self) -> Restored | None:
-        """Load the newest checkpoint that is whole. Collective: every process.
+        """Load the newest complete checkpoint. Collective: call it on every process.
 
-        Newer ones that are not are left where they are, and reported with the reason. A checkpoint that is whole and
-        does not fit the model is an error, not a reason to go back further.
+        Damaged or incomplete ones are skipped with a warning that gives the reason, and are not deleted. A complete
+        checkpoint that does not fit the model raises; older ones are not tried.
 
         Returns:
-            What was found; None where there is no checkpoint yet.
+            The restored step, `extra` and path; None if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: There are checkpoints, and none of them is whole; or the newest does not fit.
+            CheckpointError: None of the checkpoints is complete, or the newest complete one does not fit the model.
         """
         self._group.expect_all("CheckpointManager.restore()")
         self.wait()
@@ -195,20 +196,20 @@ class CheckpointManager:
         return None
 
     def save_if_due(self, step: int, extra: Any = None) -> bool:
-        """Save if this step is a multiple of `every_steps`; after SIGTERM save, and exit. Collective: every process.
+        """Save if `step` is a multiple of `every_steps`; after a SIGTERM, save and exit. Collective.
 
-        Call it after each step, with the number of steps that have been made, and after an evaluation of that step.
+        Call it on every process after each step, and after any evaluation at that step.
 
         Args:
-            step: How many steps the run has made.
-            extra: What else is to be in the checkpoint: numbers, text, tensors, lists and dicts.
+            step: Number of steps that the run has made.
+            extra: Any other state to save: numbers, strings, tensors, lists and dicts.
 
         Returns:
-            Whether it was saved, or, with `async_save`, begun to be.
+            Whether a checkpoint was saved or, with `async_save`, its save was started.
 
         Raises:
-            CheckpointError: This or the last checkpoint could not be written.
-            SystemExit: With the code 143, after SIGTERM, once the run is saved.
+            CheckpointError: This or the previous checkpoint could not be written.
+            SystemExit: With code 143 after a SIGTERM, once the checkpoint is complete.
         """
         self._late_evaluation.on_step(step)
         has_failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
@@ -223,27 +224,27 @@ class CheckpointManager:
         return is_due
 
     def save(self, step: int, extra: Any = None) -> None:
-        """Save now, whether it is due or not. Collective: every process.
+        """Save a checkpoint now. Collective: call it on every process.
 
-        A checkpoint of the same step is replaced. With `async_save` this waits for the last one to be complete, and
-        returns when its own is copied.
+        It replaces a checkpoint of the same step. With `async_save` it waits for the previous save to complete, and
+        returns once the state is copied.
 
         Args:
-            step: How many steps the run has made.
-            extra: What else is to be in the checkpoint.
+            step: Number of steps that the run has made.
+            extra: Any other state to save, as for `save_if_due()`.
 
         Raises:
-            CheckpointError: This or the last checkpoint could not be written; on every process.
-            ConfigError: `step` is not a whole number of 0 or more.
+            CheckpointError: This or the previous checkpoint could not be written. Raised on every process.
+            ConfigError: `step` is not an integer of 0 or more.
         """
         with progress.during(progress.Phase.SAVING):
             self._save(step, extra, in_background=self.async_save)
 
     def wait(self) -> None:
-        """Wait until what is being written is complete. Every process.
+        """Wait until the save in the background is complete. Call it on every process.
 
         Raises:
-            CheckpointError: It could not be written; on every process.
+            CheckpointError: The checkpoint could not be written. Raised on every process.
         """
         saving, self._saving = self._saving, None
         if saving is not None and saving.exception() is not None:
@@ -251,9 +252,9 @@ class CheckpointManager:
             saving.result()
 
     def close(self) -> None:
-        """Wait as `wait()` does, leave SIGTERM to whom it belonged before, and the folder to others. Every process.
+        """Wait as `wait()` does, restore the previous handler of SIGTERM, and unlock the folder.
 
-        The memory of the copies that `async_save` has made is freed.
+        Call it on every process. It also frees the host memory of `async_save`.
         """
         self._signal.unhook()
         self._is_closed = True
@@ -264,7 +265,7 @@ class CheckpointManager:
             self._lock.release()
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, the newest first. Any process, by itself."""
+        """Return the steps of the complete checkpoints, newest first. Not collective: any process may call it."""
         return _steps_in(self.folder)
 
     def _path(self, step: int) -> Path:

@@ -31,32 +31,32 @@ _EXTRA_STATE = "_extra_state"
 
 
 class StateDictType(Enum):
-    """In which form a state is given; the names are those of PyTorch's FSDP."""
+    """The form of a state dict. The names are those of PyTorch's FSDP."""
 
     FULL_STATE_DICT = "full"
-    """Whole tensors by original name."""
+    """Unsharded tensors by original name."""
     SHARDED_STATE_DICT = "sharded"
-    """What this process holds of each full tensor, as a `TensorShard`, by original name."""
+    """This process's part of each tensor, as a `TensorShard`, by original name."""
     LOCAL_STATE_DICT = "local"
-    """What this process keeps, by its own names, flattened and padded as it is."""
+    """The tensors as this process stores them, flattened and padded in some engines, by names of its own."""
 
 
 @dataclass(frozen=True)
 class FullStateDictConfig:
-    """Who gets a full state, and where; the names are those of PyTorch's FSDP."""
+    """Which processes get a full state, and on which device. The names are those of PyTorch's FSDP."""
 
     offload_to_cpu: bool = True
-    """Whether the tensors are on the CPU, and not on the engine's device."""
+    """If True, the tensors are on the CPU, otherwise on the engine's device."""
     rank0_only: bool = False
-    """Whether other processes than rank 0 get an empty dict, and need no memory for the full tensors."""
+    """If True, only rank 0 gets the tensors, and needs memory for them; others get an empty dict."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What one process holds of a full tensor."""
+    """One process's part of an unsharded tensor."""
 
     piece: TensorSlice
-    """Which of the full tensor's elements they are."""
+    """Which elements of the unsharded tensor they are."""
     data: torch.Tensor
     """The elements, on the host, of shape (piece.numel,)."""
 

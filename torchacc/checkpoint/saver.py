@@ -37,26 +37,27 @@ def save(
     tokenizer: Any = None,
     max_shard_size: int | None = None,
 ) -> None:
-    """Save a checkpoint. Collective: every process.
+    """Save a checkpoint. Collective: call it on every process.
 
-    The folder is a Hugging Face checkpoint that `from_pretrained` opens, with what is needed to go on training beside
-    it. All processes write at once, a part each. It appears under its name when it is complete, and replaces what was
-    there only then.
+    The folder is a Hugging Face checkpoint, which `from_pretrained()` opens, and also holds the state that is needed to
+    resume training. All processes write in parallel. The folder gets its name once it is complete; only then does it
+    replace an earlier checkpoint of the same name.
 
     Args:
-        path: The folder to make, on a file system that all machines share.
-        model: The model that accelerate() returned.
+        path: The folder to create, on a file system that all machines share.
+        model: The model that `accelerate()` returned.
         optimizer: Its optimizer.
-        scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
-        loader: The loader that accelerate() returned: its position is saved.
-        extra: What else is to come back from `load()`, rank 0's: numbers, strings, tensors, lists and dicts.
-        tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
-        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger; None for what lets the
-            processes write without waiting for each other.
+        scheduler: A scheduler, or any object with `state_dict()` and `load_state_dict()`.
+        loader: The loader that `accelerate()` returned, to save its position.
+        extra: Any other state that `load()` should return: numbers, strings, tensors, lists and dicts. Rank 0's is
+            saved.
+        tokenizer: A tokenizer or processor to save in the folder by its `save_pretrained()`.
+        max_shard_size: Maximum bytes of tensors in one file; a larger tensor gets a file of its own. None to choose a
+            size at which processes do not wait for each other.
 
     Raises:
-        CheckpointError: It could not be written, or holds something that is neither numbers nor text; on every process.
-            What was there before is as it was.
+        CheckpointError: The checkpoint cannot be written, or the state has values of a type that it cannot hold. Raised
+            on every process. An earlier checkpoint of the same name is unchanged.
     """
     message = save_silently(
         path,
@@ -96,21 +97,24 @@ def snapshot(
     max_shard_size: int | None = None,
     copied: bool = True,
 ) -> "PendingSave":
-    """Copy this process's part of a checkpoint to the host, to be written while training goes on. Collective.
+    """Copy this process's part of a checkpoint to host memory, to write it while training continues. Collective.
 
     Args:
-        path: The folder to make, on a file system that all machines share.
-        model: The model that accelerate() returned.
+        path: The folder to create, on a file system that all machines share.
+        model: The model that `accelerate()` returned.
         optimizer: Its optimizer.
-        scheduler: A scheduler, or anything with `state_dict()` and `load_state_dict()`.
-        loader: The loader that accelerate() returned: its position is saved.
-        extra: What else is to come back from `load()`.
-        tokenizer: A tokenizer or processor whose `save_pretrained()` files are to lie in the folder.
+        scheduler: A scheduler, or any object with `state_dict()` and `load_state_dict()`.
+        loader: The loader that `accelerate()` returned, to save its position.
+        extra: Any other state that `load()` should return, as for `save()`.
+        tokenizer: A tokenizer or processor to save in the folder by its `save_pretrained()`.
         max_shard_size: As for `save()`.
-        copied: Whether the tensors are copied, so that steps and loads may change them before `write()` is called.
+        copied: If True, the tensors are copied, so that training may change them before `write()` is called.
+
+    Returns:
+        The pending save. Call its `write()` once on every process, from any thread.
 
     Raises:
-        CheckpointError: It cannot be written there; on every process.
+        CheckpointError: The folder cannot be written. Raised on every process.
     """
     sharded = sharded_model(model)
     group, job = sharded.engine.group, sharded.engine.job
@@ -181,23 +185,23 @@ def free_copies(model: nn.Module) -> None:
 
 @dataclass
 class PendingSave:
-    """A process's part of a checkpoint that is yet to be written."""
+    """A process's part of a checkpoint that is not written yet."""
 
     _writer: FolderWriter
     _writes: Iterable[TensorWrite]
     _files: dict[str, bytes]
     nbytes: int
-    """Bytes of the whole checkpoint's tensors."""
+    """Bytes of all tensors of the checkpoint, over all processes."""
     _done: Callable[[], None] = lambda: None
     """Called when the tensors are no longer needed."""
 
     def write(self) -> None:
-        """Write this process's part, and return when the checkpoint is complete.
+        """Write this process's part, and wait until the checkpoint is complete.
 
-        Every process calls it, from any thread, and once: they meet through the file system.
+        Call it once on every process, from any thread. The processes synchronise through the file system.
 
         Raises:
-            CheckpointError: Any process has failed to write its part.
+            CheckpointError: This or another process could not write its part.
         """
         try:
             for write in self._writes:

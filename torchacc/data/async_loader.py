@@ -16,22 +16,22 @@ _END: Any = object()
 
 
 class AsyncLoader:
-    """Iterates over a loader with its next batches already loaded, transformed and put on the device.
+    """Iterates over a loader, and prepares its next batches in a background thread while the device works.
 
-    The loader's own `__iter__`, which may be collective, runs in the thread that starts the loop; only its `next` runs
-    in the background. An error there is raised in the loop with the traceback it had. Leaving the loop early stops the
-    thread. What this object does not know (`sampler`, `collate_fn` …) is looked up on the loader.
+    The loader's `__iter__()`, which may be collective, runs in the thread of the loop; only its `next()` runs in the
+    background. An error there is raised in the loop, with its original traceback. Leaving the loop early stops the
+    thread. Other attributes (`sampler`, `collate_fn` …) are those of the loader.
 
     Args:
-        loader: What gives batches; iterated once per epoch.
-        put: Moves a batch to the device; runs in the background.
-        transform: Changes a batch before `put`, say a `Bucketing`; runs in the background.
-        on_batch: Ends a training step. Called in the loop's own thread each time that the loop asks for a batch, hence
-            also after the last one, and before waiting for data, so that the device works meanwhile.
-        prefetch: How many batches to keep ready; 0 does everything in line, without a thread.
+        loader: The loader; it is iterated once per epoch.
+        put: Moves a batch to the device. Runs in the background.
+        transform: Changes a batch before `put`, such as a `Bucketing`. Runs in the background.
+        on_batch: Ends a training step. Called in the thread of the loop whenever it asks for a batch, also after the
+            last one, and before it waits for data.
+        prefetch: Number of batches to keep ready; 0 to prepare each batch in the loop, without a thread.
 
     Raises:
-        ConfigError: For a `prefetch` that is not an integer of 0 or more.
+        ConfigError: `prefetch` is not an integer of 0 or more.
     """
 
     listeners: ClassVar["weakref.WeakSet[Any]"] = weakref.WeakSet()
@@ -58,7 +58,7 @@ class AsyncLoader:
         self._progress = _EpochProgress()
 
     def __iter__(self) -> Iterator[Any]:
-        """Start an epoch, or go on with one that was loaded; collective where the loader's own `__iter__` is."""
+        """Start an epoch, or resume a loaded one. Collective if the loader's `__iter__()` is."""
         for listener in tuple(self.listeners):
             listener.on_loop(self)
         batches = iter(self.loader)
@@ -84,46 +84,45 @@ class AsyncLoader:
 
     @property
     def place_in_loop(self) -> tuple[Any, int]:
-        """Which loop was started last, and how many batches it has had; to be compared."""
+        """The last loop that was started and the number of its batches so far, to compare with another place."""
         return self._progress, self._progress.delivered
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data: plain data, fit for JSON, and the same on every process.
+        """Return the position in the data, as plain data for JSON. It is the same on every process.
 
-        It counts the batches that the loop has had, not those that are merely ready. It belongs to the loop that was
-        started last; one that was left early counts as going on until the next one starts.
+        It counts the batches that the loop has received, not those that are prefetched. It is the position of the last
+        loop that was started; a loop that was left early counts as running until the next one starts.
         """
         return self._sharded.position(self._progress.delivered, over=self._progress.over).to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on after the batches that another loop has had, in this or another process.
+        """Resume the next loop at a position in the data. Call it on every process, with the same state.
 
-        Every process loads the same state before the loop, for a loader of the same data and batch size; the number of
-        devices may differ. From then on global batches are made of what is left of the epoch, the last one completed
-        with the epoch's first samples (or dropped) as ever. An epoch of which nothing is left ends at once, as it would
-        have done for the loop that was interrupted, so `range(loader.epochs_done, num_epochs)` counts the epochs right.
+        The loader must have the same data and batch size as the one whose position was saved; the number of devices may
+        differ. Global batches are formed from the rest of the epoch; the last one is completed with the first samples
+        of the epoch, or dropped, as usual. An epoch without remaining batches ends at once, so that
+        `range(loader.epochs_done, num_epochs)` is right after any interruption.
 
-        * The order of the epoch is found again: what it was drawn from is put back for these draws, and the global
-          generator is then as before. So restore the random state of the model at any time before or after; with it,
-          the epochs to come have the orders that they would have had.
-        * Of a map-style dataset, the samples that were seen are not loaded again. A stream is read again up to the
-          position, and so has to give the same batches again; what it draws from a `generator` of its own at `iter()`
-          is drawn again.
-        * What else a sampler draws from (Python's or numpy's generators) is not known here; an order that is not the
-          interrupted one's is refused when the loop starts. `set_epoch()` of another epoch leaves the loaded one.
+        * The epoch keeps its order: it is drawn again from the saved random state, which does not affect the global
+          generator. The model's random state can be restored before or after; with it, later epochs have the orders of
+          an uninterrupted run.
+        * Samples of a map-style dataset that were used are not loaded again. A stream is read again up to the position,
+          so it must yield the same batches; draws from its own `generator` at `iter()` are repeated.
+        * Draws of a sampler from other generators, such as Python's or numpy's, are not saved. The loop raises if the
+          order differs from the interrupted one. `set_epoch()` with another epoch abandons the loaded position.
 
         Args:
-            state: What `state_dict()` returned.
+            state: The result of `state_dict()`.
 
         Raises:
-            DataError: The state is that of a loader of other data, batch size or `drop_last`; it says which.
+            DataError: The state belongs to a loader of other data, batch size or `drop_last`; the message says which.
         """
         self._sharded.resume(state)
         self._progress = _EpochProgress()
 
     @property
     def epochs_done(self) -> int:
-        """How many epochs are over, those before the position that was loaded included."""
+        """Number of completed epochs, including those before a loaded position."""
         return self._sharded.position(self._progress.delivered, over=self._progress.over).epochs
 
     @property

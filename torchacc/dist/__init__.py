@@ -31,33 +31,33 @@ def world_size() -> int:
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Return whether this process is the one to print and to write files.
+    """Return whether this process should print, and write files.
 
     Args:
-        local: Ask for one process on each machine; False for one in the whole job.
+        local: If True, True on one process of each machine; if False, on one process of the job.
     """
     return (local_rank() if local else rank()) == 0
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all data-parallel devices, one after another, in every engine. Collective: every process.
+    """Concatenate the rows of all data-parallel devices, in every engine. Collective: call it on every process.
 
-    For a loss that compares each sample with all others, such as a contrastive one: with one process per device the
-    samples of this process alone would be compared. Autograd goes through it: a loss of the rows of all devices, as
-    each process computes it, gives the gradients of an unsharded run, as does a loss of this process's rows against
-    those of all. The loss of every process has to depend on what is returned.
+    Use it for a loss that compares each sample with all others, such as a contrastive loss. It is differentiable: a
+    loss over the rows of all devices, computed on each process, gives the gradients of an unsharded run, and so does a
+    loss of this process's rows against the rows of all. The loss of every process must depend on the result.
 
     Args:
-        tensor: Of shape (rows, …), any dtype, on any device; the same shape and dtype on every process.
+        tensor: A tensor of shape (rows, …), of any dtype and on any device; the same shape and dtype on every process.
 
     Returns:
         A tensor of shape (rows * data-parallel devices, …) on the same device, in the order of the global batch: this
-        process's rows begin at its data-parallel device times `rows`. Devices that share layers (`dist.tp`) have the
-        same data, which is there once. Under SPMD a tensor has the rows of all devices already, and is returned.
+        process's rows begin at `rows` times the index of its data-parallel device. Devices that share layers
+        (`dist.tp`) have the same data, which is included once. Under SPMD the tensor already has the rows of all
+        devices, and is returned unchanged.
 
     Raises:
-        DataError: The tensor has no dimension, or another shape or dtype on other processes; on every process.
-        EngineError: There are several processes, and accelerate() has not been called.
+        DataError: The tensor has no dimension, or its shape or dtype differs. Raised on every process.
+        EngineError: There are several processes, and `accelerate()` has not been called.
 
     Example:
         >>> images, texts = torchacc.dist.all_gather(images), torchacc.dist.all_gather(texts)
@@ -78,16 +78,16 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rendezvous(tag: str, payload: bytes = b"") -> list[bytes]:
-    """Wait until every process is here. Collective: every process.
+    """Wait until every process has made this call. Collective: call it on every process.
 
     Args:
-        tag: The name of the meeting point; all processes must give the same.
-        payload: What to tell the others.
+        tag: The name of the barrier; it must be the same on all processes.
+        payload: Bytes to send to all processes.
 
     Returns:
-        Every process's payload, by rank.
+        The payload of every process, by rank.
 
     Raises:
-        EngineError: The processes met at different tags.
+        EngineError: The processes have passed different tags.
     """
     return ProcessGroup(read_job()).rendezvous(tag, payload)

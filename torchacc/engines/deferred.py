@@ -33,23 +33,22 @@ _OVERWRITES = {_aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.co
 
 
 def deferred_init(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """Build a model that needs no memory until `accelerate()` shards it, unit by unit.
+    """Build a model without memory for its parameters, which `accelerate()` initialises unit by unit as it shards them.
 
-    The sharded model has the numbers that `build()` would have given it on the CPU, bit by bit for the same
-    `torch.manual_seed()`, and the generator is left where `build()` would have left it. Each random number is drawn
-    twice for that. What changes the parameters' values belongs inside of `build`. On several processes the seed has to
-    be the same on each.
+    The sharded model has the same values, bit for bit, as `build()` on the CPU after the same `torch.manual_seed()`.
+    The random generator is left in the same state. For this each random number is drawn twice. Any code that changes
+    the values of parameters must be part of `build`. Use the same seed on all processes.
 
     Args:
-        build: Makes the model, for example its class.
-        *args: What `build` is called with.
-        **kwargs: What it is called with by name.
+        build: A function that builds the model, for example its class.
+        *args: Positional arguments of `build`.
+        **kwargs: Keyword arguments of `build`.
 
     Returns:
-        The model; its large floating-point tensors are on the meta device.
+        The model, with its large floating-point tensors on the meta device.
 
     Raises:
-        ConfigError: The default device is the meta device, where transformers leaves initialisation out.
+        ConfigError: The default device is the meta device, on which transformers skips initialisation.
 
     Example:
         >>> torch.manual_seed(0)

@@ -11,10 +11,10 @@ from torchacc.errors import ConfigError
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """PyTorch's `GradScaler` for a sharded model: all processes skip a step where one of them finds an infinity.
+    """PyTorch's `GradScaler` for a sharded model: if any process finds an infinite gradient, all skip the step.
 
-    Without `config.compute.fp16` it is disabled, as PyTorch's is with `enabled=False`: a script that has one runs in
-    every precision, in every engine. Its `state_dict()` belongs into a checkpoint (`extra=`).
+    Without `config.compute.fp16` it is disabled, like PyTorch's with `enabled=False`, so that the same script runs in
+    every precision and engine. Save its `state_dict()` in the checkpoint (`extra=`).
 
     Example:
         >>> scaler = torchacc.GradScaler(model)
@@ -36,17 +36,17 @@ class GradScaler(grad_scaler.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        """Make a scaler for the optimizers of one model.
+        """Create a scaler for the optimizers of one model.
 
         Args:
-            model: The model that accelerate() returned.
-            init_scale: What losses are multiplied with at first.
-            growth_factor: What the scale is multiplied with after `growth_interval` steps.
-            backoff_factor: What it is multiplied with after a step that was skipped.
-            growth_interval: Steps in a row without an infinity, before the scale grows.
+            model: The model that `accelerate()` returned.
+            init_scale: Initial factor of the loss.
+            growth_factor: Factor of the scale after `growth_interval` steps.
+            backoff_factor: Factor of the scale after a skipped step.
+            growth_interval: Number of consecutive steps without an infinite gradient before the scale grows.
 
         Raises:
-            ConfigError: No sharded model was passed.
+            ConfigError: No sharded model is passed.
         """
         if model is None or isinstance(model, str | torch.device):  # the device, as PyTorch's takes it
             raise ConfigError(

@@ -43,21 +43,21 @@ def export_dcp(
     tied: Mapping[str, str] | None = None,
     progress: TotalProgress | None = None,
 ) -> None:
-    """Write a torchacc checkpoint as a `torch.distributed.checkpoint` folder.
+    """Convert a torchacc checkpoint to a `torch.distributed.checkpoint` folder. Runs in one process.
 
-    The keys are those of `{"model": …, "optim": …}` with what `torch.distributed.checkpoint.state_dict
-    .get_state_dict()` returns, its optimizer flattened or not: `dcp.load()` and `set_state_dict()` take it at any
-    number of processes. The scheduler, the data's position, random states, `extra` and what modules keep by
-    `get_extra_state()` stay behind.
+    The keys are those of `{"model": …, "optim": …}` with the results of `torch.distributed.checkpoint.state_dict
+    .get_state_dict()`, with the optimizer flattened or not: `dcp.load()` and `set_state_dict()` load it at any number
+    of processes. The state of the scheduler, the position in the data, random states, `extra` and the extra state of
+    modules are not converted.
 
     Args:
-        checkpoint: The folder that `torchacc.checkpoint.save()` wrote, or a Hugging Face one.
-        target: The folder to write; it must not exist, or be empty.
-        tied: Other names of parameters -> their names in the checkpoint, where it does not say itself what is tied.
-        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
+        checkpoint: A folder of `torchacc.checkpoint.save()`, or a Hugging Face checkpoint.
+        target: The folder to write. It must be empty, or not exist.
+        tied: Tied parameters, name -> its name in the checkpoint, for a checkpoint that does not record them.
+        progress: Called with the bytes of each tensor that is copied, and the bytes of all tensors.
 
     Raises:
-        CheckpointError: The checkpoint is not as it was written, or the folder cannot be.
+        CheckpointError: The checkpoint is damaged, or the folder cannot be written.
     """
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -90,24 +90,25 @@ def import_dcp(
     max_shard_size: int = MAX_SHARD_SIZE,
     progress: TotalProgress | None = None,
 ) -> None:
-    """Write a `torch.distributed.checkpoint` folder as a torchacc checkpoint.
+    """Convert a `torch.distributed.checkpoint` folder to a torchacc checkpoint. Runs in one process.
 
-    It takes a model's state, alone or under "model", and an optimizer's under "optim" or "optimizer", by the names of
-    the parameters, flattened or not, or by their numbers. What wrappers add to names is left out.
+    It reads the state of a model, at the top level or under "model", and of an optimizer under "optim" or "optimizer",
+    keyed by parameter names, flattened or not, or by parameter numbers. Prefixes of wrappers are dropped.
 
     Args:
-        source: The folder that `dcp.save()` wrote.
+        source: A folder of `dcp.save()`.
         checkpoint: The folder to write.
-        config_from: A folder with `config.json` and the tokenizer, which are copied.
-        parameter_names: The model's names of the optimizer's parameters, in the optimizer's order: needed only where it
-            numbers them, and their shapes do not tell which is which.
-        optimizer_class: The optimizer's, such as "AdamW", which is not in such a folder; None lets any class load it.
-        max_shard_size: Bytes of tensors in one file, exceeded only by a tensor that is larger.
-        progress: Told of each part of a tensor that is copied: its bytes, and those of all.
+        config_from: A folder with `config.json` and a tokenizer to copy.
+        parameter_names: The names of the optimizer's parameters, in its order. Needed only if the optimizer's state is
+            keyed by numbers that shapes cannot resolve.
+        optimizer_class: The class of the optimizer, such as "AdamW", which these folders do not record; None to let an
+            optimizer of any class load the state.
+        max_shard_size: Maximum bytes of tensors in one file; a larger tensor gets a file of its own.
+        progress: Called with the bytes of each tensor that is copied, and the bytes of all tensors.
 
     Raises:
-        CheckpointError: The folder is not complete, or could run code, or holds what is not understood; or the
-            checkpoint cannot be written.
+        CheckpointError: The folder is incomplete, could execute code, or holds unknown entries; or the checkpoint
+            cannot be written.
     """
     folder = DcpFolder(Path(source))
     contents = sort_keys(folder, parameter_names)

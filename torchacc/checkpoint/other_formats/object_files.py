@@ -29,27 +29,27 @@ _FILE_SUFFIXES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
 def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> None:
-    """Save an object with `torch.save`, its tensors on the CPU. Collective: every process.
+    """Save an object with `torch.save()`, with its tensors on the CPU. Collective: call it on every process.
 
-    An object that is the same everywhere, such as a scheduler's state, is written by rank 0. What is sharded is never
-    cut down to one rank's part:
+    Rank 0 writes an object that is the same on all processes, such as the state of a scheduler. Of sharded state no
+    part is lost:
 
-    * The state of an optimizer or of a model is put together and written in full, so that `torch.load(path)` gives what
-      `load_state_dict()` takes at any number of devices. It needs the full state in rank 0's memory: for a large model
-      use `torchacc.checkpoint.save()`.
-    * With `master_only=False`, or where `path` is a folder, each rank writes its own part,
-      `path/rank-<r>-of-<n>[-model|-optimizer].pth`, or `path` itself where every rank names another one.
+    * The state of a model or an optimizer is gathered and written unsharded: `load_state_dict()` accepts what
+      `torch.load(path)` returns at any number of devices. Rank 0 needs memory for all of it; for a large model use
+      `torchacc.checkpoint.save()`.
+    * With `master_only=False`, or if `path` is a folder, each rank writes its own shards to
+      `path/rank-<r>-of-<n>[-model|-optimizer].pth`, or to `path` if each rank passes a different one.
 
-    A file appears under its name when it is complete, and those of all ranks are.
+    A file gets its name once the files of all ranks are complete.
 
     Args:
-        obj: What to save.
+        obj: The object to save.
         path: A file, or a folder for the files of the ranks.
-        master_only: Whether one file is to hold it all.
+        master_only: If True, rank 0 writes one file.
 
     Raises:
-        CheckpointError: It cannot be written, or could not be loaded, or rank 0 alone would keep a part of it; on every
-            process.
+        CheckpointError: The file cannot be written, the object could not be loaded again, or a part of it would be
+            lost. Raised on every process.
     """
     job = read_job()
     group = ProcessGroup(job)
@@ -91,14 +91,14 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Load what `torchacc.save` wrote, on the CPU; from a folder of rank files this rank's own.
+    """Load a file of `torchacc.save()` to the CPU; from a folder of rank files, the file of this rank.
 
     Args:
-        path: A file, or a folder of rank files of as many ranks.
+        path: A file, or a folder with the rank files of the same number of ranks.
 
     Raises:
-        CheckpointError: There is nothing, it cannot be read, it would run code, or it is of another number of ranks; or
-            the folder's files are of several saves.
+        CheckpointError: The file does not exist, is damaged, or would execute code; or the rank files are of another
+            number of ranks or of different saves.
     """
     target = Path(path)
     return load_pth(_own_file(target, read_job()) if target.is_dir() else target)
