@@ -31,23 +31,23 @@ Backend = Annotated[Literal["auto", "xla", "native"], BeforeValidator(_rename_ba
 
 
 class Config(Section):
-    """What to train with: plain data that `accelerate()` reads, and never changes."""
+    """The options of `accelerate()`, as plain data, which it does not modify."""
 
     backend: Backend = "auto"
-    """Who carries the sharding out: torch_xla (`xla`), PyTorch's own FSDP (`native`), or whichever suits the machine
-    (`auto`). TorchAcc's `lazy` and `eager` mean `xla` and `native`."""
+    """What shards the model: torch_xla (`xla`), PyTorch's own FSDP (`native`), or the one that suits the machine
+    (`auto`). TorchAcc's names `lazy` and `eager` mean `xla` and `native`."""
     compute: ComputeConfig = Field(default_factory=ComputeConfig)
-    """What the devices compute in."""
+    """Dtypes and kernels of the computation."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
-    """What is given up to hold less in a device's memory."""
+    """Options that trade time for device memory."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
-    """How batches are padded and prefetched."""
+    """Padding and prefetching of batches."""
     dist: DistConfig = Field(default_factory=DistConfig)
-    """How the work is spread over devices."""
+    """The axes over which the work is spread."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a config of nested dicts, as `to_dict()` returns them; options left out have their defaults.
+        """Create a config from nested dicts, such as those of `to_dict()`. Missing options have their defaults.
 
         Raises:
             ConfigError: A name or a type is wrong.
@@ -70,10 +70,10 @@ class Config(Section):
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Read a config from a YAML file; options left out have their defaults.
+        """Read a config from a YAML file. Missing options have their defaults.
 
         Raises:
-            ConfigError: The file is not YAML, or an option in it is wrong; names the file and the line.
+            ConfigError: The file is not YAML, or an option is wrong; the message names the file and the line.
         """
         file = YamlFile.read(path, example="backend: xla")
         try:
@@ -85,8 +85,8 @@ class Config(Section):
         """Write every option to a YAML file, which `from_yaml()` reads back to an equal config.
 
         Raises:
-            ConfigError: An option holds what cannot be written to a file, such as a function; or there can be no such
-                file.
+            ConfigError: An option has a value that cannot be written to a file, such as a function; or the file cannot
+                be written.
         """
         try:
             text = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False)

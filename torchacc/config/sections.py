@@ -248,109 +248,108 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 class ComputeConfig(Section):
-    """What the devices compute in."""
+    """Dtypes and kernels of the computation, and its compilation."""
 
     path = "compute"
 
     bf16: StrictBool = False
     """Compute in bfloat16."""
     fp16: StrictBool = False
-    """Compute in float16, which needs a `torchacc.GradScaler` (native engine only)."""
+    """Compute in float16, with a `torchacc.GradScaler` (native engine only)."""
     master_dtype: HighPrecision = "float32"
-    """Dtype of the parameters that the optimizer steps, and so of its state; `bfloat16` goes with `bf16`."""
+    """Dtype of the parameters that the optimizer steps, and of its state; `bfloat16` requires `bf16`."""
     reduce_dtype: HighPrecision = "float32"
-    """Dtype in which gradients are summed over the devices and over micro-batches; under SPMD it is XLA's choice."""
+    """Dtype in which gradients are summed over devices and micro-batches; under SPMD XLA chooses it."""
     fp8: StrictBool = False
-    """Multiply in float8 in linear layers, by torchao's float8 training; goes with `bf16`, in which all else computes
-    (native engine only)."""
+    """Compute linear layers in float8, with torchao's float8 training. It requires `bf16`, the dtype of all other
+    computation (native engine only)."""
     fp8_recipe: Float8Recipe = "tensorwise"
-    """What has a scale of its own: each tensor (tensorwise), whose weights are also gathered in float8; or each row of
-    it (rowwise), which is more exact and gathers them in bfloat16."""
+    """Granularity of the scales: one for each tensor (tensorwise), which also gathers weights in float8; or one for
+    each row (rowwise), which is more exact and gathers weights in bfloat16."""
     fp8_layers: Patterns | None = None
-    """Names of the linear layers that compute in float8, or of modules around them, with wildcards, such as
-    `model.layers.*.mlp`; None for all but the one that makes the logits."""
+    """Names of the linear layers to compute in float8, or of modules that contain them, with wildcards, such as
+    `model.layers.*.mlp`; None for all linear layers except the one that computes the logits."""
     fp8_skip: Patterns | None = None
-    """Names of linear layers, or of modules around them, that do not."""
+    """Names of linear layers not to compute in float8, or of modules that contain them."""
     fp8_min_features: Count | None = None
-    """Inputs and outputs that a layer has at least where it computes in float8; None for the sizes that gain by it on
-    an H100, by torchao's measurements, or for all that `fp8_layers` names."""
+    """Minimum number of inputs and outputs of a layer to compute in float8; None for the sizes that torchao has
+    measured to gain on an H100 or, with `fp8_layers`, for all of those layers."""
     fp8_emulate: StrictBool = False
-    """Round to float8 and multiply in float32, on any device and slowly: to see what float8 does to a model's numbers.
-    """
+    """Round to float8 and multiply in float32: slow, and runs on any device, to see the effect of float8 on a model."""
     attention: Attention = "auto"
-    """Which kernel computes attention: the model's own (auto); one of transformers' implementations, by its name there;
-    or scaled_dot_product_attention() with one backend of PyTorch's alone (sdpa_flash, sdpa_efficient, sdpa_cudnn,
-    sdpa_math). Under XLA auto, eager, sdpa, and blockwise or flash, which keep no value for each pair of tokens; on
-    TPUs auto is blockwise."""
+    """Kernel of the attention: the model's own (auto); one of transformers' implementations, by its name there; or
+    scaled_dot_product_attention() with a single backend of PyTorch (sdpa_flash, sdpa_efficient, sdpa_cudnn, sdpa_math).
+    Under XLA: auto, eager, sdpa, and blockwise or flash, which store no value for each pair of tokens; on TPUs auto is
+    blockwise."""
     acc_scaled_dot_attn: StrictBool = False
-    """TorchAcc's older name of attention by the kernel that there is for the device: natively `attention = "sdpa"`,
-    under XLA `"flash"`."""
+    """TorchAcc's older option for the device's own attention kernel: `attention = "sdpa"` natively, `"flash"` under
+    XLA."""
     chunked_loss: StrictBool | Count = False
-    """Compute a language model's loss in chunks of tokens, so that there are never logits of all: tokens of a chunk on
-    each device, or True for as many as have 64 Mi logits."""
+    """Compute the loss of a language model in chunks of tokens, so that the logits of all tokens never exist at once:
+    number of tokens of a chunk on each device, or True for as many as have 64 Mi logits."""
     scan_layers: StrictBool = False
-    """Run layers that are alike as one loop, compiled as one layer and computed again in backward (SPMD only)."""
+    """Run identical layers as a loop that compiles one layer, and recompute them in the backward pass (SPMD only)."""
     compile: StrictBool = False
-    """Compile each unit by `torch.compile`; units that are alike share their graphs (native engine only)."""
+    """Compile each unit with `torch.compile`. Identical units share their graphs (native engine only)."""
     compile_mode: CompileMode = "default"
-    """How long the compiler may search: `max-autotune-no-cudagraphs` times several kernels for each product."""
+    """Effort of the compiler: `max-autotune-no-cudagraphs` times several kernels for each product."""
     compile_dynamic: StrictBool | None = None
-    """Compile for all shapes at once (True), for each shape by itself (False), or, None, for all once a second shape
-    has come."""
+    """Compile once for all shapes (True), once for each shape (False), or for all shapes when a second shape occurs
+    (None)."""
     compile_backend: Annotated[StrictStr, Field(min_length=1)] = "inductor"
-    """The backend of `torch.compile`; `aot_eager` runs its graphs without a compiler, to find out what breaks them."""
+    """Backend of `torch.compile`; `aot_eager` runs its graphs without compiling them, to debug graph breaks."""
     compile_cache: StrictStr | None = None
-    """Folder that keeps compiled programs for the next start: of XLA, not on the CPU; natively of `compile`. None to
-    compile them each time under XLA; `torch.compile` keeps them in a temporary folder of its own."""
+    """Folder that keeps compiled programs for the next start: those of XLA, except on the CPU, and natively those of
+    `compile`. With None, XLA compiles at each start, and `torch.compile` uses a temporary folder of its own."""
 
 
 class MemoryConfig(Section):
-    """What is given up to hold less in a device's memory."""
+    """Options that trade time for device memory."""
 
     path = "memory"
 
     gc: StrictBool = False
-    """Compute the activations of a unit again in the backward pass instead of keeping them (gradient checkpointing)."""
+    """Recompute the activations of each unit in the backward pass instead of keeping them (gradient checkpointing)."""
     gc_cls: ClassNames | None = None
-    """Names of the module classes to compute again; None for the units of `dist.fsdp`."""
+    """Names of the module classes to recompute; None for the units of `dist.fsdp`."""
     gc_every: Count = 1
-    """Compute every so many-th of those modules again, from the first one on; 1 for each."""
+    """Recompute only one in this many of those modules, beginning with the first; 1 for all."""
     gc_cnt: Count | None = None
-    """How many of the modules so chosen, from the first one on, to compute again; None for all."""
+    """Maximum number of modules to recompute, beginning with the first; None for no limit."""
     gc_policy: RecomputePolicy = "full"
-    """What of those modules to compute again: all (full), or all but matrix products, convolutions and fused attention,
-    whose results are kept (save_matmuls; native engine only)."""
+    """Operations to recompute in those modules: all (full), or all except matrix products, convolutions and fused
+    attention, whose results are kept (save_matmuls; native engine only)."""
     step_in_backward: StrictBool = False
-    """Step each weight as soon as the backward pass has its gradient, and free that, so that gradients of all are never
-    there at once; the optimizer is handed to `accelerate()` (native engine only)."""
+    """Step each weight as soon as the backward pass has computed its gradient, and free the gradient, so that the
+    gradients of all weights never exist at once. Pass the optimizer to `accelerate()` (native engine only)."""
     offload_activations: StrictBool = False
-    """Keep in the host's memory what the forward pass saves for the backward pass (native engine only)."""
+    """Keep the tensors that the forward pass saves for the backward pass in host memory (native engine only)."""
     gpu_fraction: Share | None = None
-    """Share of a GPU's memory that this process may take, above 0 and up to 1; None for 0.75 under XLA, and for all of
-    it natively."""
+    """Maximum share of a GPU's memory for this process, above 0 and up to 1; None for 0.75 under XLA, and for 1
+    natively."""
     gpu_preallocate: StrictBool = True
-    """Take that share when the device starts, and not piece by piece as it is needed (XLA only)."""
+    """Allocate that share when the device starts, instead of as it is needed (XLA only)."""
 
 
 class DataLoaderConfig(Section):
-    """How batches are padded to few lengths, so that a step compiles rarely, and how many wait for the device."""
+    """Padding of batches to a few lengths, so that a step rarely recompiles, and prefetching."""
 
     path = "dataloader"
 
     buckets: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Lengths, in tokens, to pad batches to; each batch goes to the shortest that holds it."""
+    """Lengths, in tokens, to pad batches to; a batch is padded to the shortest that fits."""
     max_length: Count | None = None
-    """Length, in tokens, of the longest bucket when the buckets are spaced evenly."""
+    """Length, in tokens, of the longest of evenly spaced buckets."""
     num_buckets: Count | None = None
-    """How many evenly spaced buckets there are up to `max_length`."""
+    """Number of evenly spaced buckets up to `max_length`."""
     pad_value_dict: dict[StrictStr, Int64 | StrictFloat] | None = None
-    """Value to pad with, by the batch's key; what is not named here is not padded."""
+    """Padding value of each key of the batch; other keys are not padded."""
     pad_dim_dict: dict[StrictStr, Int64] | None = None
-    """Dim to pad along, by the batch's key; the last one where a key is not named."""
+    """Dimension to pad of each key of the batch; the last dimension of other keys."""
     truncate: StrictBool = False
-    """Cut batches longer than the longest bucket, instead of refusing them."""
+    """Truncate batches that are longer than the longest bucket, instead of raising an error."""
     prefetch: Natural = 2
-    """Batches that are read and put on the device ahead of the step."""
+    """Number of batches to read and move to the device ahead of the step."""
 
 
 class DPConfig(Section):
@@ -359,7 +358,7 @@ class DPConfig(Section):
     path = "dist.dp"
 
     size: Count | None = None
-    """Number of replicas; None for what the other axes leave of the job's devices."""
+    """Number of replicas; None for the number of devices divided by the sizes of the other axes."""
 
 
 class TPConfig(Section):
@@ -370,11 +369,11 @@ class TPConfig(Section):
     size: Count = 1
     """Number of devices that share a layer."""
     plan: TensorParallelRules | None = None
-    """What is split: regular expressions, searched for in the parameters' names, each with the axis of every dimension,
-    `tp`, `fsdp` or None, such as `{"up.weight$": ["tp", None]}`. The first that fits decides. None for the plan of the
+    """How to split parameters: regular expressions, searched for in their names, each with an axis for every dimension,
+    `tp`, `fsdp` or None, such as `{"up.weight$": ["tp", None]}`. The first match applies. None for the plan of the
     model's family."""
     sequence_parallel: StrictBool = False
-    """Split the activations between units along their length, over the same devices."""
+    """Split the activations between units along the sequence, over the same devices."""
 
 
 class PPConfig(Section):
@@ -430,35 +429,36 @@ class FSDPConfig(Section):
     size: Count = 1
     """Number of devices to shard over."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """What is sharded: all (FULL_SHARD), all but the parameters between forward and backward (SHARD_GRAD_OP), nothing
-    (NO_SHARD: `size` replicas), or all over `size` devices with `dist.dp.size` replicas (HYBRID_SHARD)."""
+    """What to shard: everything (FULL_SHARD), everything except parameters between forward and backward
+    (SHARD_GRAD_OP), nothing (NO_SHARD: `size` replicas), or everything over `size` devices with `dist.dp.size` replicas
+    (HYBRID_SHARD)."""
     wrap_layer_cls: ClassNames | None = None
-    """Classes, or their names, of the submodules that become units; one, or any collection of them."""
+    """Classes of the submodules that become units, or their names: one, or a collection of them."""
     min_num_params: Count | None = None
-    """Make units of submodules that hold at least so many parameters outside of smaller units."""
+    """Make units of submodules that have at least this many parameters outside of smaller units."""
     wrap_modules: Patterns | WrapFunction | None = None
     """Names of the submodules that become units, with wildcards, such as `transformer.h.*`; or a function of a name and
-    a module that answers whether it becomes one."""
+    a module that returns whether the module becomes a unit."""
     flatten_parameters: StrictBool = False
-    """Join a unit's parameters into one tensor for its collectives; the optimizer then sees that one tensor."""
+    """Flatten the parameters of a unit into one tensor for its collectives, which is also what the optimizer sees."""
     sync_module_states: StrictBool = False
-    """Broadcast parameters and buffers of rank 0 before sharding, so that all ranks start from the same ones."""
+    """Broadcast the parameters and buffers of rank 0 before sharding."""
     use_spmd: StrictBool = False
-    """Drive all devices from one process, on several TPU hosts from one on each (XLA only)."""
+    """Drive all devices from one process, or from one process on each TPU host (XLA only)."""
     shard_output_callable: ShardFunction | None = None
-    """Function of (output, mesh) that shards what the model returns under SPMD; None to shard its first tensor."""
+    """Function of (output, mesh) that shards the model's output under SPMD; None to shard its first tensor."""
     cpu_offload: StrictBool = False
-    """Keep the shards of parameters, gradients and optimizer state in the host's memory, and step there (native engine
-    only)."""
+    """Keep the shards of parameters, gradients and optimizer state in host memory, and run the optimizer there (native
+    engine only)."""
     backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
-    """When the backward pass gathers the next unit: before the current one's gradients are computed (BACKWARD_PRE),
-    after (BACKWARD_POST), or only when it is needed (NONE)."""
+    """When the backward pass gathers the next unit: before the gradients of the current one are computed
+    (BACKWARD_PRE), after (BACKWARD_POST), or when it is needed (NONE)."""
     forward_prefetch: StrictBool = False
     """Gather the next unit before the current one's forward pass."""
     limit_all_gathers: StrictBool = True
-    """Let no more than two gathered units wait in memory."""
+    """Keep at most two gathered units in memory."""
     use_orig_params: StrictBool = True
-    """Let the optimizer see the model's own parameters, so that they can be in different groups."""
+    """Give the optimizer the model's own parameters, so that they can be in different groups."""
     activation_checkpointing: StrictBool = False
     """The same switch as `memory.gc`."""
 

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What has been compiled in this process so far, all zeros where nothing is; `str()` gives it as a few lines."""
+    """What this process has compiled so far; all zeros in an engine without a compiler. `str()` formats it."""
 
     graphs: int = 0
-    """Programs that were compiled."""
+    """Number of programs that were compiled."""
     secs: float = 0.0
-    """Seconds spent on that."""
+    """Seconds spent on compiling."""
     cache_hits: int = 0
-    """Runs of a program that had been compiled before."""
+    """Number of executions of programs that were already compiled."""
     persistent_cache_hits: int = 0
-    """Programs that were read from the disk (`config.compute.compile_cache`) instead of being compiled."""
+    """Number of programs that were read from disk (`config.compute.compile_cache`) instead of being compiled."""
     notes: tuple[str, ...] = ()
-    """Why a step compiles more than once, where that is known before."""
+    """Known reasons for which a step compiles more than once."""
     recompiles: tuple[str, ...] = ()
-    """What was compiled again, and what had changed: under XLA after the first two steps of an optimizer."""
+    """Recompiled programs, and what had changed; under XLA those after the first two steps of an optimizer."""
     breaks: tuple[str, ...] = ()
-    """Where a graph of `torch.compile` ends before its function does, and why (native engine)."""
+    """Graph breaks of `torch.compile`, with the reason (native engine)."""
 
     def __str__(self) -> str:
         return "\n".join(

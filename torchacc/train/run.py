@@ -59,20 +59,20 @@ def train_production_mode(
     precision: str | int | None = None,
     config: str | Path = "config.yaml",
 ) -> tuple["StageTrainer", "nn.Module"]:
-    """Train a stage in the processes that are there: this one, or those that a launcher has started. Collective.
+    """Train one stage in this process, or in all processes that a launcher has started. Collective.
 
     Args:
         model_config_key: Name of the model config; None for the one that the stage names.
-        stage: Name of the stage; None for the file's first.
-        devices: Devices of each machine, where the file does not say how many.
-        precision: `bf16-mixed`, `32-true` and so on; None for what the file says.
-        config: The training file.
+        stage: Name of the stage; None for the first stage in the file.
+        devices: Number of devices of each machine, if the file does not set it.
+        precision: `bf16-mixed`, `32-true` and so on; None for the precision in the file.
+        config: Path of the training file.
 
     Returns:
-        The trainer, and the trained model, sharded.
+        The trainer and the trained model, which is sharded.
 
     Raises:
-        ConfigError: Something in the file or in the arguments is wrong, or this run needs processes of its own.
+        ConfigError: The file or an argument is wrong, or the stage needs more processes than were started.
     """
     # What a scheduler has started several times is the script itself; of the command it is one for each machine.
     launched = read_launched() if env.scheduler() is None else env.read_job()

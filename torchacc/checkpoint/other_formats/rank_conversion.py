@@ -50,28 +50,29 @@ def consolidate_sharded_model_checkpoints(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Put a model together from the rank files of `torchacc.save(…, master_only=False)`, or of torch_xla's FSDP.
+    """Consolidate the rank files of `torchacc.save(…, master_only=False)`, or of torch_xla's FSDP, into one model.
 
-    Needs no device, and memory for a few chunks only, however large the files are. The checksums of all that is read
-    are compared before the file gets its name.
+    It runs in one process, without a device, and needs memory for a few chunks only. The output gets its name once the
+    checksums of everything that was read are verified.
 
     Args:
-        ckpt_prefix: A folder, or what the paths of the files begin with.
-        ckpt_suffix: What they end with, as a pattern. Files that are no rank files are passed over.
+        ckpt_prefix: A folder, or the prefix of the paths of the rank files.
+        ckpt_suffix: A glob pattern for the rest of their paths. Other files are ignored.
         save_path: The file to write; if empty, `consolidated.pth` in the folder, or
             `ckpt_prefix + "_consolidated.pth"`.
-        save_model: Whether to write a file, `{"model": …}`; otherwise the tensors are put together in memory.
-        workers: Threads that copy; None for one for each core, up to 8.
-        verify: Compare the checksums of everything in the rank files before anything is written, and what was written
-            with the rank files afterwards. Without it, those of what is read are compared as it is copied.
-        progress: Is told, from any thread, of bytes dealt with.
+        save_model: If True, the file `{"model": …}` is written, otherwise the tensors are consolidated in memory.
+        workers: Number of threads that copy; None for one per core, up to 8.
+        verify: If True, the checksums of all tensors in the rank files are verified before anything is written, and the
+            output is read back. Otherwise only the checksums of what is copied are verified.
+        progress: Called from any thread with the number of bytes processed since its last call.
 
     Returns:
-        The full tensors by original name, on the CPU, with the aliases of tied ones on the same memory; they are
-        mapped from the written file, and read when they are used. And its path, None where nothing was written.
+        The unsharded tensors by original name, on the CPU, with tied names on the same memory, and the path of the
+        file. The tensors are mapped from the file, and read when they are used. The path is None if no file is written.
 
     Raises:
-        CheckpointError: A file is missing, damaged, there twice, or of another save; or the target cannot be written.
+        CheckpointError: A rank file is missing, damaged, duplicated, or of another save; or the output cannot be
+            written.
     """
     files = find_model_files(ckpt_prefix, ckpt_suffix)
     if not save_model:
