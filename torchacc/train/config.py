@@ -27,7 +27,7 @@ Paths = Annotated[list[StrictStr], Field(min_length=1), BeforeValidator(_as_list
 
 
 class ValidationConfig(Section):
-    """Where the text to evaluate on comes from; one of the two."""
+    """The text to evaluate on: set one of the two options."""
 
     path = "data.validation"
 
@@ -38,46 +38,46 @@ class ValidationConfig(Section):
 
 
 class TextConfig(Section):
-    """The text to train on, and how it becomes tokens."""
+    """The text to train on, and how to tokenize it."""
 
     path = "data"
 
     dataset: Name = "stdlib"
-    """`stdlib` (the sources of Python's standard library: no download), `text`, `json` or `parquet` for files of one's
-    own, or a dataset's name on the hub or its folder."""
+    """`stdlib` for the sources of Python's standard library (no download), `text`, `json` or `parquet` for your own
+    files, or the name of a dataset on the hub, or its folder."""
     name: Name | None = None
-    """Configuration of a dataset that has several."""
+    """Configuration of a dataset that has more than one."""
     files: Paths | None = None
     """Files for `text`, `json` and `parquet`: a path, a glob, or a list of them; relative to the working directory."""
     split: Name = "train"
     """Split to train on."""
     validation: ValidationConfig | None = None
-    """What to evaluate on; None for a share of the documents, held out of training."""
+    """What to evaluate on; None for a share of the documents, which is held out of training."""
     validation_share: BelowOne = 0.05
-    """That share, from 0 (no evaluation) to below 1."""
+    """The share of the documents to hold out, from 0 (no evaluation) to below 1."""
     text_column: Name = "text"
     """Column that holds the text."""
     tokenizer: Name | None = None
     """Folder or hub name of a tokenizer; None to train a byte-level BPE on the text."""
     vocab_size: Annotated[int, Field(strict=True, ge=257), Bits64] = 4096
-    """Tokens of a tokenizer that is trained here: its 256 bytes and at least one more."""
+    """Vocabulary size of a tokenizer that is trained here: 256 bytes and at least one more token."""
     block_size: Annotated[int, Field(strict=True, ge=2), Bits64] = 128
-    """Tokens in an example."""
+    """Number of tokens in an example."""
     packing: StrictBool | Literal["concat"] = True
-    """Fill each block with documents and parts of them, which do not see one another; `concat` to let them, as GPT-2's
-    training did; False for blocks of one document, padded."""
+    """Fill each block with documents, or parts of them, that do not attend to one another; `concat` to let them attend,
+    as in GPT-2's training; False for one document in each block, padded."""
     streaming: StrictBool = False
-    """Read while training, instead of everything first; `training.max_steps` then says how long."""
+    """Read and tokenize text during training instead of before it; `training.max_steps` sets the length of the run."""
     shuffle: StrictBool = True
-    """Draw a new order for each epoch."""
+    """Shuffle the data anew for each epoch."""
     num_proc: Count | None = None
-    """Processes that tokenize; None for this one."""
+    """Number of processes that tokenize; None to tokenize in this one."""
     cache_dir: Name | None = None
-    """Folder for what is tokenized; None for `torchacc/text` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    """Folder for tokenized text; None for `torchacc/text` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
 
 
 class OptimizerConfig(Section):
-    """A class of `torch.optim`, and its arguments: any of that class can stand here."""
+    """A class of `torch.optim` and its arguments; any argument of that class can be set here."""
 
     path = "optimizer"
     model_config = ConfigDict(extra="allow")
@@ -85,7 +85,7 @@ class OptimizerConfig(Section):
     name: StrictStr = "adamw"
     """The class, in upper or lower case: adamw, adam, sgd, adafactor …"""
     lr: Positive = 1e-3
-    """The learning rate that the schedule starts from."""
+    """Base learning rate of the schedule."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class SchedulerConfig(Section):
     path = "scheduler"
 
     name: Schedule = "cosine"
-    """How it falls after the warm-up."""
+    """How the learning rate falls after the warm-up."""
     warmup_steps: Natural = 0
-    """Optimizer steps over which it rises from 0."""
+    """Number of optimizer steps over which the learning rate rises from 0."""
     min_lr_ratio: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.1
-    """What it falls to, as a share of `optimizer.lr`."""
+    """Final learning rate, as a share of `optimizer.lr`."""
 
 
 class EarlyStoppingConfig(Section):
@@ -113,13 +113,13 @@ class EarlyStoppingConfig(Section):
     path = "training.early_stopping"
 
     patience: Count = 3
-    """Evaluations in a row that may pass without an improvement."""
+    """Number of consecutive evaluations without an improvement before the run stops."""
     min_delta: NotNegative = 0.0
-    """By how much the loss must fall to count as one."""
+    """Minimum decrease of the loss that counts as an improvement."""
 
 
 class TrainingConfig(Section):
-    """The loop: how long, in what batches, and what happens on the way."""
+    """The training loop: its length, batches, logs, evaluations and checkpoints."""
 
     path = "training"
     elsewhere = {
@@ -149,15 +149,15 @@ class TrainingConfig(Section):
     }
 
     batch_size: Count = 2
-    """Examples in a micro-batch of one device."""
+    """Number of examples in a micro-batch of one device."""
     gradient_accumulation_steps: Count = 1
-    """Micro-batches of each device in an optimizer step."""
+    """Number of micro-batches of each device in an optimizer step."""
     max_steps: Count | None = None
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
     num_epochs: Count | None = None
-    """Passes over the data instead of `max_steps`; 1 where neither is given."""
+    """Number of passes over the data, instead of `max_steps`; 1 if neither is set."""
     max_grad_norm: Positive | None = 1.0
-    """Norm that gradients are clipped to; None not to clip."""
+    """Maximum norm of the gradients, to which they are clipped; None not to clip."""
     seed: Seed = 0
     """Seed of the weights, of the order of the data, and of dropout."""
     log_every_steps: Count = 10
@@ -165,22 +165,22 @@ class TrainingConfig(Section):
     eval_every_steps: Count | None = None
     """Optimizer steps between two evaluations; None to evaluate at the end only."""
     eval_steps: Count | None = None
-    """Batches of an evaluation; None for all."""
+    """Number of batches in an evaluation; None for all."""
     save_every_steps: Count | None = 50
     """Optimizer steps between two checkpoints; None to save at the end, and at SIGTERM."""
     keep_checkpoints: Count | None = 2
-    """How many of the newest checkpoints to keep; None for all."""
+    """Number of checkpoints to keep, the newest ones; None to keep all."""
     async_save: StrictBool = True
     """Write checkpoints in the background."""
     resume: StrictStr = "auto"
-    """`auto` to go on from the newest complete checkpoint of this run, `never` to start at step 0, or the folder of a
-    checkpoint to go on from."""
+    """`auto` to resume from the newest complete checkpoint of this run, `never` to start at step 0, or the folder of a
+    checkpoint to resume from."""
     early_stopping: EarlyStoppingConfig | None = None
-    """When to stop before the last step; None for never."""
+    """Stop before the last step if the validation loss no longer falls; None to never stop early."""
 
 
 class StageFSDPConfig(Section):
-    """What is sharded, and how; as `torchacc.Config`'s `dist.fsdp`."""
+    """How to shard; the options of `dist.fsdp` in `torchacc.Config`."""
 
     path = "distributed.fsdp"
     elsewhere = {
@@ -189,42 +189,42 @@ class StageFSDPConfig(Section):
     }
 
     enabled: StrictBool = True
-    """Whether strategy `auto` shards; without it every device holds the full model."""
+    """Whether the strategy `auto` shards the model; otherwise every device holds all of it."""
     cpu_offload: StrictBool = False
-    """Keep the shards in the host's memory, and step there; only the native engine can."""
+    """Keep the shards in host memory, and run the optimizer there (native engine only)."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or HYBRID_SHARD: sharded inside of each node, replicated across nodes."""
+    """FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or HYBRID_SHARD, which shards within nodes and replicates across nodes."""
     backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
     """When the backward pass gathers the next unit."""
     forward_prefetch: StrictBool = False
     """Gather the next unit before the current one's forward pass."""
     limit_all_gathers: StrictBool = True
-    """Let no more than two gathered units wait in memory."""
+    """Keep at most two gathered units in memory."""
     activation_checkpointing: StrictBool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them."""
     use_orig_params: StrictBool = True
-    """Let the optimizer see the model's own parameters."""
+    """Give the optimizer the model's own parameters."""
 
 
 class DistributedConfig(Section):
-    """Devices, and how the model lies on them."""
+    """The number of devices, and how the model is sharded over them."""
 
     path = "distributed"
     elsewhere = {axis: f"torchacc.dist.{axis}.size" for axis in get_args(Axis)}
 
     strategy: Literal["auto", "fsdp", "ddp"] = "auto"
-    """`fsdp` shards, `ddp` replicates, `auto` does as `fsdp.enabled` says."""
+    """`fsdp` shards the model, `ddp` replicates it, and `auto` shards it if `fsdp.enabled` is true."""
     num_nodes: Count = 1
-    """Machines."""
+    """Number of machines."""
     devices: Count | Literal["auto"] = "auto"
-    """Devices of each machine; `auto` for the processes that a launcher has started, else this machine's accelerators,
-    else 1."""
+    """Number of devices of each machine; `auto` for the number of processes that a launcher has started, or else of
+    this machine's accelerators, or else 1."""
     sync_batchnorm: StrictBool = False
-    """Let BatchNorm see the batch of all devices."""
+    """Compute the statistics of BatchNorm over the batch of all devices."""
     engine: Backend = "auto"
-    """Who carries it out; as `torchacc.Config`'s `backend`."""
+    """The engine; the option `backend` of `torchacc.Config`."""
     fsdp: StageFSDPConfig = Field(default_factory=StageFSDPConfig)
-    """What is sharded, and how."""
+    """How to shard."""
 
 
 class StageConfig(Section):
@@ -235,9 +235,9 @@ class StageConfig(Section):
     model: Name | None = Field(default=None, alias="model_config")
     """Name of the top-level section `model_config_…` that describes the model; the command's `--model-config` wins."""
     init_from: StrictStr | None = None
-    """Where the weights come from: an earlier stage's name, or a checkpoint's folder or hub name; None for new ones."""
+    """Initial weights: the name of an earlier stage, or the folder or hub name of a checkpoint; None for new ones."""
     data: TextConfig = Field(default_factory=TextConfig)
-    """The text."""
+    """The text to train on."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
@@ -247,20 +247,20 @@ class StageConfig(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Devices and sharding; a preset of `distributed_examples` can replace it."""
     torchacc: dict[StrictStr, Any] = Field(default_factory=dict)
-    """Any further options of `torchacc.Config`, such as `{compute: {scan_layers: true}}`."""
+    """Other options of `torchacc.Config`, such as `{compute: {scan_layers: true}}`."""
 
 
 class LoggingConfig(Section):
-    """What is written down beside the metrics."""
+    """What to write in addition to the metrics."""
 
     path = "logging"
 
     debug: StrictBool = False
-    """Log details, and each rank's to a file of its own."""
+    """Log details, and write the log of each rank to its own file."""
     log_file: Name | None = None
-    """File for the log, in the stage's folder unless it is absolute."""
+    """Path of the log file, relative to the stage's folder."""
     tensorboard: StrictBool = False
-    """Write TensorBoard's event files as well."""
+    """Write event files for TensorBoard."""
 
 
 class WandbConfig(Section):
@@ -269,7 +269,7 @@ class WandbConfig(Section):
     path = "wandb"
 
     use_wandb: StrictBool = False
-    """Whether to report there; offline where WANDB_MODE says so."""
+    """Whether to report to Weights & Biases; the environment variable WANDB_MODE can make it offline."""
     project: Name | None = None
     """The project."""
     tags: list[StrictStr] = []
@@ -277,15 +277,15 @@ class WandbConfig(Section):
 
 
 class TopConfig(Section):
-    """The top level of a file, beside its `model_config_…` sections."""
+    """The top level of a file, in addition to its `model_config_…` sections."""
 
     output_dir: Name = "runs"
-    """Folder of the stages' folders; relative to the working directory."""
+    """Folder for the folders of the stages, relative to the working directory."""
     training_stages: dict[StrictStr, Any] = {}
     """The stages, by name."""
     distributed_examples: dict[StrictStr, Any] = {}
     """Presets: `distributed` sections by name."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    """What is written down beside the metrics."""
+    """What to write in addition to the metrics."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
