@@ -43,12 +43,12 @@ def accelerate(
 
     Args:
         model: The model, on the CPU. If it differs between processes, all of them use the model of rank 0. A model on
-            the meta device is never held in full by one process; load its weights with `torchacc.checkpoint.load()`.
-            Neither is a model from `deferred_init()`, which starts from its own initialisation.
+            the meta device takes memory for its shards only; load its weights with `torchacc.checkpoint.load()`. So
+            does a model from `deferred_init()`, which starts from its own initialisation.
         dataloader: A DataLoader, or any iterable of batches. Its `batch_size` is the batch size of one device. The
             returned loader yields this process's part of each global batch, on the device.
         config: How to shard the model; None for data parallelism over all processes. It is not modified.
-        optimizer: An optimizer that was created before this call. Do not pass one that is created afterwards.
+        optimizer: An optimizer that was created before this call; None if it is created afterwards.
 
     Returns:
         The model; `(model, loader)` if a dataloader is passed; with the optimizer last if one is passed.

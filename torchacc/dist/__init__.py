@@ -56,7 +56,8 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
         devices, and is returned unchanged.
 
     Raises:
-        DataError: The tensor has no dimension, or its shape or dtype differs. Raised on every process.
+        DataError: The tensor has no dimension, or its shape or dtype differs between processes. Raised on every
+            process.
         EngineError: There are several processes, and `accelerate()` has not been called.
 
     Example:

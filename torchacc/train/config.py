@@ -258,7 +258,7 @@ class LoggingConfig(Section):
     debug: StrictBool = False
     """Log details, and write the log of each rank to its own file."""
     log_file: Name | None = None
-    """Path of the log file, relative to the stage's folder."""
+    """Path of the log file, absolute or relative to the stage's folder."""
     tensorboard: StrictBool = False
     """Write event files for TensorBoard."""
 

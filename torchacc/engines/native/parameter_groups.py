@@ -9,11 +9,10 @@ A graph of gradients (`create_graph=True`) has saved unsharded weights that no h
 They then stay until they change, and gradients are reduced when all of a backward is over.
 """
 
-import functools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -301,7 +300,7 @@ class Groups:
             group.rest()
 
 
-@functools.cache
+@cache
 def _install() -> None:
     """Patch PyTorch for groups, until the process ends."""
     shard_arithmetic.install()
