@@ -4,9 +4,10 @@
     python benchmarks/layout_search.py --cases "fsdp 2, FULL_SHARD" "tp 2, FULL_SHARD"
 
 First as many processes as there are devices measure together how fast each of them multiplies, steps an optimizer,
-calls operations and sends; by these speeds the search estimates. Then a Llama trains in each layout, natively, one
-layout after the other, and once more in reverse, as a machine's speed may drift meanwhile. Where several processes
-share a core, who waits leaves it to the others: the search is told how many there are.
+calls operations and sends; by these speeds the search estimates. Then a Llama trains in each layout, natively. A few
+layouts take turns, as a machine's speed drifts, the first of all among them each time: what is compared is how long the
+others take beside it. Where several processes share a core, who waits leaves it to the others: the search is told how
+many there are.
 
 Exits with 1 if a layout fails, or the losses of two differ by more than 1e-5 after any of the steps.
 """
@@ -22,12 +23,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from _machine import checkout_environment
 from _markdown import count, megabytes
 from _memory_cases import Workload
-from _report import Result, Results, differing_losses, loss_checks, other_cores
+from _report import Result, Results, differing_losses, loss_checks, other_cores, paired_ratios
 from _results import Check, Report, Table, emit
 from _teams import Team, exit_status, measure, read_command_line, running
 
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
 SIZE = Workload(layers=4, width=256, heads=8, vocabulary=4096, length=256, batch=8, family="llama")
 TOLERANCE = 1e-5
 MEMORY_TOLERANCE = 0.10
-MEMORY_STEPS = 3
-"""In each pass: how early a gradient is sent, and its memory free, is not the same in each step."""
+MEMORY_STEPS = 6
+"""How early a gradient is sent, and its memory free, is not the same in each step."""
+MOST_PROCESSES = 32
+"""That are alive at once: each takes about 400 MB before it has a model."""
 TENSORS_STEPPED = 4 + 3
 """That AdamW reads, and writes, of each parameter: itself, its gradient, which is only read, and two of its state."""
 CLEAR_DIFFERENCE = 1.20
@@ -86,7 +90,7 @@ QUICK = ("fsdp 2, FULL_SHARD",)
 
 def main() -> int:
     """Search, run the layouts, and print the report."""
-    args = read_command_line(__doc__, CASES, QUICK, rounds=2, steps=3, add=add_options)
+    args = read_command_line(__doc__, CASES, QUICK, rounds=6, steps=3, add=add_options)
     if args.worker:
         import _worker  # here, as the parent needs no torch
 
@@ -95,6 +99,7 @@ def main() -> int:
         _worker.serve(made, lambda: facts)
         return 0
     results: dict[str, Result] = {}
+    secs: dict[str, float] = {}
     plans: dict[str, Any] = {}
     wrong: list[str] = []
     for devices in sorted({case.processes for case in args.cases}):
@@ -104,27 +109,35 @@ def main() -> int:
             plans |= {plan["layout"]: plan for plan in found["fitting"]}
             path = Path(folder) / "found.json"
             path.write_text(json.dumps(found))
-            passes = [run_layouts(order, args, path) for order in (cases, cases[::-1])]
-        wrong += [line for of_pass in passes for line in differing_losses(of_pass, TOLERANCE)]
-        results |= {case.name: joined(*(of_pass[case.name] for of_pass in passes)) for case in cases}
-    emit(make_report(args.cases, results, plans, wrong, args), args.json)
+            groups = run_layouts(cases, args, path)
+        wrong += [line for group in groups for line in differing_losses(group, TOLERANCE)]
+        secs |= step_times(groups)
+        for name, result in (each for group in groups for each in group.items()):
+            if name not in results or result.error:  # the first one is in each group
+                results[name] = result
+    emit(make_report(args.cases, results, secs, plans, wrong, args), args.json)
     return exit_status(results, wrong)
 
 
-def run_layouts(cases: Sequence[Case], args: Any, found: Path) -> dict[str, Result]:
-    """Train in one layout after the other, so that their processes are not alive together, and return what they did."""
-    results: dict[str, Result] = {}
+def run_layouts(cases: Sequence[Case], args: Any, found: Path) -> list[dict[str, Result]]:
+    """Train in a few layouts at a time, the first of all among them, and return what each group did."""
+    first, *others = cases
+    at_once = max(1, MOST_PROCESSES // first.processes - 1)
+    groups = [[first, *others[start : start + at_once]] for start in range(0, len(others) or 1, at_once)]
     arguments, questions = ["--found", str(found)], ("memory",) * MEMORY_STEPS
-    for case in cases:
-        results |= measure(__file__, [case], args, arguments=arguments, questions=lambda _: questions)
-    return results
+    return [measure(__file__, group, args, arguments=arguments, questions=lambda _: questions) for group in groups]
 
 
-def joined(first: Result, second: Result) -> Result:
-    """Return what was measured in both passes."""
-    blocks = dict(enumerate([*first.blocks.values(), *second.blocks.values()]))
-    answers = [*first.answers, *second.answers]
-    return replace(first, blocks=blocks, answers=answers, error=first.error or second.error)
+def step_times(groups: Sequence[Results]) -> dict[str, float]:
+    """Return the seconds of a step by layout: the first one's, times the ratio of the two in the same rounds.
+
+    Args:
+        groups: The results of layouts that took turns, the first of all in each group.
+    """
+    first = next(iter(groups[0]))
+    blocks = [block.step_secs for group in groups for block in group[first].blocks.values()]
+    ratios = {name: paired_ratios(result, group[first]) for group in groups for name, result in group.items()}
+    return {name: median(blocks) * median(of_rounds) for name, of_rounds in ratios.items() if of_rounds}
 
 
 def add_options(parser: "argparse.ArgumentParser") -> None:
@@ -236,26 +249,31 @@ def build(args: Any) -> "Steps":
 
 
 def make_report(
-    cases: Sequence[Case], results: Results, plans: Mapping[str, Any], wrong: Sequence[str], args: Any
+    cases: Sequence[Case],
+    results: Results,
+    secs: Mapping[str, float],
+    plans: Mapping[str, Any],
+    wrong: Sequence[str],
+    args: Any,
 ) -> Report:
     """Return all that was measured, and what is expected of it."""
-    ran = [case for case in cases if results[case.name].takes_part and results[case.name].blocks]
+    ran = [case for case in cases if case.name in secs]
     memory = {case.name: plans[case.name]["bytes"]["total"] / held_bytes(results[case.name]) for case in ran}
     return Report(
         name="layout_search",
         title="Layouts that a search finds",
-        setting=f"Llama of {SIZE}, float32, AdamW, natively; twice {count(args.rounds, 'round')} of "
-        f"{count(args.steps_per_round, 'step')} of each layout, one layout after the other, and in reverse.",
+        setting=f"Llama of {SIZE}, float32, AdamW, natively; {count(args.rounds, 'round')} of "
+        f"{count(args.steps_per_round, 'step')} of each layout, a few of which take turns: beside the first one.",
         other_cores=other_cores(results),
         tables=[
             Table(
                 title="Bytes of the process that has most, and the time of a step",
                 header=HEADER,
-                rows=[row(case, results[case.name], plans[case.name]) for case in ran],
+                rows=[row(case, results[case.name], secs[case.name], plans[case.name]) for case in ran],
             )
         ],
         checks=[
-            *([] if args.quick else [judge_memory(memory), *judge_order(ran, results, plans)]),
+            *([] if args.quick else [judge_memory(memory), *judge_order(ran, secs, plans)]),
             *loss_checks(results, wrong, f"the losses agree to {TOLERANCE:g}"),
         ],
     )
@@ -274,13 +292,13 @@ def judge_memory(ratios: Mapping[str, float]) -> Check:
     return Check.of(text, not off, f"planned / held: {named}" if off else None)
 
 
-def judge_order(ran: Sequence[Case], results: Results, plans: Mapping[str, Any]) -> list[Check]:
+def judge_order(ran: Sequence[Case], secs: Mapping[str, float], plans: Mapping[str, Any]) -> list[Check]:
     """Return whether layouts whose times differ clearly are in the order of their estimates, by number of devices."""
     checks = []
     for devices in sorted({case.processes for case in ran}):
         names = [case.name for case in ran if case.processes == devices]
-        pairs = [sorted(pair, key=lambda name: results[name].step_secs) for pair in combinations(names, 2)]
-        clear = [(a, b) for a, b in pairs if results[b].step_secs > CLEAR_DIFFERENCE * results[a].step_secs]
+        pairs = [sorted(pair, key=secs.__getitem__) for pair in combinations(names, 2)]
+        clear = [(a, b) for a, b in pairs if secs[b] > CLEAR_DIFFERENCE * secs[a]]
         wrong = [(a, b) for a, b in clear if estimated(plans[a]) > estimated(plans[b])]
         right = f"{len(clear) - len(wrong)} of {len(clear)}"
         text = f"on {devices} processes the search has {right} pairs in their order whose times differ by more than "
@@ -294,11 +312,11 @@ def estimated(plan: Mapping[str, Any]) -> float:
     return float(plan["seconds"]["total"])
 
 
-def row(case: Case, result: Result, plan: Mapping[str, Any]) -> list[str]:
+def row(case: Case, result: Result, secs: float, plan: Mapping[str, Any]) -> list[str]:
     """Return one layout's cells under `HEADER`."""
     planned, held = plan["bytes"]["total"], held_bytes(result)
     cells = [case.name, megabytes(planned), megabytes(held), f"{planned / held:.3f}"]
-    return [*cells, f"{estimated(plan):.3f}", f"{result.step_secs:.3f}"]
+    return [*cells, f"{estimated(plan):.3f}", f"{secs:.3f}"]
 
 
 if __name__ == "__main__":

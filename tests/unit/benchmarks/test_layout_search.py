@@ -7,20 +7,16 @@ import pytest
 def checks_of():
     def make(**found):
         """Return the checks of layouts: their planned and held bytes, estimated and measured seconds."""
-        from _report import Block, Result
         from layout_search import Case, judge_memory, judge_order
 
         names = {name: f"{name} 2, FULL_SHARD" for name in found}
         plans = {
             names[name]: {"bytes": {"total": each[0]}, "seconds": {"total": each[2]}} for name, each in found.items()
         }
-        results = {
-            names[name]: Result(answers=[{"peak": each[1]}, {"peak": 1}], blocks={0: Block(each[3], 0, 0, 0, None)})
-            for name, each in found.items()
-        }
+        secs = {names[name]: each[3] for name, each in found.items()}
         ratios = {names[name]: each[0] / each[1] for name, each in found.items()}
         cases = [Case(name) for name in names.values()]
-        return judge_memory(ratios), judge_order(cases, results, plans)
+        return judge_memory(ratios), judge_order(cases, secs, plans)
 
     return make
 
@@ -41,14 +37,25 @@ def test_only_times_that_differ_clearly_have_to_be_in_order(checks_of):
 
 
 def test_each_number_of_processes_is_a_check_of_its_own():
-    from _report import Block, Result
     from layout_search import Case, judge_order
 
     cases = [Case(name) for name in ("fsdp 2, FULL_SHARD", "fsdp 4 x pp 2, FULL_SHARD", "dp 2 x fsdp 4, HYBRID_SHARD")]
     assert [case.processes for case in cases] == [2, 8, 8]
-    results = {case.name: Result(blocks={0: Block(index + 1, 0, 0, 0, None)}) for index, case in enumerate(cases)}
+    secs = {case.name: index + 1 for index, case in enumerate(cases)}
     plans = {case.name: {"seconds": {"total": index}} for index, case in enumerate(cases)}
-    on_two, on_eight = judge_order(cases, results, plans)
+    on_two, on_eight = judge_order(cases, secs, plans)
     assert "on 2 processes the search has 0 of 0" in on_two.text
     assert "on 8 processes the search has 1 of 1" in on_eight.text
     assert on_eight.verdict == "held"
+
+
+def test_a_layouts_time_is_what_it_takes_beside_the_first_one():
+    from _report import Block, Result
+    from layout_search import step_times
+
+    def took(*secs):
+        return Result(blocks={index: Block(each, 0, 0, 0, None) for index, each in enumerate(secs)})
+
+    quiet = {"first": took(1.0, 1.0, 1.0, 1.0), "other": took(2.0, 2.0, 2.0, 2.0)}
+    busy = {"first": took(2.0, 2.0, 2.0), "another": took(3.0, 3.0, 3.0), "failed": Result(error="it ended")}
+    assert step_times([quiet, busy]) == {"first": 1.0, "other": 2.0, "another": 1.5}
