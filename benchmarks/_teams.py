@@ -126,7 +126,10 @@ def measure(
                 for result in results.values():
                     result.answers.clear()
             take_turns(list(teams.values()), results, args.rounds, args.steps_per_round)
-            _ask(cases, teams, results, questions)
+            for case in cases:
+                _ask([case], teams, results, questions)
+                if case.name in teams:  # what has been asked for its memory keeps some
+                    teams[case.name].stop()
     return results
 
 
