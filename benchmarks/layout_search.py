@@ -43,8 +43,8 @@ TOLERANCE = 1e-5
 MEMORY_TOLERANCE = 0.10
 MEMORY_STEPS = 6
 """How early a gradient is sent, and its memory free, is not the same in each step."""
-MOST_PROCESSES = 32
-"""That are alive at once: each takes about 400 MB before it has a model."""
+MOST_PROCESSES = 24
+"""That are alive at once: each takes 0.7 GB, and a machine that is short of memory is slow."""
 TENSORS_STEPPED = 4 + 3
 """That AdamW reads, and writes, of each parameter: itself, its gradient, which is only read, and two of its state."""
 CLEAR_DIFFERENCE = 1.20
