@@ -110,11 +110,9 @@ def main() -> int:
             path = Path(folder) / "found.json"
             path.write_text(json.dumps(found))
             groups = run_layouts(cases, args, path)
-        wrong += [line for group in groups for line in differing_losses(group, TOLERANCE)]
         secs |= step_times(groups)
-        for name, result in (each for group in groups for each in group.items()):
-            if name not in results or result.error:  # the first one is in each group
-                results[name] = result
+        wrong += wrong_losses(groups)
+        results |= joined(groups)
     emit(make_report(args.cases, results, secs, plans, wrong, args), args.json)
     return exit_status(results, wrong)
 
@@ -138,6 +136,21 @@ def step_times(groups: Sequence[Results]) -> dict[str, float]:
     blocks = [block.step_secs for group in groups for block in group[first].blocks.values()]
     ratios = {name: paired_ratios(result, group[first]) for group in groups for name, result in group.items()}
     return {name: median(blocks) * median(of_rounds) for name, of_rounds in ratios.items() if of_rounds}
+
+
+def wrong_losses(groups: Sequence[Results]) -> list[str]:
+    """Return a line for each layout whose losses differ from those of all others, whichever it took turns with."""
+    compared = (joined(groups), *groups)  # in the groups are all runs of the first one
+    return list(dict.fromkeys(line for each in compared for line in differing_losses(each, TOLERANCE)))
+
+
+def joined(groups: Sequence[Results]) -> dict[str, Result]:
+    """Return the results of all groups by layout; of the first one, which is in each, a run that failed if any has."""
+    results: dict[str, Result] = {}
+    for name, result in (each for group in groups for each in group.items()):
+        if name not in results or result.error:
+            results[name] = result
+    return results
 
 
 def add_options(parser: "argparse.ArgumentParser") -> None:

@@ -59,3 +59,25 @@ def test_a_layouts_time_is_what_it_takes_beside_the_first_one():
     quiet = {"first": took(1.0, 1.0, 1.0, 1.0), "other": took(2.0, 2.0, 2.0, 2.0)}
     busy = {"first": took(2.0, 2.0, 2.0), "another": took(3.0, 3.0, 3.0), "failed": Result(error="it ended")}
     assert step_times([quiet, busy]) == {"first": 1.0, "other": 2.0, "another": 1.5}
+
+
+def test_losses_of_layouts_in_different_groups_are_compared():
+    from _report import Result
+    from layout_search import wrong_losses
+
+    def lost(loss):
+        return Result(losses=[loss])
+
+    assert wrong_losses([{"first": lost(1.0), "other": lost(1.000004)}, {"first": lost(1.0), "last": lost(1.0)}]) == []
+    groups = [{"first": lost(1.0), "other": lost(1.000008)}, {"first": lost(1.0), "last": lost(0.999992)}]
+    line, another = wrong_losses(groups)  # which differ by less than the tolerance within each group
+    assert line.startswith("other: loss 1.000008 at step 1")
+    assert another.startswith("last: loss 0.999992 at step 1")
+
+
+def test_a_first_layout_that_fails_in_a_later_group_has_failed():
+    from _report import Result
+    from layout_search import joined
+
+    failed = Result(error="it ended")
+    assert joined([{"first": Result(), "other": Result()}, {"first": failed, "another": Result()}])["first"] is failed
