@@ -43,7 +43,7 @@ class Case:
     compiled: bool = False
     """Whether each block is compiled by torch.compile."""
     recomputed: bool = False
-    """Whether each block's activations are computed again in backward."""
+    """Whether each block's activations are recomputed in backward."""
     fp8: bool = False
     """Whether its linear layers multiply in float8, tensorwise."""
 

@@ -114,7 +114,7 @@ def gradient_penalty_alone_of_a_model_that_is_linear_in_pieces() -> None:
 
 @case([NATIVE])
 def gradient_penalty_with_recompute() -> None:
-    """Each layer's forward is computed again in the first backward, with whole weights."""
+    """Each layer's forward is recomputed in the first backward, with whole weights."""
     model, plain = sharded_and_plain(memory={"gc": True})
     check_steps(model, plain, penalty_of_inputs)
 

@@ -1,4 +1,4 @@
-"""What is computed again in backward gives what it would have given, on two devices of each engine."""
+"""What is recomputed in backward gives what it would have given, on two devices of each engine."""
 
 import functools
 import gc
@@ -408,7 +408,7 @@ def weights_changed_before_they_are_used_again_are_refused(
 
 
 def _with_linear_layers_last() -> nn.Module:
-    """Return a model whose layers are computed again when the weights inside of them are gathered already."""
+    """Return a model whose layers are recomputed when the weights inside of them are gathered already."""
     model = MLP()
     model.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
     return model
@@ -416,7 +416,7 @@ def _with_linear_layers_last() -> nn.Module:
 
 @case()
 def weights_of_a_unit_inside_are_written_several_times_between_steps() -> None:
-    """As a fused optimizer does. Unsharded weights, with which they are computed again, count such writes once."""
+    """As a fused optimizer does. Unsharded weights, with which they are recomputed, count such writes once."""
     memory = {"gc": True, "gc_cls": "Sequential"}
     model, plain = sharded_and_plain(_with_linear_layers_last, memory=memory, wrap_layer_cls="Linear")
     for _ in range(3):

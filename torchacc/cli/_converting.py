@@ -35,12 +35,12 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("pth", "safetensors"),
         default="pth",
-        help="of a consolidated model: one .pth file, or a folder that from_pretrained() opens (default: pth)",
+        help="format of the model: one .pth file, or a folder for from_pretrained() (default: pth)",
     )
     parser.add_argument(
-        "--max-shard-size", type=size, metavar="SIZE", help="split safetensors into files of this size, such as 5GB"
+        "--max-shard-size", type=size, metavar="SIZE", help="maximum size of each safetensors file, such as 5GB"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="cast the floating tensors of a consolidated model")
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors of the model to this dtype")
     add_config_option(parser)
 
 
@@ -50,19 +50,19 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
         "--config-from",
         type=path,
         metavar="DIR",
-        help="where config.json and the tokenizer are copied from (default: where the rank files are)",
+        help="folder to copy config.json and the tokenizer from (default: that of the rank files)",
     )
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of how files are copied."""
-    parser.add_argument("--workers", type=positive, help="threads that copy (default: one for each core, up to 8)")
+    parser.add_argument("--workers", type=positive, help="number of threads (default: one per core, up to 8)")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare all checksums of the input, also those of what is not copied, and read the output back",
+        help="verify all checksums of the input, including data that is not copied, and read the output back",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, without writing")
 
 
 def output(args: argparse.Namespace) -> Output:

@@ -58,24 +58,24 @@ def add_job_options(parser: argparse.ArgumentParser, *, num_nodes: str, variable
         return f" (default: the variable {variable})" if variables else value
 
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="how often to start a failed job again (default: 0)"
+        "--max-restarts", type=int, default=0, metavar="N", help="maximum restarts of a failed job (default: 0)"
     )
     parser.add_argument(
         "--heartbeat-secs", type=float, metavar="SECS",
-        help="end a job that makes no progress for so long, and name the rank that hangs (default: never)",
+        help="stop a job without progress for this many seconds, and name the rank that hangs (default: never)",
     )  # fmt: skip
-    several = parser.add_argument_group("on several machines, where the command is run on each")
+    several = parser.add_argument_group("several machines: run the command on each")
     several.add_argument(
         "--num-nodes", type=int, default=None if variables else 1, metavar="N", help=f"machines (default: {num_nodes})"
     )
     several.add_argument(
         "--node-rank", type=int, metavar="N",
-        help="which of the machines this is, from 0" + default("RANK", ""),
+        help="index of this machine, from 0" + default("RANK", ""),
     )  # fmt: skip
     several.add_argument(
         "--master-addr", type=named, metavar="HOST",
         help="host name or address of machine 0" + default("MASTER_ADDR", ""),
     )  # fmt: skip
     several.add_argument(
-        "--master-port", type=int, metavar="PORT", help="a free port of machine 0" + default("MASTER_PORT", "")
+        "--master-port", type=int, metavar="PORT", help="free port of machine 0" + default("MASTER_PORT", "")
     )

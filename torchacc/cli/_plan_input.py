@@ -27,10 +27,10 @@ from torchacc.train.file import TrainFile
 from torchacc.train.hub import check_hub, is_on_hub
 
 SPLITS = {
-    axis_with(Role.TENSOR): "devices that share each layer",
-    axis_with(Role.SEQUENCE, Role.SHARD): "devices that share each sample",
-    axis_with(Role.PIPELINE): "stages of layers",
-    axis_with(Role.BATCH, Role.SHARD, Role.EXPERT): "devices that experts are spread over",
+    axis_with(Role.TENSOR): "devices that each layer is split over",
+    axis_with(Role.SEQUENCE, Role.SHARD): "devices that each sequence is split over",
+    axis_with(Role.PIPELINE): "pipeline stages",
+    axis_with(Role.BATCH, Role.SHARD, Role.EXPERT): "devices that the experts are spread over",
 }
 """The axes along which devices compute parts of a step, and what their sizes are."""
 _DEFAULT_LENGTH = 1024

@@ -95,7 +95,7 @@ def _as_lines(
         "",
     ]
     if found.fitting:
-        lines += [f"{len(found.fitting)} layouts fit, by the estimate of their step:", ""]
+        lines += [f"{len(found.fitting)} layouts fit, fastest first by estimate:", ""]
         lines += _table(found.fitting[:_NUM_ROWS])
         more = len(found.fitting) - _NUM_ROWS
         lines += [f"and {more} more; --json has all"] if more > 0 else []
@@ -104,16 +104,16 @@ def _as_lines(
     if found.too_large:
         first = found.too_large[0]
         over = in_gibibytes(first.memory.total - memory)
-        lines += ["", f"{len(found.too_large)} need more memory; nearest: {first.candidate.label}, by {over} too much"]
+        lines += ["", f"{len(found.too_large)} need more memory; the closest is {first.candidate.label}, {over} over"]
         if not found.fitting:
             lines += ["", *_table(found.too_large[:_NUM_ROWS]), "", _advice(found)]
     if found.refused:
-        lines += ["", f"{len(found.refused)} are not to be had:"]
+        lines += ["", f"{len(found.refused)} are refused:"]
         for reason, labels in grouped(found.refused).items():
             others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
             lines.append(f"  {labels[0]}{others}: {reason}")
     if found.fitting:
-        lines += ["", "the first as a config:", "", _yaml(found.fitting[0], base)]
+        lines += ["", "config of the first:", "", _yaml(found.fitting[0], base)]
     return lines
 
 
@@ -123,9 +123,10 @@ def _advice(found: Search) -> str:
     largest = max(parts, key=lambda name: parts[name])
     if largest == "activations":
         return (
-            "most of it are activations: fewer samples or tokens, --bf16, or more devices on the axis that splits them"
+            "most of it is activations: use fewer samples or tokens, --bf16, or more devices on the axis that splits "
+            "them"
         )
-    return f"most of it is {largest}: more devices, --bf16, or an optimizer that keeps less"
+    return f"most of it is {largest}: use more devices, --bf16, or an optimizer with less state"
 
 
 def _table(rows: Sequence[PlannedLayout]) -> list[str]:

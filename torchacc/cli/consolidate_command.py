@@ -17,11 +17,10 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("folder", type=path, metavar="DIR", help="the folder with the rank files")
+    parser.add_argument("folder", type=path, metavar="DIR", help="folder of the rank files")
     parser.add_argument(
         "--output", type=named, metavar="PATH",
-        help="the file to write, or the folder with --format safetensors (default: consolidated.pth, or consolidated, "
-        "in DIR)",
+        help="file to write, or folder with --format safetensors (default: consolidated.pth, or consolidated, in DIR)",
     )  # fmt: skip
     _converting.add_options(parser)
 

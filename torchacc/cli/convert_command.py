@@ -23,13 +23,13 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("source", type=path, metavar="SRC", help="the checkpoint's folder; its format is recognised")
-    parser.add_argument("target", type=path, metavar="DST", help="what to write, which must not be there yet")
+    parser.add_argument("source", type=path, metavar="SRC", help="folder of the checkpoint; its format is detected")
+    parser.add_argument("target", type=path, metavar="DST", help="file or folder to write; it must not exist")
     parser.add_argument(
-        "--to", required=True, choices=dict.fromkeys(to for _, to in _CONVERSIONS), metavar="FORM",
+        "--to", required=True, choices=dict.fromkeys(to for _, to in _CONVERSIONS), metavar="FORMAT",
         help="; ".join(f"{format} -> {', '.join(to)}" for format, to in _possible().items()),
     )  # fmt: skip
-    parser.add_argument("--ranks", type=positive, metavar="N", help="with --to rank-files: for how many, 2 or more")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="number of ranks with --to rank-files, 2 or more")
     _converting.add_config_option(parser)
     _converting.add_work_options(parser)
 

@@ -24,23 +24,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-n", "--nproc", dest="num_processes", type=int, default=_DEFAULTS.num_processes, metavar="N",
-        help="processes on this node, one for each device (default: 1)",
+        help="number of processes on this node, one per device (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--min-nproc", dest="min_processes", type=int, metavar="N",
-        help="restart with down to N processes, where GPUs are lost or it does not get on (default: as many as before)",
+        help="allow restarts with fewer processes, at least N, if GPUs are lost or progress stops (default: --nproc)",
     )  # fmt: skip
     parser.add_argument(
-        "--log-dir", type=named, metavar="FOLDER", help="keep what each process prints (default: on failure only)"
+        "--log-dir",
+        type=named,
+        metavar="FOLDER",
+        help="folder to keep the output of each process in (default: keep it on failure only)",
     )
-    parser.add_argument("--all-ranks", action="store_true", help="show all processes, each line with its rank")
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="print the output of all ranks, with the rank on each line"
+    )
     parser.add_argument(
         "--grace-secs", type=float, default=_DEFAULTS.grace_secs, metavar="SECS",
-        help="how long processes may save after SIGTERM or Ctrl-C (default: %(default).0f)",
+        help="seconds that processes have to save after SIGTERM or Ctrl-C (default: %(default).0f)",
     )  # fmt: skip
     add_job_options(parser, num_nodes="1", variables=False)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script, or a module after -m, and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script, or module with -m, and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:

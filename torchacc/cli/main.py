@@ -11,16 +11,16 @@ from torchacc.config.names import did_you_mean, nearest
 from torchacc.env import installed_version
 
 COMMANDS = {
-    "quickstart": "write a first script and a first training file into an empty folder",
-    "env": "print what a bug report needs: versions, devices, and which engines can run here",
-    "plan": "print what each device of a training needs in bytes, before there is any",
-    "train": "train a stage of a YAML file, on one machine or several",
-    "report": "write a page of the curves of one run or several",
-    "monitor": "show how a run goes, as long as it goes",
-    "launch": "start the processes of a job, watch over them and end them together",
-    "consolidate": "put a model together that many processes have saved in parts",
-    "reshard": "make rank files for another number of ranks",
-    "convert": "write a checkpoint in another format",
+    "quickstart": "create a starter script and training file in an empty folder",
+    "env": "print versions, devices and available engines, for a bug report",
+    "plan": "estimate the memory of training on each device, or search for a layout",
+    "train": "train a stage of a YAML training file, on one or several machines",
+    "report": "write an HTML report with the curves of one or more runs",
+    "monitor": "show the progress of a run until it ends",
+    "launch": "launch and supervise the processes of a job",
+    "consolidate": "consolidate rank files into one model checkpoint",
+    "reshard": "reshard rank files for another number of ranks",
+    "convert": "convert a checkpoint to another format",
 }
 """Subcommand -> what it does. Its module is `command_module(name)`."""
 
@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="torchacc",
         description="Train PyTorch models fully sharded.",
-        epilog="`torchacc COMMAND --help` tells more of a command, with examples.",
+        epilog="Run `torchacc COMMAND --help` for the options of a command, and examples.",
     )
     parser.add_argument("--version", action="version", version=f"torchacc {_version()}")
     parser.add_argument(
-        "--traceback", action="store_true", help="let errors end with a traceback; TORCHACC_TRACEBACK=1 does the same"
+        "--traceback", action="store_true", help="print the traceback of errors, as TORCHACC_TRACEBACK=1 does"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)

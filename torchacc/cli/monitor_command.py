@@ -33,9 +33,9 @@ _RESTART_SECS = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("folder", type=path, metavar="RUN", help="folder of a stage, with metrics.jsonl")
+    parser.add_argument("folder", type=path, metavar="RUN", help="folder of a run, which holds metrics.jsonl")
     parser.add_argument(
-        "--every", type=_secs, default=2.0, metavar="SECS", help="how often to look, on a terminal (default: 2)"
+        "--every", type=_secs, default=2.0, metavar="SECS", help="seconds between updates on a terminal (default: 2)"
     )
 
 

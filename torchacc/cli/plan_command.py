@@ -36,44 +36,44 @@ _PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument_group("the training").add_argument
-    add("--model", type=named, metavar="MODEL", help="a checkpoint's folder, a config.json or .yaml, or a hub name")
-    add("--config", type=path, metavar="FILE", help="a training file, which says the rest as well")
-    add("--stage", type=named, metavar="NAME", help="of the training file (default: its first)")
-    add("--model-config", type=named, metavar="NAME", help="of the training file (default: the stage's)")
-    add("--batch", type=positive, metavar="N", help="samples on each device (default: 1)")
-    add("--seq", type=positive, metavar="N", help="tokens of a sample (default: 1024, or what the model can)")
-    add("--vocab", type=positive, metavar="N", help="tokens of the vocabulary (default: the model's)")
-    add("--lora", type=positive, metavar="RANK", help="train adapters of peft alone, in layers of its choice")
-    add("--optimizer", type=named, metavar="NAME", help="a class of torch.optim (default: adamw)")
-    add("--bf16", action="store_true", help="compute in bfloat16; parameters stay in float32")
+    add("--model", type=named, metavar="MODEL", help="folder of a checkpoint, config.json or .yaml, or hub name")
+    add("--config", type=path, metavar="FILE", help="training file, which sets the defaults of the other options")
+    add("--stage", type=named, metavar="NAME", help="stage of the training file (default: the first)")
+    add("--model-config", type=named, metavar="NAME", help="model section of the training file (default: the stage's)")
+    add("--batch", type=positive, metavar="N", help="batch size per device (default: 1)")
+    add("--seq", type=positive, metavar="N", help="sequence length (default: 1024, at most the model's maximum)")
+    add("--vocab", type=positive, metavar="N", help="vocabulary size (default: the model's)")
+    add("--lora", type=positive, metavar="RANK", help="train LoRA adapters of this rank only, on peft's default layers")
+    add("--optimizer", type=named, metavar="NAME", help="optimizer class of torch.optim (default: adamw)")
+    add("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
     policies = get_args(RecomputePolicy)
-    again = f"compute activations again in backward, by a policy: {' or '.join(policies)} (default: {policies[0]})"
+    again = f"recompute activations in backward: {' or '.join(policies)} (default: {policies[0]})"
     add("--gc", nargs="?", const=policies[0], choices=policies, metavar="POLICY", help=again)
     add = parser.add_argument_group("the devices").add_argument
-    add("--devices", type=positive, metavar="N", help="all of them together (default: the training file's, else 1)")
-    add("--dp", type=positive, metavar="N", help="copies of the model (default: 1; with HYBRID_SHARD 2)")
+    add("--devices", type=positive, metavar="N", help="total number of devices (default: the training file's, else 1)")
+    add("--dp", type=positive, metavar="N", help="replicas of the model (default: 1, or 2 with HYBRID_SHARD)")
     for axis, what in _plan_input.SPLITS.items():
         add(f"--{axis}", type=positive, metavar="N", help=f"{what} (default: the training file's, else 1)")
     choices = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {choices} (default: all)")
-    add("--memory", type=size, metavar="SIZE", help="of a device, such as 16GiB: says how many devices it takes")
-    add("--engine", choices=PLANNED_BACKENDS, help="whose memory is planned (default: the training file's, else xla)")
-    add("--platform", choices=PLATFORMS, help="of XLA's devices (default: what is here; PJRT_DEVICE chooses it, too)")
-    add = parser.add_argument_group("a real compiler").add_argument
-    absent = "TPUs or GPUs that need not be there, such as v5e:2x4 or h100x8: one strategy"
+    add("--memory", type=size, metavar="SIZE", help="memory of a device, such as 16GiB, to find how many are needed")
+    add("--engine", choices=PLANNED_BACKENDS, help="engine to plan for (default: the training file's, else xla)")
+    add("--platform", choices=PLATFORMS, help="XLA platform (default: PJRT_DEVICE, or what is found here)")
+    add = parser.add_argument_group("ahead-of-time compilation").add_argument
+    absent = "compile the step for TPUs or GPUs that need not be here, such as v5e:2x4 or h100x8; takes one --strategy"
     add("--compile-for", type=named, metavar="NAME", help=absent)
-    add("--html", type=path, metavar="FILE", help="write a page of what was compiled")
-    add = parser.add_argument_group("every layout").add_argument
-    add("--search", action="store_true", help="try all sizes of all axes, natively: which fit, and which is fastest")
+    add("--html", type=path, metavar="FILE", help="write an HTML page about the compiled step")
+    add = parser.add_argument_group("layout search").add_argument
+    add("--search", action="store_true", help="list all layouts of the native engine that fit, fastest first")
     add(
         "--global-batch",
         type=positive,
         metavar="N",
-        help="samples of a forward, of all devices (default: the training file's, else --devices)",
+        help="samples per forward over all devices (default: the training file's, else --devices)",
     )
-    known = f"{', '.join(DEVICES)}, or its own figures: FLOPS,MEMORY,NEAR,FAR,PER_MACHINE in bytes per second"
-    add("--device", type=named, metavar="NAME", help=f"whose speeds rank the layouts: {known} (default: h100)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    figures = f"{', '.join(DEVICES)}, or FLOPS,MEMORY,NEAR,FAR,PER_MACHINE, each per second but the last"
+    add("--device", type=named, metavar="NAME", help=f"device whose speed ranks the layouts: {figures} (default: h100)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,7 +140,7 @@ def _strategies(args: argparse.Namespace, step: Step, replicas: Mapping[str, int
 
 def _recomputed(plan: ShardingPlan) -> str:
     kept = " but for matrix products" if plan.keeps_products else ""
-    return f", activations computed again{kept}" if plan.recomputed else ""
+    return f", activations recomputed{kept}" if plan.recomputed else ""
 
 
 def _as_text(
@@ -177,13 +177,13 @@ def _as_text(
     if fewest:
         lines += ["", f"fits: the fewest devices with {in_gibibytes(args.memory)} each"]
         if None in fewest.values() and not plan.recomputed:
-            lines += ["`--gc`, which computes activations again in backward, needs less of them; `--search` tries all"]
+            lines += ["`--gc` recomputes activations in backward and needs less memory; `--search` tries all layouts"]
     return "\n".join(lines)
 
 
 def _fits(num_devices: int | None) -> str:
     if num_devices is None:
-        return "on no number"
+        return "never"
     return f"from {num_devices} device{'s' * (num_devices > 1)}"
 
 

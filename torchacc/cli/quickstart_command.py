@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=Path(),
         metavar="FOLDER",
-        help="empty or new folder to write to (default: this one)",
+        help="folder to write to, empty or new (default: the current folder)",
     )
 
 

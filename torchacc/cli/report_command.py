@@ -21,16 +21,16 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="folder of a stage, with metrics.jsonl")
+    parser.add_argument("runs", type=path, nargs="+", metavar="RUN", help="folder of a run, which holds metrics.jsonl")
     parser.add_argument(
         "--output",
         type=path,
         default=Path("report.html"),
         metavar="FILE",
-        help="the page, outside of a run's folder, which has one of its own (default: report.html)",
+        help="HTML file to write, not in the folder of a run, which has its own (default: report.html)",
     )
     parser.add_argument(
-        "--plan", type=path, metavar="FILE", help="what `torchacc plan --json` printed, drawn beside the memory"
+        "--plan", type=path, metavar="FILE", help="output of `torchacc plan --json`, to plot beside the measured memory"
     )
 
 

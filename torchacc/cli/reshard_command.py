@@ -22,9 +22,11 @@ EXAMPLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("folder", type=path, metavar="DIR", help="the folder with the rank files")
-    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="ranks to write for, 2 or more")
-    parser.add_argument("--output", type=path, metavar="DIR", help="the folder to write into (default: the same)")
+    parser.add_argument("folder", type=path, metavar="DIR", help="folder of the rank files")
+    parser.add_argument(
+        "--ranks", type=positive, required=True, metavar="N", help="number of ranks to write for, 2 or more"
+    )
+    parser.add_argument("--output", type=path, metavar="DIR", help="folder to write to (default: DIR)")
     parser.add_argument("--part", choices=_converting.PARTS, default="all", help="what to write (default: all)")
     _converting.add_work_options(parser)
 

@@ -17,29 +17,27 @@ _FOR_PROCESSES = ("mode", "config", "stage", "model_config", "fsdp_config", "dev
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+    parser.add_argument("--mode", choices=["production"], default="production", help="the only mode: train the stage")
     parser.add_argument(
-        "--mode", choices=["production"], default="production", help="train the stage as the file says (the only mode)"
+        "--config", type=path, default=Path("config.yaml"), metavar="FILE", help="training file (default: config.yaml)"
     )
+    parser.add_argument("--stage", type=named, metavar="NAME", help="name in training_stages (default: the first)")
     parser.add_argument(
-        "--config", type=path, default=Path("config.yaml"), metavar="FILE", help="the file of stages (config.yaml)"
-    )
-    parser.add_argument("--stage", type=named, metavar="NAME", help="stage of training_stages (the file's first)")
-    parser.add_argument(
-        "--model-config", type=named, metavar="NAME", help="model_config_… section of the file (the stage's own)"
+        "--model-config", type=named, metavar="NAME", help="model_config_… section of the file (default: the stage's)"
     )
     parser.add_argument(
         "--fsdp-config",
         type=named,
         metavar="NAME",
-        help="preset of distributed_examples, in place of the stage's section distributed",
+        help="preset of distributed_examples that replaces the stage's distributed section",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="devices of each machine; wins over the file")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices per machine; overrides the file")
     parser.add_argument(
-        "--precision", type=named, metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; wins over the file"
+        "--precision", type=named, metavar="NAME", help="32-true, bf16-mixed, bf16-true or 16-mixed; overrides the file"
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and end")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and exit")
     parser.add_argument(
-        "--overwrite", action="store_true", help="remove the run that the stage's folder holds, and train again"
+        "--overwrite", action="store_true", help="delete the existing run in the stage's folder, and start anew"
     )
     add_job_options(parser, num_nodes="as the file says", variables=True)
 

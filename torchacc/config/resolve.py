@@ -111,7 +111,7 @@ def _refuse_options(section: Section, names: Iterable[str], why: str, switch: st
 def _refuse_choice_without_recompute(config: Config) -> None:
     if config.memory.gc or config.dist.fsdp.activation_checkpointing:
         return
-    why = "chooses what is computed again, and memory.gc is False, so that nothing is"
+    why = "chooses what is recomputed, and memory.gc is False, so that nothing is"
     _refuse_options(config.memory, _RECOMPUTE_OPTIONS, why, "gc")
 
 

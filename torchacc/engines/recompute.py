@@ -1,4 +1,4 @@
-"""Let modules of a model be computed again in backward, by the engine's own function."""
+"""Let modules of a model be recomputed in backward, by the engine's own function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 Forward = Callable[..., Any]
 Checkpoint = Callable[[nn.Module, Forward, Sequence[Any], Mapping[str, Any]], Any]
-"""Runs a module's forward, the function, with its arguments, and has it computed again in backward."""
+"""Runs a module's forward, the function, with its arguments, and has it recomputed in backward."""
 
 
 def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> None:
@@ -42,7 +42,7 @@ def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> N
             # It leaves out its caches then, which a second run would fill again, and would call this to recompute.
             module.gradient_checkpointing = True  # type: ignore[assignment]
             module._gradient_checkpointing_func = _just_run  # type: ignore[assignment]
-    _log.info("%d modules are computed again in backward: %s", len(names), _shortened(names))
+    _log.info("%d modules are recomputed in backward: %s", len(names), _shortened(names))
 
 
 def has_buffers(module: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def _tensors_of(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def runs_through(module: nn.Module) -> bool:
-    """Return whether a forward of a module that was installed is one that is computed again in backward."""
+    """Return whether a forward of a module that was installed is one that is recomputed in backward."""
     return torch.is_grad_enabled() and (module.training or not is_checkpointing_layer(module))
 
 
@@ -123,7 +123,7 @@ def _through(checkpoint: Checkpoint, module: nn.Module) -> Forward:
 def _with_weights_of_first_run(module: nn.Module, parameters: Sequence[nn.Parameter], forward: Forward) -> Forward:
     """Return a module's forward that raises where a further run would have other weights than its first one.
 
-    Autograd notices weights that are written to by what it has saved of them; of a module that is computed again it has
+    Autograd notices weights that are written to by what it has saved of them; of a module that is recomputed it has
     saved nothing.
     """
     first: list[tuple[int, bool]] | None = None

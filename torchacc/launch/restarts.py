@@ -38,10 +38,10 @@ class Restarts:
         self._num_stuck = 0 if ended.step > self._furthest else self._num_stuck + 1
         self._furthest = max(self._furthest, ended.step)
         if self._num_stuck >= _TRIES:
-            messages.say(f"not started again: {_TRIES} restarts have not come further than step {self._furthest}")
+            messages.say(f"not restarted: {_TRIES} restarts made no progress beyond step {self._furthest}")
             return None
         if self._num_done >= self._options.max_restarts:
-            messages.say(f"not started again: that were all {self._num_done} restarts (--max-restarts)")
+            messages.say(f"not restarted: all {self._num_done} restarts are used (--max-restarts)")
             return None
         size = self._size()
         if size is None:
@@ -58,7 +58,7 @@ class Restarts:
         gpus = count_gpus()
         size = self._num_processes if gpus is None else min(gpus, self._num_processes)
         if size < least:
-            messages.say(f"not started again: {size} GPUs are left, and {least} are needed")
+            messages.say(f"not restarted: {size} GPUs are left, and {least} are needed")
             return None
         is_smaller = size < self._num_processes
         return size if is_smaller or not self._num_stuck else max(least, size // 2)

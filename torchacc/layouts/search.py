@@ -72,7 +72,7 @@ class Candidate:
         config.dist.pp.num_microbatches = self.num_microbatches if self.sizes[_STAGES] > 1 else None
         config.dist.pp.schedule = "1f1b" if self.sizes[_STAGES] > 1 else "gpipe"  # which holds fewer activations
         config.memory.gc = self.recompute
-        if not self.recompute:  # what says which modules are computed again would be refused
+        if not self.recompute:  # what says which modules are recomputed would be refused
             for name in ("gc_cls", "gc_every", "gc_cnt", "gc_policy"):
                 setattr(config.memory, name, getattr(Config().memory, name))
         return config
@@ -97,7 +97,7 @@ class Search:
     too_large: tuple[PlannedLayout, ...]
     """Those that need more memory than there is, the smallest first."""
     refused: Mapping[str, str]
-    """Which layouts are not to be had -> what they lack."""
+    """Layouts that are refused -> the reason."""
 
 
 def search(

@@ -40,7 +40,7 @@ _OPERANDS_IN_MEMORY = {
 _LOOKUPS = {"embedding_dense_backward"}
 """Operations whose result is rows that are added into something."""
 _SOFTMAX = {"_safe_softmax"}
-"""Operations whose result has memory twice where it is computed again in backward, or multiplied in another dtype."""
+"""Operations whose result has memory twice where it is recomputed in backward, or multiplied in another dtype."""
 _WITH_SIGMOID = {"silu", "silu_backward"}
 """Operations that are products of what they read and its sigmoid, which has memory."""
 _ROW = 32

@@ -119,7 +119,7 @@ def record(
         model: On the meta device, in training mode.
         batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
         dtype: Of matrix products, where they are not run eagerly; then they are in the model's.
-        recomputed: Names of the modules that are computed again in backward.
+        recomputed: Names of the modules that are recomputed in backward.
         keeps_products: Whether the results of their matrix products are kept.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
         platform: Of the device: XLA's CPU client holds bfloat16 in float32, and PyTorch's autocast computes some
@@ -358,7 +358,7 @@ def _recomputing(
     *,
     keeps_products: bool,
 ) -> Iterator[None]:
-    """Let modules be computed again in backward, in the mode of forward, while the context is entered."""
+    """Let modules be recomputed in backward, in the mode of forward, while the context is entered."""
     modules = [model.get_submodule(name) for name in names]
     for module in modules:
         forward = module.forward

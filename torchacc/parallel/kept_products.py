@@ -1,4 +1,4 @@
-"""What is kept of a module that is computed again in backward: what costs the most time to compute.
+"""What is kept of a module that is recomputed in backward: what costs the most time to compute.
 
 Kept are the results of matrix products, convolutions and fused attention. Products of batches (`bmm`) are not: they are
 mostly the scores of attention, which grow with the square of a sample's length, and are why one recomputes.
@@ -49,7 +49,7 @@ class KeptProducts:
         return CheckpointPolicy.MUST_SAVE
 
     def use(self, op: Any, args: Any, kwargs: Any) -> None:
-        """Take note of an operation that is computed again.
+        """Take note of an operation that is recomputed.
 
         Raises:
             EngineError: Its result would be that of another one.
@@ -61,7 +61,7 @@ class KeptProducts:
         self._num_used += 1
 
     def contexts(self) -> tuple[Any, Any]:
-        """Return the context of the forward, and that in which it is computed again: `context_fn` of a checkpoint."""
+        """Return the context of the forward, and that in which it is recomputed: `context_fn` of a checkpoint."""
         forward, again = create_selective_checkpoint_contexts(self)
         return forward, _Watched(again, self)
 
@@ -75,7 +75,7 @@ class KeptProducts:
             raise self._differs()
 
     def explain(self, error: RuntimeError) -> EngineError | None:
-        """Return what to write where PyTorch has raised this while the module was computed again; None for others."""
+        """Return what to write where PyTorch has raised this while the module was recomputed; None for others."""
         if _DIFFERS in str(error):
             return self._differs()
         if _CHANGED not in str(error):
@@ -88,7 +88,7 @@ class KeptProducts:
 
     def _differs(self) -> EngineError:
         return EngineError(
-            f"{self._name} does not compute the same matrix products when it is computed again in backward (it keeps "
+            f"{self._name} does not compute the same matrix products when it is recomputed in backward (it keeps "
             "some from one call to the next, chooses by itself which it computes, or, from PyTorch 2.13 on, has units "
             "inside of it), so that memory.gc_policy = 'save_matmuls' would take others for them: leave "
             "config.memory.gc_policy at 'full'"
@@ -96,7 +96,7 @@ class KeptProducts:
 
 
 class _Watched(ExitStack):
-    """Lets a module be computed again in PyTorch's context, and watches it: from 2.13 on it asks no policy then."""
+    """Lets a module be recomputed in PyTorch's context, and watches it: from 2.13 on it asks no policy then."""
 
     def __init__(self, again: Any, products: KeptProducts) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Watched(ExitStack):
 
 
 class _Watch(TorchDispatchMode):
-    """Tells of each operation that is computed again."""
+    """Tells of each operation that is recomputed."""
 
     def __init__(self, products: KeptProducts) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ def select_scanned(model: nn.Module, units: Sequence[str], *, recomputed: Sequen
     Args:
         model: The model; it is only read.
         units: Names of its units.
-        recomputed: Names of the modules that are computed again in backward.
+        recomputed: Names of the modules that are recomputed in backward.
 
     Returns:
         Names of the `ModuleList`s.

@@ -91,7 +91,7 @@ class ShardingPlan:
     flatten: bool
     """Whether each unit's parameters become one flat parameter."""
     recomputed: tuple[str, ...]
-    """Names of the modules whose activations are computed again in backward, none of them inside of another."""
+    """Names of the modules whose activations are recomputed in backward, none of them inside of another."""
     shards_on_host: bool
     """Whether shards of parameters, gradients and optimizer state lie in the host's memory."""
     activations_on_host: bool
@@ -103,7 +103,7 @@ class ShardingPlan:
     tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     """How tensor parallelism splits the layers."""
     recompute_policy: str = "full"
-    """What of these modules is computed again: `full`, or all but what `save_matmuls` keeps."""
+    """What of these modules is recomputed: `full`, or all but what `save_matmuls` keeps."""
     steps_in_backward: bool = False
     """Whether each weight steps as soon as backward has its gradient, which is then freed."""
     scanned: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class ShardingPlan:
 
     @property
     def keeps_products(self) -> bool:
-        """Whether modules that are computed again keep the results of matrix products, convolutions and attention."""
+        """Whether modules that are recomputed keep the results of matrix products, convolutions and attention."""
         return self.recompute_policy == "save_matmuls"
 
     @property
@@ -199,7 +199,7 @@ class ShardingPlan:
         lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
         lines += [str(self.pipeline)] if self.pipeline.size > 1 else []
         but = " but for matrix products" if self.keeps_products else ""
-        lines += [f"  computed again in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
+        lines += [f"  recomputed in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
         lines += [str(experts) for experts in self.experts]
         return "\n".join(lines)

@@ -33,7 +33,7 @@ def select_units(model: nn.Module, config: "FSDPConfig") -> list[str]:
 
 
 def select_recomputed(model: nn.Module, config: "MemoryConfig", units: Sequence[str]) -> tuple[str, ...]:
-    """Choose the modules whose activations are computed again in backward.
+    """Choose the modules whose activations are recomputed in backward.
 
     These are the modules of the classes `gc_cls`, else the units; of them every `gc_every`-th, and of those the first
     `gc_cnt`. A module inside of another one is left to that one. Without `gc` they are the layers for which

@@ -115,4 +115,4 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["--help"])
     assert ended.value.code == 0
-    assert "which engines can run here" in " ".join(capsys.readouterr().out.split())
+    assert "launch and supervise the processes of a job" in " ".join(capsys.readouterr().out.split())

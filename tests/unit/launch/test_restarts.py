@@ -25,7 +25,7 @@ def test_as_many_restarts_as_asked_for(capsys):
     said = capsys.readouterr().err
     assert "restart 1 of 2, after step 5" in said
     assert "restart 2 of 2, after step 9" in said
-    assert "not started again: that were all 2 restarts (--max-restarts)" in said
+    assert "not restarted: all 2 restarts are used (--max-restarts)" in said
 
 
 def test_none_unless_asked_for_and_for_no_fault(capsys):
@@ -37,7 +37,7 @@ def test_none_unless_asked_for_and_for_no_fault(capsys):
 def test_a_bug_is_not_tried_for_ever(capsys):
     options = LaunchOptions(num_processes=2, max_restarts=9)
     assert sizes(options, 5, 5, 5) == [2, 2, None]
-    assert "2 restarts have not come further than step 5" in capsys.readouterr().err
+    assert "2 restarts made no progress beyond step 5" in capsys.readouterr().err
     assert sizes(options, 5, 4, 6, 6, 6) == [2, 2, 2, 2, None]
 
 

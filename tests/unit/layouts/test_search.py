@@ -102,14 +102,14 @@ def test_what_chooses_modules_to_recompute_is_left_out_without_recompute():
 def test_the_config_in_the_text_is_one(run, tmp_path):
     text = run(LLAMA, "--devices", "2", "--global-batch", "2", "--memory", "1GiB").out
     path = tmp_path / "layout.yaml"
-    path.write_text(text.partition("the first as a config:")[2])
+    path.write_text(text.partition("config of the first:")[2])
     assert Config.from_yaml(path).backend == "native"
 
 
 def test_where_nothing_fits_the_nearest_is_named(run):
     text = run(LLAMA, "--devices", "2", "--memory", "1KiB", status=1).out
     assert "no layout fits" in text
-    assert "nearest: " in text
+    assert "the closest is " in text
     assert "most of it " in text
 
 

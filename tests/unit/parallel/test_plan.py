@@ -403,7 +403,7 @@ def test_a_loss_in_chunks_needs_a_head_that_is_computed_once():
         make_plan(Net(), Config(compute={"chunked_loss": True}), ALONE)
 
 
-# What is computed again
+# What is recomputed
 
 
 def recomputed(model, wrap=None, **memory):
@@ -460,4 +460,4 @@ def test_the_switch_of_transformers_is_the_same():
 
 def test_what_is_computed_again_is_printed():
     plan = make_plan(Net(), Config(memory={"gc": True, "gc_cnt": 1}), ALONE)
-    assert str(plan).endswith("computed again in backward: blocks.0")
+    assert str(plan).endswith("recomputed in backward: blocks.0")

@@ -1,7 +1,7 @@
 """`torch.compile` of units, each by itself, so that units that are alike share a graph.
 
 What is compiled is a unit's `forward`, and not its call: the hooks that gather its weights run around it, and recompute
-runs it again. A unit that holds other units, or modules that are computed again, is left as it is, as is the model
+runs it again. A unit that holds other units, or modules that are recomputed, is left as it is, as is the model
 around its units, but for the loss that transformers has as a function.
 """
 
@@ -89,7 +89,7 @@ def prepare(config: Config) -> None:
 
 
 def regions(plan: ShardingPlan) -> tuple[str, ...]:
-    """Return the modules to compile: units, and modules that are computed again, that hold no other of them."""
+    """Return the modules to compile: units, and modules that are recomputed, that hold no other of them."""
     names = list(dict.fromkeys([*(unit.name for unit in plan.units), *plan.recomputed]))
 
     def holds_another(name: str) -> bool:
@@ -121,7 +121,7 @@ class CompiledUnits:
         self._own: dict[str, Callable[..., Any]] = {}
         """The forwards of what is compiled, by the module's name."""
         self._not_one_graph: set[Callable[..., Any]] = set()
-        """Forwards of classes that break the graph where they are to be computed again inside of it."""
+        """Forwards of classes that break the graph where they are to be recomputed inside of it."""
         names = regions(plan)
         for name in names:
             module = model.get_submodule(name)
@@ -144,9 +144,9 @@ class CompiledUnits:
         return run
 
     def recompute_inside(self, name: str) -> None:
-        """Let a module that is computed again in backward be so inside of its graph, which takes the host less time.
+        """Let a module that is recomputed in backward be so inside of its graph, which takes the host less time.
 
-        Where it cannot be one graph, it stays as it is: compiled, and computed again by PyTorch's checkpoint around it.
+        Where it cannot be one graph, it stays as it is: compiled, and recomputed by PyTorch's checkpoint around it.
         """
         module, own = self._model.get_submodule(name), self._own.get(name)
         if not isinstance(own, MethodType):  # it is no region, or a script's function
@@ -166,7 +166,7 @@ class CompiledUnits:
                     if not torch_compile.is_refusal(error):
                         raise
                     self._not_one_graph.add(function)  # nothing has run yet
-                    _log.debug("%s and its like are computed again around their graphs: %s", name, error)
+                    _log.debug("%s and its like are recomputed around their graphs: %s", name, error)
             return around(*args, **kwargs)
 
         module.forward = run
@@ -226,7 +226,7 @@ def _refusing_writes(module: nn.Module, compiled: Callable[..., Any]) -> Callabl
 
 @functools.cache
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a class that is computed again in backward."""
+    """Return the forward of a class that is recomputed in backward."""
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Keywords in the closure: checkpoint() would take some for options of its own.

@@ -250,7 +250,7 @@ class Groups:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a forward of the model, unless it is computed again in backward."""
+        """Begin a forward of the model, unless it is recomputed in backward."""
         self._prepare()
         if _is_in_backward():  # the model is recomputed
             return

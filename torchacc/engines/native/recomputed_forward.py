@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUnits | None) -> None:
-    """Let the modules that a plan names be computed again in backward, by its policy.
+    """Let the modules that a plan names be recomputed in backward, by its policy.
 
     Args:
         model: The model, which is changed in place.
@@ -33,7 +33,7 @@ def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUn
 
 
 def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a module's forward, and have it computed again in backward, where its norms count no batch a second time."""
+    """Run a module's forward, and have it recomputed in backward, where its norms count no batch a second time."""
     has_run = False
 
     def run(*args: Any) -> Any:
@@ -48,7 +48,7 @@ def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwarg
 def checkpointed_but_products(
     module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run a module's forward, and have all of it but its matrix products computed again in backward.
+    """Run a module's forward, and have all of it but its matrix products recomputed in backward.
 
     Raises:
         EngineError: In backward: the module writes over what is kept, or computes other products the second time.

@@ -127,7 +127,7 @@ def _of_all_tokens(own: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(forward, SplitForward):
             raise EngineError(
                 "a part of a model whose samples are split over devices (config.dist.sp.size) was called by itself, or "
-                "is computed again with the masks that it makes: call the whole model; with memory.gc name the "
+                "is recomputed with the masks that it makes: call the whole model; with memory.gc name the "
                 "classes of the layers in config.memory.gc_cls. Another model that has its config needs "
                 "set_attn_implementation('sdpa')"
             )

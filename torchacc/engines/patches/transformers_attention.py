@@ -190,10 +190,10 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 @cache
 def _trace_scores_outside_of_recompute() -> None:
-    """Let PyTorch differentiate a change of scores, such as a soft cap, also while a module is to be computed again.
+    """Let PyTorch differentiate a change of scores, such as a soft cap, also while a module is to be recomputed.
 
     It runs forward and backward of the change to see what they are. In such a module its saved tensors would be dropped
-    as the module's own are, and the module be computed again to have them back, in the midst of its first run.
+    as the module's own are, and the module be recomputed to have them back, in the midst of its first run.
     """
     operation = importlib.import_module("torch._higher_order_ops.flex_attention")
     own = operation.create_fw_bw_graph

@@ -32,7 +32,7 @@ _shapes: set[tuple[Any, ...]] = set()
 
 
 class Answers:
-    """Answers given while a part of a model ran, to be repeated when it is computed again in backward.
+    """Answers given while a part of a model ran, to be repeated when it is recomputed in backward.
 
     There the position ids may be another tensor, behind a barrier, and a mask in place of none would be another
     computation than the one that is repeated.

@@ -217,7 +217,7 @@ def _save_notes(gatherer: Gatherer, full: Sequence[torch.Tensor]) -> torch.autog
 
 
 EDITED_PER_PROCESS = "each process would edit a copy of its own, by the samples that it has itself"
-EDITED_TWICE = "that forward is computed again in backward, where the edit would be made once more"
+EDITED_TWICE = "that forward is recomputed in backward, where the edit would be made once more"
 
 
 def lost_edit(name: str | None, reason: str) -> EngineError:

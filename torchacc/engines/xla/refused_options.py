@@ -58,7 +58,7 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
         'config.backend = "native"'
     ),
     "memory.gc_policy": RefusedOption(
-        "is not available under XLA, where a module is computed again from what goes into it, and no single result is "
+        "is not available under XLA, where a module is recomputed from what goes into it, and no single result is "
         "kept: leave it at 'full', and choose fewer modules by config.memory.gc_every or gc_cls, or use "
         'config.backend = "native"',
         lambda policy: policy != "full",

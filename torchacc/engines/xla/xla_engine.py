@@ -262,7 +262,7 @@ class XlaModel(ShardedModel):
         self._units.append(install_unit(module, gatherer))
 
     def _install_recompute(self) -> None:
-        """Let the plan's modules be computed again in backward, once their units are installed."""
+        """Let the plan's modules be recomputed in backward, once their units are installed."""
         if self.plan.recomputed:
             recompute.install(self.model, self.plan.recomputed, self._recompute)
 
@@ -334,7 +334,7 @@ class XlaModel(ShardedModel):
         return tensor
 
     def patched(self) -> AbstractContextManager[None]:
-        """Return a context of the patches that a forward needs, and whatever of it is computed again in backward."""
+        """Return a context of the patches that a forward needs, and whatever of it is recomputed in backward."""
         return model_patches.patches(self._replace_attention)
 
     def _replace_attention(self, original: model_patches.Attention) -> model_patches.Attention:

@@ -27,7 +27,7 @@ def test_a_sharded_model_is_the_unsharded_one_by_the_interpreted_kernel():
     done = forkrun.run(Path(__file__).with_name("splash_attention_program.py"), imports=["torch_xla"], timeout=500)
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout.splitlines()[-1])
-    again = ["forward", "backward"]  # each layer is computed again
+    again = ["forward", "backward"]  # each layer is recomputed
     in_turn, in_a_loop = (["forward"] * 2 + again * 2) * 2, (["forward"] + again) * 2
     calls = {name: found["calls"] for name, found in cases.items()}
     assert calls == {"plain": in_turn, "packed": in_turn, "packed, in a loop": in_a_loop}
