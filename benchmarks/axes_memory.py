@@ -130,7 +130,7 @@ def count_held(model: Any, optimizer: Any) -> dict[str, int]:
 
 def _local_bytes(tensor: Any) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.nbytes) if local.dim() else 0  # a parameter's number of steps is no part of it
+    return int(local.nbytes) if local.dim() else 0  # a parameter's number of steps is not a part of it
 
 
 def most_of(case: Case, results: Results) -> dict[str, int]:

@@ -194,7 +194,7 @@ def saving_what_cannot_be_saved_leaves_nothing() -> None:
         if RANK == 0:
             (folder / "mine").mkdir()
             (folder / "mine" / "file").write_text("mine")
-        with pytest.raises(torchacc.CheckpointError, match="holds files that are no torchacc checkpoint"):
+        with pytest.raises(torchacc.CheckpointError, match="holds files that are not a torchacc checkpoint"):
             torchacc.checkpoint.save(folder / "mine", model=model)
         torchacc.dist.rendezvous("looked")
         assert sorted(path.name for path in folder.rglob("*")) == ["file", "mine"]

@@ -276,7 +276,7 @@ def penalty_in_the_script_has_its_gradient(penalty: Callable[[nn.Module], Any]) 
 
 
 class Lamb(torch.optim.Optimizer):
-    """Norms of whole weights, means of rows, and a state that is no distributed tensor."""
+    """Norms of whole weights, means of rows, and a state that is not a distributed tensor."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})

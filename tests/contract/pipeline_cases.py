@@ -449,7 +449,7 @@ def adapters_that_stages_cannot_train_are_refused() -> None:
     head = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"])
     copied = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
     for kind, expected in (
-        (head, "'base_model.model.lm_head' has an adapter of peft, and is no part of a layer"),
+        (head, "'base_model.model.lm_head' has an adapter of peft, and is not a part of a layer"),
         (peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]), "these are IA3"),
         (copied, r"of modules_to_save = \['lm_head'\] peft holds two copies"),
     ):

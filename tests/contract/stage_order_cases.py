@@ -361,7 +361,7 @@ def what_stages_cannot_do_is_refused() -> None:
         ({"fsdp": {"cpu_offload": True}}, "cpu_offload"),
         ({"schedule": "zero_bubble", "compute": {"compile": True}}, "compute.compile = True is not available"),
         ({"memory": {"offload_activations": True}}, "offload_activations"),
-        ({"memory": {"gc": True, "gc_cls": ["GPT2Model"]}}, "which is no layer"),
+        ({"memory": {"gc": True, "gc_cls": ["GPT2Model"]}}, "which is not a layer"),
     ):
         with pytest.raises(torchacc.ConfigError, match=expected):
             torchacc.accelerate(make("gpt2"), None, config(2, **options))

@@ -117,7 +117,7 @@ def step(snippet: str) -> dict:
 
 
 class Nested(torch.nn.Module):
-    """Takes what a batch may be: a tensor, and a mapping with what is no tensor beside one that is."""
+    """Takes what a batch may be: a tensor, and a mapping with what is not a tensor beside one that is."""
 
     def __init__(self) -> None:
         super().__init__()

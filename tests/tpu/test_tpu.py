@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * accelerators.SECONDS),
     pytest.mark.skipif(bool(tpus.why_not()), reason=tpus.why_not()),
-    pytest.mark.skipif(CHIPS > 0 and NUM_SAMPLES % CHIPS > 0, reason=f"8 samples are no multiple of {CHIPS} chips"),
+    pytest.mark.skipif(CHIPS > 0 and NUM_SAMPLES % CHIPS > 0, reason=f"8 samples are not a multiple of {CHIPS} chips"),
 ]
 several = pytest.mark.skipif(CHIPS < 2, reason=f"this machine has {CHIPS} TPU chips, and this needs 2")
 

@@ -166,5 +166,7 @@ def test_a_managers_folder_is_no_checkpoint_and_says_which_it_holds(tmp_path):
     model = accelerate(make_model())
     for step in (3, 12):
         torchacc.checkpoint.save(tmp_path / f"step-{step:08d}", model=model)
-    with pytest.raises(torchacc.CheckpointError, match=r"is no checkpoint, and holds 2, .*step-00000012.*restore\(\)"):
+    with pytest.raises(
+        torchacc.CheckpointError, match=r"is not a checkpoint, and holds 2, .*step-00000012.*restore\(\)"
+    ):
         torchacc.checkpoint.load(tmp_path, model=model)

@@ -145,7 +145,7 @@ class Topology:
             each = min(self.num_devices, *self.chip.host)
             machines = f"1x{self.num_devices // each}x{each}"
             return {"topology": machines, "target_config": described.read_text(encoding="utf-8")}
-        # A single chip is no host of its own in JAX's tables.
+        # A single chip is not a host of its own in JAX's tables.
         return {**self.chip.options, **({"chips_per_host_bounds": [1, 1, 1]} if self.num_devices == 1 else {})}
 
 

@@ -378,7 +378,7 @@ class CheckpointManager:
             _log.warning("an old checkpoint could not be removed: %s", error)
 
     def _candidates(self) -> tuple[list[int], list[str]]:
-        """Return the steps to restore, the newest first, and what is wrong with folders that are no checkpoints."""
+        """Return the steps to restore, the newest first, and what is wrong with folders that are not checkpoints."""
         reasons = []
         for path in sorted(self.folder.iterdir(), reverse=True):
             if _STEP.fullmatch(path.name) and not (path / MANIFEST).is_file():

@@ -62,7 +62,7 @@ def small_states(
         sharded: The model.
         random_states: What `random_state()` gave on each process.
         optimizer: The optimizer, if one is saved.
-        optimizer_values: What its state has that are no tensors, as `SavePlan` has it.
+        optimizer_values: What its state has that are not tensors, as `SavePlan` has it.
         scheduler: The scheduler, if one is saved.
         loader: The loader, if one is saved.
         extra: What the user adds.
@@ -174,7 +174,7 @@ def check_random_states(sharded: ShardedModel, path: Path, saved: Any) -> None:
     """
     try:
         if type(saved) is not list:
-            raise TypeError("it is no list")
+            raise TypeError("it is not a list")
         for state in saved:
             random.Random().setstate(state["python"])
             np.random.RandomState().set_state(state["numpy"])

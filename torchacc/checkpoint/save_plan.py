@@ -67,7 +67,7 @@ class SavePlan:
     unsharded: list[TensorWrite]
     """Tensors that every process has: rank 0 writes them."""
     values: dict[str, dict[str, Any]]
-    """What the optimizer's state has that are no tensors, by the parameter's name and the state's."""
+    """What the optimizer's state has that are not tensors, by the parameter's name and the state's."""
 
     @property
     def nbytes(self) -> int:

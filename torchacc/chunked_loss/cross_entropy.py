@@ -181,7 +181,8 @@ def _refuse_others(loss: torch.Tensor, asked: Sequence[torch.Tensor]) -> None:
         if variable is not None and id(variable) not in known:
             raise ConfigError(
                 f"compute.chunked_loss: the head computes logits with a tensor of shape {tuple(variable.shape)} that "
-                "is trained and is no parameter of the head or of its modules: set config.compute.chunked_loss = False"
+                "is trained and is not a parameter of the head or of its modules: set config.compute.chunked_loss = "
+                "False"
             )
         nodes += [following for following, _ in node.next_functions]
 

@@ -35,8 +35,8 @@ def find_head(model: nn.Module) -> str:
     if _vocabulary(model.get_submodule(name)) is None:
         raise ConfigError(
             f"compute.chunked_loss: {name!r}, which computes the logits of {type(model).__name__}, is a "
-            f"{type(head).__name__}, which is no linear layer that says by its `out_features` or its `weight` how many "
-            "there are: set config.compute.chunked_loss = False"
+            f"{type(head).__name__}, which is not a linear layer that says by its `out_features` or its `weight` how "
+            "many there are: set config.compute.chunked_loss = False"
         )
     return name
 
@@ -247,7 +247,7 @@ class ModelLoss:
 
 
 def _vocabulary(head: nn.Module) -> int | None:
-    """Return how many logits a head computes for a token; None where it is no linear layer, or an adapter of one."""
+    """Return how many logits a head computes for a token; None where it is not a linear layer, or an adapter of one."""
     if isinstance(head, nn.Embedding):
         return None
     found = getattr(head, "out_features", getattr(head, "nf", None))

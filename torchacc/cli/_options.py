@@ -20,7 +20,7 @@ def size(text: str) -> int:
         if found and found[2].upper() in ("K", "M", "G", "T"):
             number = f"{found[1]}{found[2].upper()}"
             instead = f"write {number}iB (in powers of 1024) or {number}B (of 1000)"
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no size: {instead}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size: {instead}")
     return int(nbytes)
 
 
@@ -34,14 +34,14 @@ def positive(text: str) -> int:
 def named(text: str) -> str:
     """Return a name, which is not empty: nothing is another thing than what is there without the option."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no name: leave the option out, or write one")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a name: leave the option out, or write one")
     return text
 
 
 def path(text: str) -> Path:
     """Return a path, which is not empty: that would be this folder."""
     if not text:
-        raise argparse.ArgumentTypeError("'' is no path: leave the option out, or write one")
+        raise argparse.ArgumentTypeError("'' is not a path: leave the option out, or write one")
     return Path(text)
 
 

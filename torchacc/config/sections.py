@@ -106,7 +106,7 @@ class Section(BaseModel):
             raise ConfigError(self._explain(error, {name: value})) from None
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up that is no option: pydantic's own, or none."""
+        """Look a name up that is not an option: pydantic's own, or none."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:

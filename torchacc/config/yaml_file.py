@@ -219,7 +219,7 @@ class _Values:
 
     def _scalar(self, node: yaml.ScalarNode, path: str) -> Any:
         kind, text = node.tag.removeprefix(_TAG), node.value
-        problem = f"{shown(text)}, with the tag {_short(node.tag)}, is no option's value"
+        problem = f"{shown(text)}, with the tag {_short(node.tag)}, is not an option's value"
         if kind == "str":
             if len(text) <= _MAX_LENGTH and not _NO_TEXT.search(text):
                 return text
@@ -230,14 +230,14 @@ class _Values:
         elif kind == "null" and text in _NULLS:
             return None
         elif kind in _NUMBERS and len(text) > _MAX_DIGITS:
-            problem = f"a number of {len(text):,} digits is no option's value"
+            problem = f"a number of {len(text):,} digits is not an option's value"
         elif kind in _NUMBERS and _OTHER_BASE.match(text):
             problem = f"{text} is a number in base 8 or 60 to YAML; write it in base 10, or put it in quotes"
         elif kind in _CONSTRUCTORS:
             try:
                 return _CONSTRUCTORS[kind](self.loader, node)
             except (ValueError, LookupError):
-                problem = f"{shown(text)} is no {kind}"
+                problem = f"{shown(text)} is not a valid {kind}"
         elif kind in _OTHERS:
             problem = f"{shown(text)} is {_OTHERS[kind]} to YAML; put it in quotes"
         raise _RefusedError(f"{_at(path)}{problem}", node.start_mark)

@@ -91,7 +91,7 @@ class ShardSampler:
         samples = state["batches"] * size
         if samples % self._batch_size:
             raise DataError(
-                f"the interrupted epoch had {samples} samples, in batches of {size}, which is no multiple of this "
+                f"the interrupted epoch had {samples} samples, in batches of {size}, which is not a multiple of this "
                 f"loader's batch_size={self._batch_size}: use one of which it is, such as {size}"
             )
         own = {**traits, "batch_size": self._batch_size, "number of batches": self.num_batches}

@@ -139,9 +139,9 @@ def check_model(config: Config, model: nn.Module) -> None:
     models = transformers_attention.models_of(model)
     if not models and name not in (SDPA, *_BACKENDS):
         raise ConfigError(
-            f"compute.attention = {name!r}: {type(model).__name__} is no model of transformers, whose attention could "
-            "be exchanged; it computes what it is written to. Leave attention at 'auto', or choose a backend for its "
-            f"calls of scaled_dot_product_attention(): {', '.join(map(repr, _BACKENDS))}"
+            f"compute.attention = {name!r}: {type(model).__name__} is not a model of transformers, whose attention "
+            "could be exchanged; it computes what it is written to. Leave attention at 'auto', or choose a backend for "
+            f"its calls of scaled_dot_product_attention(): {', '.join(map(repr, _BACKENDS))}"
         )
     for each in models:
         why = transformers_attention.why_it_cannot(each, _in_transformers(name))

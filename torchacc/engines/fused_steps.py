@@ -20,7 +20,7 @@ def can_fuse(kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
 
 
 def faster_choice(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    """Return the option with which a script's optimizer would step faster; None where its own choice is no loop.
+    """Return the option with which a script's optimizer would step faster; None where its own choice is not a loop.
 
     Args:
         optimizer: The optimizer.
@@ -39,7 +39,7 @@ def faster_choice(optimizer: torch.optim.Optimizer, device: torch.device) -> str
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Let an optimizer of a script that chose no implementation step in PyTorch's fused kernel.
 
-    Only on a CPU: elsewhere the default is no loop, and the numbers of steps would have to move to the device.
+    Only on a CPU: elsewhere the default is not a loop, and the numbers of steps would have to move to the device.
 
     Args:
         optimizer: The optimizer.

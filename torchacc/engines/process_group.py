@@ -233,7 +233,7 @@ class ProcessGroup:
     def meet(self, what: str, apart: str | None = None, instead: str | None = None) -> None:
         """Raise on every process unless all of them read the same now. Collective: every process.
 
-        For what is no reading, `apart` says what is wrong where they differ, and `instead` what to do.
+        For what is not a reading, `apart` says what is wrong where they differ, and `instead` what to do.
 
         Raises:
             EngineError: They do different things, or some do not come within five minutes.

@@ -132,7 +132,7 @@ def waiting(options: LaunchOptions, secs: float) -> None:
     say(
         f"node {rank} waits until the launchers of all {options.num_nodes} nodes are at {place}, each with a node rank "
         f"of its own; for {secs:.0f} s by now"
-        + (f". {options.master_addr} is no address of this machine, where node 0 has to be" if elsewhere else "")
+        + (f". {options.master_addr} is not an address of this machine, where node 0 has to be" if elsewhere else "")
     )
 
 

@@ -114,7 +114,9 @@ def _check_nodes(options: LaunchOptions) -> None:
         try:
             socket.getaddrinfo(options.master_addr, port)
         except OSError as error:
-            raise ConfigError(f"master_addr = {options.master_addr!r} is no host that is known here: {error}") from None
+            raise ConfigError(
+                f"master_addr = {options.master_addr!r} is not a host that is known here: {error}"
+            ) from None
     if port is not None and options.node_rank == 0:
         _check_port(port)
 
@@ -149,7 +151,9 @@ def _check_command(command: Sequence[str]) -> None:
         return
     script = Path(command[0])
     if command[0].startswith("-"):
-        raise ConfigError(f"{command[0]!r} is no option: options stand before the script, its own arguments after it")
+        raise ConfigError(
+            f"{command[0]!r} is not an option: options stand before the script, its own arguments after it"
+        )
     if not script.is_file():
         raise ConfigError(f"{script} is {'a folder' if script.is_dir() else 'not there'}: write the script to run")
     try:

@@ -1,6 +1,6 @@
 """An estimate of a step's time on a layout: what is computed, what is sent while nothing is, and idle stages.
 
-Times are of the device that takes longest. They rank layouts; they are no promise.
+Times are of the device that takes longest. They rank layouts; they are not a promise.
 """
 
 from collections.abc import Iterator, Sequence

@@ -136,7 +136,7 @@ class _Chosen:
 
     def _why_it_cannot(self, name: str, layer: nn.Module) -> str | None:
         if type(layer) is not nn.Linear:
-            return f"as a {type(layer).__name__} is no nn.Linear"
+            return f"as a {type(layer).__name__} is not an nn.Linear"
         weight = layer._parameters.get("weight")
         if weight is None or "forward" in vars(layer):
             return "as its weight is computed, or its forward replaced"
@@ -144,7 +144,7 @@ class _Chosen:
             others = [other for other in self._holders[weight] if other != f"{name}.weight".lstrip(".")]
             return f"as its weight is tied to {others[0]}"
         if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-            return f"as its inputs or outputs are no multiple of {MULTIPLE}"
+            return f"as its inputs or outputs are not a multiple of {MULTIPLE}"
         if name == self._chunked:
             return "as compute.chunked_loss computes with its weight"
         return None

@@ -27,7 +27,7 @@ def select_scanned(model: nn.Module, units: Sequence[str], *, recomputed: Sequen
     """
     if recomputed:
         raise ConfigError(
-            "config.compute.scan_layers = True computes each layer again in backward by itself: leave memory.gc and "
+            "config.compute.scan_layers = True recomputes each layer in backward by itself: leave memory.gc and "
             "model.gradient_checkpointing_enable() out"
         )
     found = [

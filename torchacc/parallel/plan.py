@@ -270,7 +270,7 @@ def _refuse_recomputed_head(recomputed: Sequence[str], head: str) -> None:
     for name in recomputed:
         if f"{head}.".startswith(f"{name}."):
             raise ConfigError(
-                f"memory.gc computes {name!r} again in backward, and with compute.chunked_loss the logits of {head!r} "
+                f"memory.gc recomputes {name!r} in backward, and with compute.chunked_loss the logits of {head!r} "
                 "are gone by then: name the classes of other modules in config.memory.gc_cls, as those of the layers"
             )
 

@@ -287,9 +287,9 @@ def _by_rules(
 def _obstacle(rule: Rule, spec: ParameterSpec, shape: tuple[int, ...], size: int, described: Any) -> str | None:
     count = getattr(described, rule.count, None) if rule.count else None
     if count is not None and count % size:
-        return f"{rule.count} = {count} is no multiple of {size}"
+        return f"{rule.count} = {count} is not a multiple of {size}"
     length = shape[spec.index(_TP)]
-    return f"{length} is no multiple of {size}" if length % size else None
+    return f"{length} is not a multiple of {size}" if length % size else None
 
 
 def _by_own_plan(plan: Mapping[str, Sequence[str | None]], mesh: Mesh, shapes: Shapes) -> dict[str, ParameterSpec]:
@@ -319,7 +319,7 @@ def _checked_spec(pattern: str, spec: ParameterSpec, name: str, shape: tuple[int
     for entry, length in zip(spec, shape, strict=True):
         for axis in (axis for axis in named(entry) if length % mesh.axis_size(axis)):
             raise ConfigError(
-                f"{given} splits {name!r} of shape {shape}, and {length} is no multiple of {axis}'s "
+                f"{given} splits {name!r} of shape {shape}, and {length} is not a multiple of {axis}'s "
                 f"{mesh.axis_size(axis)} devices: write None there, or another size"
             )
     return spec

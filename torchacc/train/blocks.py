@@ -31,7 +31,7 @@ def make_block(
         block_size: Tokens in an example.
         pad_id: The token to pad with.
         isolate: Whether documents are to be apart: each has positions from 0 on, by which a model's attention mask
-            keeps to one document, and its first token is no target of the document before.
+            keeps to one document, and its first token is not a target of the document before.
 
     Returns:
         `input_ids`, `labels` and, where documents are apart, `position_ids`, each (block_size,) and int64. A model

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FILE_KINDS = ("text", "json", "parquet")
 """Values of `data.dataset` that mean files of one's own."""
 NO_DATASETS = ("stdlib", *FILE_KINDS)
-"""Values of `data.dataset` that are no dataset's name."""
+"""Values of `data.dataset` that are not a dataset's name."""
 _STDLIB_COLUMN = "text"
 
 

@@ -60,5 +60,5 @@ def local_folder(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=_LOADED_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"{shown(source)} is no folder, and cannot be had from the Hugging Face hub: {error}"
+            f"{shown(source)} is not a folder, and cannot be had from the Hugging Face hub: {error}"
         ) from None

@@ -77,7 +77,7 @@ def log_files(folder: Path, options: LoggingConfig, *, rank: int) -> Iterator[No
         rank: This process's rank.
 
     Raises:
-        ConfigError: A file cannot be written, or is no log.
+        ConfigError: A file cannot be written, or is not a log.
     """
     if rank == 0:
         check_log_file(folder, options)

@@ -207,7 +207,9 @@ def test_a_head_that_trains_what_is_not_its_own_is_refused():
     model = Language()
     model.head = Borrowing(4, VOCABULARY)
     model.head.lent = [model.embedding]
-    with pytest.raises(ConfigError, match=r"with a tensor of shape \(11, 4\) that is trained and is no parameter of"):
+    with pytest.raises(
+        ConfigError, match=r"with a tensor of shape \(11, 4\) that is trained and is not a parameter of"
+    ):
         chunked(model)(TOKENS, labels=TOKENS)
 
 
@@ -328,7 +330,7 @@ def test_a_model_without_a_head():
         find_head(nn.Linear(2, 2))
     model = Language()
     model.head = nn.Sequential(nn.Linear(4, VOCABULARY))
-    with pytest.raises(ConfigError, match="the logits of Language, is a Sequential, which is no linear layer"):
+    with pytest.raises(ConfigError, match="the logits of Language, is a Sequential, which is not a linear layer"):
         find_head(model)
 
 

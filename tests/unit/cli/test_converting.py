@@ -108,7 +108,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(folder, capsys):
     ("args", "match"),
     [
         (["--max-shard-size", "5GB"], "--max-shard-size is for --format safetensors"),
-        (["--max-shard-size", "5 apples"], "'5 apples' is no size"),
+        (["--max-shard-size", "5 apples"], "'5 apples' is not a size"),
         (["--workers", "0"], "'0' is not a number from 1 on"),
     ],
 )

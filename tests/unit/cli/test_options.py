@@ -13,12 +13,12 @@ def test_sizes_and_numbers():
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1GB", "1XB", "9" * 400 + "GB", "9" * 19 + "GB", "\0", "²"])
 def test_what_is_no_size(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         size(text)
 
 
 def test_a_letter_alone_is_no_unit_and_both_that_it_may_mean_are_named():
-    with pytest.raises(argparse.ArgumentTypeError, match="'80g' is no size: write 80GiB .* or 80GB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'80g' is not a size: write 80GiB .* or 80GB"):
         size("80g")
 
 

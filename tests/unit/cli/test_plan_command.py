@@ -351,7 +351,7 @@ def test_on_a_cpu_bfloat16_takes_what_float32_does(model, capsys):
 def test_a_size_has_a_unit(model, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", model, "--memory", "16"])
-    assert "'16' is no size: write a number and a unit, such as 16GiB" in capsys.readouterr().err
+    assert "'16' is not a size: write a number and a unit, such as 16GiB" in capsys.readouterr().err
 
 
 def write(folder, name, text):

@@ -81,4 +81,4 @@ def test_a_node_0_elsewhere_is_noticed(address, is_here, capsys):
     said = capsys.readouterr().err
     assert f"node 0 waits until the launchers of all 2 nodes are at {address}:29500" in said
     assert "for 5 s by now" in said
-    assert (f"{address} is no address of this machine, where node 0 has to be" in said) != is_here
+    assert (f"{address} is not an address of this machine, where node 0 has to be" in said) != is_here

@@ -111,16 +111,18 @@ def test_what_cannot_is_named_with_the_reason():
     chosen = select(model, min_features=16)
     assert chosen.names == ("layers.1.up", "layers.1.down")
     assert chosen.others == {
-        "layers.0.up": "as its inputs or outputs are no multiple of 16",
+        "layers.0.up": "as its inputs or outputs are not a multiple of 16",
         "layers.0.down": "as its weight is computed, or its forward replaced",
         "output": "as its weight is tied to embed.weight",
-        "attention.out_proj": "as a NonDynamicallyQuantizableLinear is no nn.Linear",
+        "attention.out_proj": "as a NonDynamicallyQuantizableLinear is not an nn.Linear",
     }
 
 
 def test_layers_of_gpt2_are_none_of_torchaos():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96))
-    with pytest.raises(ConfigError, match=r"no linear layer of GPT2LMHeadModel would.*as a Conv1D is no nn\.Linear"):
+    with pytest.raises(
+        ConfigError, match=r"no linear layer of GPT2LMHeadModel would.*as a Conv1D is not an nn\.Linear"
+    ):
         select(model, min_features=16)
 
 

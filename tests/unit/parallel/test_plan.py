@@ -397,7 +397,7 @@ def test_the_head_is_no_unit_where_the_loss_is_computed_in_chunks(caplog):
 
 
 def test_a_loss_in_chunks_needs_a_head_that_is_computed_once():
-    with pytest.raises(ConfigError, match="memory.gc computes 'head' again"):
+    with pytest.raises(ConfigError, match="memory.gc recomputes 'head' in backward"):
         chunked(memory={"gc": True, "gc_cls": ["Linear"]})
     with pytest.raises(ConfigError, match="Net has no module that computes logits"):
         make_plan(Net(), Config(compute={"chunked_loss": True}), ALONE)

@@ -171,7 +171,7 @@ def test_without_tensor_parallelism_nothing_is_asked_of_the_model():
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     split = plan(make("gpt2", vocab_size=97)).tensor_parallel
-    assert split.unsplit == {"transformer.wte.weight": "97 is no multiple of 2"}
+    assert split.unsplit == {"transformer.wte.weight": "97 is not a multiple of 2"}
     assert "transformer.wte.weight" not in split.specs
 
 
@@ -181,19 +181,19 @@ def test_too_few_key_value_heads_stay_whole():
         "model.layers.*.self_attn.k_proj.weight",
         "model.layers.*.self_attn.v_proj.weight",
     }
-    assert set(split.unsplit.values()) == {"num_key_value_heads = 2 is no multiple of 4"}
+    assert set(split.unsplit.values()) == {"num_key_value_heads = 2 is not a multiple of 4"}
     assert split.specs["model.layers.0.self_attn.q_proj.weight"] == BY_OUTPUT
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral"])
 def test_heads_that_do_not_divide_are_refused(name):
-    assert "num_attention_heads = 4 is no multiple of 3" in refusal(make(name), tp=3)
+    assert "num_attention_heads = 4 is not a multiple of 3" in refusal(make(name), tp=3)
 
 
 def test_a_layer_that_does_not_divide_is_refused():
     message = refusal(make("llama", intermediate_size=49))
     assert "config.dist.tp.size = 2 cannot split 'model.layers.0.mlp.gate_proj.weight' of shape (49, 32)" in message
-    assert "49 is no multiple of 2" in message
+    assert "49 is not a multiple of 2" in message
 
 
 # A plan of the user's own
@@ -224,7 +224,7 @@ def test_a_spec_has_one_entry_for_each_dimension():
 @pytest.mark.parametrize(("spec", "axis", "length"), [(["tp", None], "tp", 12), ([None, "fsdp"], "fsdp", 8)])
 def test_a_dimension_that_does_not_divide_is_refused(spec, axis, length):
     message = refusal(Mlp(), tp=5, fsdp=3, plan={r"up\.weight": spec})
-    assert f"{length} is no multiple of {axis}'s" in message
+    assert f"{length} is not a multiple of {axis}'s" in message
 
 
 def test_an_own_plan_is_checked_with_one_device_too():
@@ -283,6 +283,6 @@ def test_a_plan_in_words():
         "    model.layers.*.mlp.gate_proj.weight (2)  (tp, -)",
         "    model.layers.*.mlp.up_proj.weight (2)  (tp, -)",
         "    model.layers.*.mlp.down_proj.weight (2)  (-, tp)",
-        "    model.embed_tokens.weight  not split: 97 is no multiple of 2",
-        "    lm_head.weight  not split: 97 is no multiple of 2",
+        "    model.embed_tokens.weight  not split: 97 is not a multiple of 2",
+        "    lm_head.weight  not split: 97 is not a multiple of 2",
     ]

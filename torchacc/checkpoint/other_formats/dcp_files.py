@@ -87,7 +87,7 @@ class DcpFolder:
         return full
 
     def value(self, key: str) -> Any:
-        """Return an entry that is no tensor: numbers, strings, and containers of them."""
+        """Return an entry that is not a tensor: numbers, strings, and containers of them."""
         return self._load(key)
 
     def _in_order(self, keys: Iterable[str]) -> list[str]:
@@ -199,7 +199,7 @@ class _MetadataUnpickler(Unpickler):
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
             raise CheckpointError(
-                f"{self._path} holds a {module}.{name}, which is no metadata of torch.distributed.checkpoint: reading "
+                f"{self._path} holds a {module}.{name}, which is not metadata of torch.distributed.checkpoint: reading "
                 "it could run code"
             )
         return found

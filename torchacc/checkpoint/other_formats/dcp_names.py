@@ -24,7 +24,7 @@ class OptimizerContents:
     tensors: dict[str, str]
     """`<parameter name>/<state name>` -> key."""
     values: dict[str, dict[str, Any]]
-    """Parameter name -> state name -> what is no tensor."""
+    """Parameter name -> state name -> what is not a tensor."""
 
 
 @dataclass

@@ -243,7 +243,7 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     try:
         return list(folder.glob(pattern))
     except (ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{pattern!r} is no pattern of files in {folder}: {error}") from None
+        raise CheckpointError(f"{pattern!r} is not a pattern of files in {folder}: {error}") from None
 
 
 def _namer(folder: Path, pattern: str, num_ranks: int) -> Callable[[int], Path]:

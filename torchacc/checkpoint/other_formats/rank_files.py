@@ -179,7 +179,9 @@ class RankFiles:
                 raise CheckpointError(f"{lacking.path} has no {key}, which {having.path} has: they are not of one save")
             for key in state:
                 if not isinstance(key, str):
-                    raise CheckpointError(f"{file.path}: its model has the key {key!r}, which is no parameter's name")
+                    raise CheckpointError(
+                        f"{file.path}: its model has the key {key!r}, which is not a parameter's name"
+                    )
                 if key.rpartition(".")[2].startswith(XLA_SHARD) and key not in self.parameters:
                     raise CheckpointError(f"{file.path}: {key} is a shard, but shard_metadata does not say of what")
 
@@ -228,7 +230,7 @@ def find_rank_files(paths: Iterable[Path], part: Part, *, where: str) -> RankFil
 
 
 def read_rank_file(path: Path) -> RankFile | None:
-    """Read a file, and return None if it is no rank file.
+    """Read a file, and return None if it is not a rank file.
 
     Raises:
         CheckpointError: It cannot be read, or it is named as a rank file and is none, or its metadata makes no sense.

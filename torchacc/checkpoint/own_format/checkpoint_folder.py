@@ -156,7 +156,7 @@ class CheckpointFolder:
                 segments.append(Segment(total, size, checksum))
                 total += size
             if path.exists() and not path.is_file():
-                raise CheckpointError(f"{path} is no file: torchacc has not written it")
+                raise CheckpointError(f"{path} is not a file: torchacc has not written it")
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing: {self._incomplete()}")
             size = path.stat().st_size
@@ -193,9 +193,9 @@ class CheckpointFolder:
         below = sorted(path.parent.name for path in self.path.glob(f"*/{MANIFEST}"))
         if below:
             return (
-                f"{self.path} is no checkpoint, and holds {len(below)}, the last of which is {below[-1]}: name one, as "
-                f"{str(self.path / below[-1])!r}; or let CheckpointManager(folder, model=model, …).restore() load the "
-                "newest that is whole"
+                f"{self.path} is not a checkpoint, and holds {len(below)}, the last of which is {below[-1]}: name one, "
+                f"as {str(self.path / below[-1])!r}; or let CheckpointManager(folder, model=model, …).restore() load "
+                "the newest that is whole"
             )
         nothing = f"{self.path} holds no model.safetensors and no model.safetensors.index.json"
         if any(self.path.glob("*.distcp")):

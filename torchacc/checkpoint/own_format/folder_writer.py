@@ -85,7 +85,7 @@ class FolderWriter:
                 raise CheckpointError(f"{self.final} is a file: name a folder to save a checkpoint in")
             if self.final.is_dir() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
                 raise CheckpointError(
-                    f"{self.final} holds files that are no torchacc checkpoint, and saving would replace them: name "
+                    f"{self.final} holds files that are not a torchacc checkpoint, and saving would replace them: name "
                     "another folder, or empty it"
                 )
             _refuse_foreign(self.final, names)

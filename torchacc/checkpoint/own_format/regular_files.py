@@ -21,7 +21,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading, and nothing else: to open a pipe would wait for whoever writes to it.
 
     Raises:
-        CheckpointError: It is no file.
+        CheckpointError: It is not a file.
         OSError: It is not there, or must not be read.
     """
     mode = path.stat().st_mode
@@ -59,7 +59,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Return all that a file holds.
 
     Raises:
-        CheckpointError: It is no file, or larger than anything that belongs there.
+        CheckpointError: It is not a file, or larger than anything that belongs there.
         OSError: It is not there, or must not be read.
     """
     with open_regular(path) as file:

@@ -55,7 +55,7 @@ def check(config: Config, device: torch.device) -> None:
     backends = torch.compiler.list_backends(exclude_tags=())
     if compute.compile_backend not in backends:
         raise ConfigError(
-            f"compute.compile_backend = {compute.compile_backend!r} is no backend of torch.compile here; "
+            f"compute.compile_backend = {compute.compile_backend!r} is not a backend of torch.compile here; "
             f"{nearest(compute.compile_backend, backends)}"
         )
     why = torch_compile.why_it_cannot(device) if compute.compile_backend == _INDUCTOR else None
@@ -149,7 +149,7 @@ class CompiledUnits:
         Where it cannot be one graph, it stays as it is: compiled, and recomputed by PyTorch's checkpoint around it.
         """
         module, own = self._model.get_submodule(name), self._own.get(name)
-        if not isinstance(own, MethodType):  # it is no region, or a script's function
+        if not isinstance(own, MethodType):  # it is not a region, or a script's function
             return
         around, function = module.forward, own.__func__
         # As a method of the class, so that modules that are alike share a graph.

@@ -19,9 +19,9 @@ class Float8Layer(Float8Linear):  # type: ignore[misc]
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, computed outside of inference mode, which has no views of torchao's tensors.
 
-        A weight that was gathered in float8 outlives an evaluation, so it is no tensor of inference mode; transposing
-        it there raises `Cannot set version_counter for inference tensor`. Asking for the mode would end a graph of
-        torch.compile; `compiled_units` runs none in inference mode.
+        A weight that was gathered in float8 outlives an evaluation, so it is not a tensor of inference mode;
+        transposing it there raises `Cannot set version_counter for inference tensor`. Asking for the mode would end a
+        graph of torch.compile; `compiled_units` runs none in inference mode.
         """
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return self._forward(given)

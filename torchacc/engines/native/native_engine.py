@@ -192,10 +192,10 @@ class NativeEngine(Engine):
         return state
 
     def check_random_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse what is no state of the CPU's generator, or of the accelerator's where there is one."""
+        """Refuse what is not a state of the CPU's generator, or of the accelerator's where there is one."""
         super().check_random_state(state)
         if not isinstance(state.get("device", state["torch"]), torch.Tensor):
-            raise TypeError("the device's is no tensor")
+            raise TypeError("the device's is not a tensor")
 
     def set_random_state(self, state: Mapping[str, Any]) -> None:
         """Put the CPU's generator where it was, and the accelerator's, where it was one then, too."""

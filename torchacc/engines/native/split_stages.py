@@ -86,7 +86,7 @@ def _why_adapters_cannot(model: Any) -> str | None:
 def _why_it_cannot(model: Any) -> str | None:
     """Return why a model cannot be split into stages; None where it can."""
     if model not in transformers_attention.models_of(model):
-        return "it is no model of transformers, of which it is known what runs before and after the layers"
+        return "it is not a model of transformers, of which it is known what runs before and after the layers"
     config, forward = model.config, inspect.unwrap(type(model).forward)
     if config.model_type not in transformers_attention.SPLIT_FAMILIES:
         known = ", ".join(transformers_attention.SPLIT_FAMILIES)
@@ -116,13 +116,13 @@ def _check_plan(asked: str, model: nn.Module, plan: ShardingPlan) -> None:
         is_adapter = type(module).__module__.startswith(_ADAPTERS) and not holding_layers.startswith(f"{name}.")
         if is_adapter and not plan.pipeline.is_layer(name):
             raise ConfigError(
-                f"{asked}, and {name!r} has an adapter of peft, and is no part of a layer: leave it out of the "
+                f"{asked}, and {name!r} has an adapter of peft, and is not a part of a layer: leave it out of the "
                 "adapters' target_modules, or use config.dist.fsdp.size"
             )
     around = next((name for name in plan.recomputed if not plan.pipeline.is_layer(name)), None)
     if around is not None:
         raise ConfigError(
-            f"{asked}, and memory.gc computes {around!r} again in backward, which is no layer: name the class of the "
+            f"{asked}, and memory.gc recomputes {around!r} in backward, which is not a layer: name the class of the "
             "layers in config.memory.gc_cls, or leave it out"
         )
     for name, parameter in model.named_parameters():
@@ -211,7 +211,7 @@ class _StandIn(nn.Module):
 
     def __init__(self, module: nn.Module, run: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.__dict__["stands_for"] = module  # which is no part of it
+        self.__dict__["stands_for"] = module  # which is not a part of it
         self.forward = run
 
     def __getattr__(self, name: str) -> Any:

@@ -225,7 +225,7 @@ def _attend(
     if is_padded and attention_mask is None and not _is_causal(own, kwargs):
         raise EngineError(
             f"config.dist.sp.size: {type(module).__name__} attends to later tokens, too (is_causal = False), and the "
-            "samples are no multiple of the devices that share them: pad them, as config.dataloader.buckets does"
+            "samples are not a multiple of the devices that share them: pad them, as config.dataloader.buckets does"
         )
     if groups.num_groups > 1:
         output = _attend_over_groups(groups, own, query, key, value, attention_mask, **kwargs)

@@ -71,7 +71,7 @@ def replace(
 
     Args:
         original: PyTorch's function.
-        otherwise: Computes the rest: masks of other than documents, dropout, lengths that are no multiple of 128.
+        otherwise: Computes the rest: masks of other than documents, dropout, lengths that are not a multiple of 128.
         by_heads: Runs the kernel on each device's samples and heads.
     """
 

@@ -58,7 +58,7 @@ def total_norm_over_shards(
     The latter is a closure, of which a script may have a name of its own: what it calls is replaced.
 
     Args:
-        total_norm: Returns the norm of gradients, given them and the norm's order; None where they are no shards.
+        total_norm: Returns the norm of gradients, given them and the norm's order; None where they are not shards.
     """
     if not knows_clipping():
         raise EngineError(

@@ -1,4 +1,4 @@
-"""Compute activations again in backward on XLA devices: from unsharded weights, and with the same random numbers.
+"""Recompute activations in backward on XLA devices: from unsharded weights, and with the same random numbers.
 
 PyTorch's non-reentrant checkpoint does the bookkeeping. What it does not know is a device `xla`, that weights are
 unsharded only while a unit's forward runs, and that XLA sees that the second computation is the first one and merges

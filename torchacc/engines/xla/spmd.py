@@ -281,8 +281,8 @@ def _refuse_with_split_samples(config: Config, model: nn.Module, attention: str)
 @functools.cache  # once for each length
 def _warn_of_length(length: int, size: int) -> None:
     _log.warning(
-        "sequences of length %d are no multiple of the %d devices that would share them, and stay unsplit: pad them, "
-        "as config.dataloader.buckets does",
+        "sequences of length %d are not a multiple of the %d devices that would share them, and stay unsplit: pad "
+        "them, as config.dataloader.buckets does",
         length,
         size,
     )

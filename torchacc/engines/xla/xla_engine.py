@@ -148,11 +148,11 @@ class XlaEngine(Engine):
         return {**super().random_state(), "xla": runtime.random_seed()}
 
     def check_random_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse what is no state of the host's generator, or no seed of XLA's where there is one."""
+        """Refuse what is not a state of the host's generator, or no seed of XLA's where there is one."""
         super().check_random_state(state)
         seed = state.get("xla")
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
-            raise ValueError("XLA's seed is no number of 64 bits")
+            raise ValueError("XLA's seed is not a number of 64 bits")
 
     def set_random_state(self, state: Mapping[str, Any]) -> None:
         """Put the host's generator where it was, and XLA's, if it was XLA then, too."""
@@ -377,7 +377,7 @@ class XlaModel(ShardedModel):
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Move a tensor that every process has alike, which is no batch of which each has rows."""
+        """Move a tensor that every process has alike, which is not a batch of which each has rows."""
         return self.engine.move_inputs([tensor])[0]
 
     def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

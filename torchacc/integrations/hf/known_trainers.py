@@ -8,7 +8,7 @@ COVERED = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 """Of trl; the others generate text, or train in ways that have not been compared with one device."""
 
 _OF_BATCHES = ("aot", "aot_unpaired", "bco_pair", "sft")
-"""Losses of trl's DPOTrainer that are no means over pairs: they sort, compare or average over a device's batch."""
+"""Losses of trl's DPOTrainer that are not means over pairs: they sort, compare or average over a device's batch."""
 
 
 def _of_trl(kind: type) -> type | None:
@@ -34,7 +34,7 @@ def refuse_uncovered(kind: type) -> None:
 
 
 def check_losses(trainer: Any, num_losses: int) -> None:
-    """Refuse losses that are no means over a step's examples.
+    """Refuse losses that are not means over a step's examples.
 
     Args:
         trainer: A trainer that is built.

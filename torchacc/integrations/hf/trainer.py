@@ -205,7 +205,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         if is_zero_of_none:
             num_of_all = num_of_all.clamp(min=1)  # where no device has a label, each has the loss zero, as one device
         weight = count * self._num_losses / num_of_all
-        if not count and not is_zero_of_none:  # the mean of none is no number, also times nothing: let it be of one
+        if not count and not is_zero_of_none:  # the mean of none is not a number, also times nothing: let it be of one
             labels = labels.clone()
             labels[(-1,) * labels.dim()] = 0
             inputs = {**inputs, "labels": self._engine.to_device(labels)}

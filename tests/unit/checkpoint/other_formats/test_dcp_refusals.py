@@ -45,7 +45,7 @@ def test_metadata_that_could_run_code_is_refused(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data = Evil()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(folder, r"\.metadata holds a posix\.system, which is no metadata")
+    refused(folder, r"\.metadata holds a posix\.system, which is not metadata")
     assert not Path("/tmp/torchacc-was-here").exists()
 
 

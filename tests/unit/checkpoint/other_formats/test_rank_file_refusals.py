@@ -224,7 +224,7 @@ class TestRefused:
             convert(tmp_path, "model", "optimizer", names={"model": "x.pth", "optimizer": "x.pth"})
 
     def test_no_pattern(self, tmp_path, paths):
-        with pytest.raises(CheckpointError, match="is no pattern of files"):
+        with pytest.raises(CheckpointError, match="is not a pattern of files"):
             consolidate_sharded_model_checkpoints(str(tmp_path), "")
 
     @pytest.mark.parametrize("limit", [0, 500, 4000])  # the last one is found while writing

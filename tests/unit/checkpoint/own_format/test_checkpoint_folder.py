@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_made_whole_is_removed(tmp_path, monkeypatch):
 def test_a_foreign_folder_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(CheckpointError, match="holds files that are no torchacc checkpoint"):
+    with pytest.raises(CheckpointError, match="holds files that are not a torchacc checkpoint"):
         FolderWriter(tmp_path / "mine", "t", 0, 1).prepare({}, ())
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):

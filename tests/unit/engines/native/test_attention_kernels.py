@@ -142,7 +142,7 @@ def test_flex_attention_is_not_among_results_that_are_kept():
 def test_a_plain_module_has_no_attention_to_exchange():
     model = nn.Sequential(nn.Linear(2, 2))
     for attention in ("eager", "flex_attention", "flash_attention_2"):
-        with pytest.raises(ConfigError, match=rf"'{attention}': Sequential is no model of transformers"):
+        with pytest.raises(ConfigError, match=rf"'{attention}': Sequential is not a model of transformers"):
             attention_kernels.check_model(resolved(attention=attention), model)
     for attention in ("auto", "sdpa", "sdpa_math"):
         attention_kernels.check_model(resolved(attention=attention), model)

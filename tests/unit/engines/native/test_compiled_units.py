@@ -79,7 +79,7 @@ def test_options_that_contradict_each_other_are_refused(sections, message):
             CPU,
             r"compiles nothing while PyTorch keeps single results",
         ),
-        ({"compute": {"compile_backend": "inducto"}}, CPU, r"'inducto' is no backend .*did you mean 'inductor'"),
+        ({"compute": {"compile_backend": "inducto"}}, CPU, r"'inducto' is not a backend .*did you mean 'inductor'"),
     ],
     ids=["offload", "products-kept", "backend"],
 )

@@ -108,7 +108,11 @@ def test_a_family_whose_plan_has_changed_is_refused():
         (make_llama_with_norms, {}, r"q_norm\.weight' of shape \(8,\) norms heads, of which a device has a part"),
         (make_sparse_gemma, {}, "activation_sparsity_pattern lets an MLP of gemma3n_text keep what is large"),
         (make_llama, {"sequence_parallel": True}, r"config\.dist\.tp\.sequence_parallel = True is not available"),
-        (lambda: make_gemma(2), {"size": 4}, "num_key_value_heads = 2 is no multiple of 4.*a size that divides it, or"),
+        (
+            lambda: make_gemma(2),
+            {"size": 4},
+            "num_key_value_heads = 2 is not a multiple of 4.*a size that divides it, or",
+        ),
     ],
 )
 def test_what_may_compute_other_numbers_is_refused(make, options, match):
