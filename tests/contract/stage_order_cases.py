@@ -75,7 +75,7 @@ def what_a_script_draws_and_writes_into_a_model_in_stages_is_what_it_writes_into
             for parameter in each.parameters():
                 nn.init.normal_(parameter, std=0.02)
                 parameter.add_(torch.randn_like(parameter))
-                parameter[1:3] = 2 * parameter[1:3] if each is unsharded or parameter.numel() else 0.0
+                parameter[1:3] = 2 * parameter[1:3] if each is unsharded or parameter.to_local().numel() else 0.0
             each.get_input_embeddings().weight[5] = 0.01
     check_parameters(model, unsharded, absolute=0.0)
 
@@ -372,7 +372,7 @@ def what_stages_cannot_do_is_refused() -> None:
     shared.model.layers[0].mlp = shared.model.layers[2].mlp
     encoder = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=VOCAB)
     for model, expected in (
-        (nn.Sequential(make()), "no model of transformers|no list of layers"),
+        (nn.Sequential(make()), "not a model of transformers|no list of layers"),
         (transformers.BertForMaskedLM(encoder), "'bert'"),
         (transformers.LlamaForSequenceClassification(make().config), "each next token"),
         (mine(make().config), "the script's own"),

@@ -52,6 +52,17 @@ def stages_hold_their_own_layers_and_start_from_the_deferred_initialisation() ->
     assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
 
 
+@case([NATIVE])
+def parameters_of_other_stages_have_the_number_of_elements_that_they_have_there() -> None:
+    model, plain_model = make("gpt2", 4), make("gpt2", 4)
+    torchacc.accelerate(model, None, config(2))
+    expected = [parameter.numel() for parameter in plain_model.parameters()]
+    for count in (torch.numel, torch.Tensor.numel, torch.Tensor.nelement):
+        assert list(map(count, model.parameters())) == expected
+    assert model.num_parameters() == plain_model.num_parameters()
+    assert model.get_memory_footprint() == plain_model.get_memory_footprint()
+
+
 @case([NATIVE], num_devices=4)
 def four_stages_hold_at_most_three_tenths_of_parameters_and_states_each() -> None:
     model = make(layers=8)

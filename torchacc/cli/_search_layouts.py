@@ -126,7 +126,8 @@ def _advice(found: Search) -> str:
             "most of it is activations: use fewer samples or tokens, --bf16, or more devices on the axis that splits "
             "them"
         )
-    return f"most of it is {largest}: use more devices, --bf16, or an optimizer with less state"
+    instead = {"optimizer": ", or an optimizer with less state", "gathered": ", or --bf16"}.get(largest, "")
+    return f"most of it is {largest}: use more devices{instead}"
 
 
 def _table(rows: Sequence[PlannedLayout]) -> list[str]:

@@ -61,6 +61,15 @@ def test_one_program_for_several_hosts_is_refused(tmp_path, monkeypatch):
         Trainer(model=torch.nn.Linear(2, 2), args=arguments(tmp_path), torchacc_config=config)
 
 
+@pytest.mark.parametrize("name", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_of_logits_that_one_stage_alone_has_is_refused(tmp_path, name):
+    smoothing, function = (0.1, None) if name == "label_smoothing_factor" else (0.0, lambda outputs, labels: outputs)
+    args = arguments(tmp_path, label_smoothing_factor=smoothing)
+    config = Config.from_dict({"backend": "native", "dist": {"pp": {"size": 2}}})
+    with pytest.raises(ConfigError, match=rf"{name} with config\.dist\.pp\.size = 2.* Leave {name} out"):
+        Trainer(model=torch.nn.Linear(2, 2), args=args, torchacc_config=config, compute_loss_func=function)
+
+
 def test_what_is_no_config_is_refused(tmp_path):
     for options, instead in (
         ({"torchacc_config": {"dist": {}}}, r"torchacc\.Config\.from_dict\(torchacc_config\)"),

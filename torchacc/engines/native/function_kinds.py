@@ -36,6 +36,8 @@ class FunctionKind(Enum):
     SET_GRADIENT = auto()
     HOOK = auto()
     GRADIENTS = auto()
+    NUMEL = auto()
+    """For the full tensor, also one that another stage has."""
 
 
 _PLAIN = {
@@ -43,7 +45,7 @@ _PLAIN = {
     "__setstate__", "_is_view", "_typed_storage", "backward", "can_cast", "cpu", "cuda", "data_ptr", "dim",
     "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
     "is_neg", "is_nonzero_", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "is_tensor",
-    "ndimension", "nelement", "numel", "pin_memory", "record_stream", "register_post_accumulate_grad_hook",
+    "ndimension", "pin_memory", "record_stream", "register_post_accumulate_grad_hook",
     "requires_grad_", "result_type", "retain_grad", "share_memory_", "size", "storage", "storage_offset", "stride",
     "untyped_storage", "_amp_foreach_non_finite_check_and_unscale_",
 }  # fmt: skip
@@ -68,7 +70,9 @@ _OTHERS = {
     "cat": FunctionKind.JOIN,
     "concat": FunctionKind.JOIN,
     "linalg_vector_norm": FunctionKind.NORM,
+    "nelement": FunctionKind.NUMEL,
     "norm": FunctionKind.NORM,
+    "numel": FunctionKind.NUMEL,
     "register_hook": FunctionKind.HOOK,
     "stack": FunctionKind.JOIN,
     "vector_norm": FunctionKind.NORM,

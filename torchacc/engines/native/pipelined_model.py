@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
 _OUTPUTS = ("loss", "logits", *CACHES)
+_OF_GENERATION = ("cache_position", "use_cache")
+"""Inputs that `generate()` passes beside a cache."""
 _BITS_OF_ONE = 0x3F800000
 """Those of 1 as a float32."""
 _WITHOUT = "or set config.dist.pp.size = 1"
@@ -187,9 +189,11 @@ class PipelinedModel(NativeModel):
         return {name: value for name, value in given.items() if name != "self"}
 
     def _refuse(self, what: str) -> EngineError:
+        is_generating = any(repr(name) in what for name in (*CACHES, *_OF_GENERATION))
         return EngineError(
             f"{type(self.model).__name__} with {what}, where the model is in {self.link.num_stages} stages "
-            f"(config.dist.pp.size): leave it out, {_WITHOUT}. To generate, load a checkpoint with dist.pp.size = 1"
+            f"(config.dist.pp.size): leave it out, {_WITHOUT}"
+            + (". To generate, load a checkpoint with dist.pp.size = 1" if is_generating else "")
         )
 
     def _loss_of_batch(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -84,7 +84,7 @@ def note_stages(mesh: Any, link: "StageLink") -> None:
 
 def is_of_other_stage(shard: Any) -> bool:
     """Return whether a distributed tensor is another stage's, of which this one has no elements."""
-    return not shard.numel() and shard._spec.mesh in _stages
+    return 0 in shard._spec.shape and shard._spec.mesh in _stages
 
 
 def note_other_stage(shard: Any, shape: Sequence[int]) -> None:
@@ -149,5 +149,6 @@ def refuse_other_stages(name: str, shards: Sequence[Any]) -> None:
             "the stages would get different numbers. For a norm of all gradients, "
             'model.clip_grad_norm_(float("inf")); of all weights, '
             "torch.nn.utils.get_total_norm(model.parameters()); for their values, "
-            "torchacc.full_state_dict(model) on every process"
+            "torchacc.full_state_dict(model) on every process; to write to a part of one, "
+            "parameter.data[index] = values"
         )

@@ -11,6 +11,7 @@ A call with a gathered tensor is collective: every process has to make it.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,8 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__module__", None) == "torch.nn.init" and torch.is_grad_enabled():
         with torch.no_grad():
             return call(func, args, kwargs)
+    if kind is FunctionKind.NUMEL:
+        return prod(script_reads.full_shape(_tensors_in(args, kwargs)[0]))
     if kind is FunctionKind.ITERATE:
         return iter(call(torch.Tensor.unbind, args, kwargs))
     if kind in (FunctionKind.SET_DATA, FunctionKind.GET_DATA, FunctionKind.SET_GRADIENT, FunctionKind.HOOK):

@@ -48,6 +48,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         if isinstance(kwargs.get("model"), nn.Module):
             _refuse_placed(kwargs["model"])
         _refuse_several_hosts(self._config)
+        _refuse_loss_of_logits(args, kwargs.get("compute_loss_func"), self._config)
         self._given_optimizer = (kwargs.get("optimizers") or (None, None))[0]
         self._train_loader: AsyncLoader | None = None
         self._num_parameters = 0
@@ -353,6 +354,18 @@ def _refuse_several_hosts(config: Config) -> None:
             f"config.dist.fsdp.use_spmd = True in a job of {job.num_processes} processes: the Trainer does not count "
             "the rows of several hosts of one program yet. Leave use_spmd out, with a process for each device, or "
             "write the loop yourself"
+        )
+
+
+def _refuse_loss_of_logits(args: TrainingArguments, compute_loss_func: Any, config: Config) -> None:
+    """Refuse a loss that the Trainer would compute from logits, which only the last of several stages has."""
+    given = {"label_smoothing_factor": args.label_smoothing_factor, "compute_loss_func": compute_loss_func}
+    name = next((name for name, value in given.items() if value), None)
+    if name is not None and config.dist.pp.size > 1:
+        raise ConfigError(
+            f"{name} with config.dist.pp.size = {config.dist.pp.size}: the Trainer would compute the loss from logits, "
+            f"which only the last stage has. Leave {name} out, so that the model computes the loss, or set "
+            "config.dist.pp.size = 1"
         )
 
 
