@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
 
 _OUTPUTS = ("loss", "logits", *CACHES)
-_OF_GENERATION = ("cache_position", "use_cache")
-"""Inputs that `generate()` passes beside a cache."""
 _BITS_OF_ONE = 0x3F800000
 """Those of 1 as a float32."""
 _WITHOUT = "or set config.dist.pp.size = 1"
@@ -188,12 +186,11 @@ class PipelinedModel(NativeModel):
         given = inputs_by_name(signature, self.model, *args, **kwargs)
         return {name: value for name, value in given.items() if name != "self"}
 
-    def _refuse(self, what: str) -> EngineError:
-        is_generating = any(repr(name) in what for name in (*CACHES, *_OF_GENERATION))
+    def _refuse(self, what: str, *, is_cache: bool = False) -> EngineError:
+        to_generate = ". To generate, load a checkpoint with dist.pp.size = 1" if is_cache else ""
         return EngineError(
             f"{type(self.model).__name__} with {what}, where the model is in {self.link.num_stages} stages "
-            f"(config.dist.pp.size): leave it out, {_WITHOUT}"
-            + (". To generate, load a checkpoint with dist.pp.size = 1" if is_generating else "")
+            f"(config.dist.pp.size): leave it out, {_WITHOUT}{to_generate}"
         )
 
     def _loss_of_batch(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

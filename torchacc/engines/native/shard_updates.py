@@ -66,7 +66,7 @@ def _are_numbers(listed: Sequence[Any]) -> bool:
 
 
 def _lie_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
-    """Return whether all parameters are shards, and what belongs to each lies like it or is no DTensor."""
+    """Return whether all parameters are shards, and what belongs to each lies like it or is not a DTensor."""
     if torch.compiler.is_compiling() or not all(map(is_of_model, parameters)):
         return False
     for listed in lists:

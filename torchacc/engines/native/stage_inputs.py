@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchacc.data import digest_of, tensors_in
+from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native.stage_collectives import StageLink
 from torchacc.errors import DataError, EngineError
 from torchacc.parallel.sequence_split import IGNORED, next_labels
@@ -20,12 +21,12 @@ _ASKED_FOR = ("logits_to_keep", "output_attentions", "output_hidden_states")
 """Inputs that ask for another output, which are taken where they do not."""
 
 
-def check(given: dict[str, Any], refuse: Callable[[str], EngineError]) -> None:
+def check(given: dict[str, Any], refuse: Callable[..., EngineError]) -> None:
     """Refuse inputs of which it is not known what they are to a stage.
 
     Args:
         given: The inputs by name, of which those go that ask for nothing.
-        refuse: Makes the error from what is refused.
+        refuse: Makes the error from what is refused, and whether it is a cache, as `generate()` passes one.
 
     Raises:
         EngineError: There is one, or gradients are recorded of a call without labels.
@@ -38,7 +39,7 @@ def check(given: dict[str, Any], refuse: Callable[[str], EngineError]) -> None:
             given.pop(name)
     for name, value in given.items():
         if name not in (*SPLIT_INPUTS, *_OTHERS):
-            raise refuse(f"the input {name!r}")
+            raise refuse(f"the input {name!r}", is_cache=name in CACHES)
         if name in SPLIT_INPUTS and not isinstance(value, torch.Tensor):
             raise refuse(f"{name} that is a {type(value).__name__}")
         if name in OF_LOSS and value.shape != ids.shape:
