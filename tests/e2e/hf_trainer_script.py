@@ -79,7 +79,8 @@ def mixtral():
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(**shape, **heads))
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return MixtralForCausalLM(MixtralConfig(**shape, **heads, **balance))
 
 
 def with_adapters():

@@ -55,11 +55,16 @@ def file(tmp_path_factory):
     stages["mixture"] = stage(max_steps=3, eval_every_steps=3) | {"model_config": "model_config_mixture"}
     spread = {"model_config": "model_config_mixture", "torchacc": {"dist": {"ep": {"size": 2}}}}
     stages["mixture4"] = stage(4, "xla", batch_size=2, max_steps=3) | spread
+    for name, devices in (("balanced", 1), ("balanced2", 2)):
+        rows = {"batch_size": 4 // devices, "gradient_accumulation_steps": 2}
+        balanced = stage(devices, max_steps=3, eval_every_steps=3, **rows)
+        stages[name] = balanced | {"model_config": "model_config_balanced"}
     for axis, options in AXES.items():
         rows = 4 if axis == "ep" else 8  # of a device that sees the same data as the other one
         over = {"model_config": "model_config_mixture", "torchacc": {"dist": {axis: {"size": 2, **options}}}}
         stages[f"mixture-{axis}"] = stage(2, batch_size=rows, max_steps=3, eval_every_steps=3) | over
-    return write_file(folder, stages, tiny=MODEL | NO_DROPOUT, mixture=MIXTURE)
+    balanced = MIXTURE | {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    return write_file(folder, stages, tiny=MODEL | NO_DROPOUT, mixture=MIXTURE, balanced=balanced)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,8 @@ def alone(file):
         "packed",
         "early",
         "mixture",
+        "plain:balanced",
+        "balanced",
     ]
     return carry_out(file, *asked, "ended@15:5", "ended", "taken-up")
 
@@ -97,6 +104,16 @@ def test_packed_documents_are_apart_in_training_and_in_evaluation(alone):
     assert len(plain["losses"]) == 3
     assert own["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert own["evaluations"]["3"] == pytest.approx(plain["evaluations"]["3"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_loss_that_balances_experts_counts_once_a_step_and_not_in_an_evaluation(alone, file):
+    plain, own = alone["plain:balanced"], alone["balanced"]
+    own2 = carry_out(file, "balanced2", num_processes=2)["balanced2"]
+    for found in (own, own2):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+        assert found["evaluations"]["3"] == pytest.approx(plain["evaluations"]["3"], rel=1e-5)
 
 
 def check_alike(found, expected):

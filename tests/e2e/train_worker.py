@@ -96,14 +96,23 @@ def plain(run: StageRun) -> dict:
             group["lr"] = run.optimizer.lr * rate
         optimizer.zero_grad()
         total, count = sum_of_losses(model, batch)
-        (total / count).backward()
+        loss = total / count + added_to_it(model, batch, run.training.gradient_accumulation_steps)
+        loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.max_grad_norm)))
         optimizer.step()
-        losses.append(float(total / count))
+        losses.append(float(loss))
         rates.append(run.optimizer.lr * rate)
         if (step + 1) % run.training.eval_every_steps == 0:
             evaluations[step + 1] = validation_loss(model, text.validation)
     return {"losses": losses, "norms": norms, "rates": rates, "evaluations": evaluations, "num_rows": len(text.train)}
+
+
+def added_to_it(model: torch.nn.Module, batch: dict, num_micro_batches: int) -> torch.Tensor | float:
+    """Return the loss that balances experts, the mean of those of the micro-batches of all devices."""
+    if not getattr(model.config, "output_router_logits", False):
+        return 0.0
+    parts = batch["input_ids"].chunk(num_micro_batches)
+    return model.config.router_aux_loss_coef * sum(model(part).aux_loss for part in parts) / len(parts)
 
 
 def opened(run: StageRun) -> dict:

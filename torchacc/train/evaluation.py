@@ -11,7 +11,7 @@ from torchacc.data import AsyncLoader
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.train.batches import take_counts
 from torchacc.train.config import EarlyStoppingConfig
-from torchacc.train.models import loss_of
+from torchacc.train.models import loss_of, scaling_added_losses
 
 
 @torch.no_grad()
@@ -30,10 +30,11 @@ def evaluate(model: nn.Module, loader: AsyncLoader, *, max_batches: int | None =
     model.eval()
     sums: list[torch.Tensor] = []
     num_targets = 0
-    for batch, count in take_counts(itertools.islice(loader, max_batches)):
-        # Divided by 1 the loss is a sum; that of several processes comes as the mean of theirs.
-        sums.append(loss_of(model, batch, 1))
-        num_targets += count
+    with scaling_added_losses(model, 0):
+        for batch, count in take_counts(itertools.islice(loader, max_batches)):
+            # Divided by 1 the loss is a sum; that of several processes comes as the mean of theirs.
+            sums.append(loss_of(model, batch, 1))
+            num_targets += count
     model.train(was_training)
     mean_targets = sharded.engine.group.all_reduce_mean(torch.tensor(num_targets, dtype=torch.float64))
     return math.fsum(float(value) for value in sharded.fetch(sums)) / float(mean_targets)

@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _NEEDS_VALUES = re.compile(
     r"\bmeta (tensors?|device|storage)\b|\b(on|device|type)[ =]'?meta\b|\bdevices\b.*\bmeta\b", re.IGNORECASE
 )
 """How PyTorch says that an operation needs values, which the meta device has not."""
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "z_loss_coefficient")
+"""The attributes by which causal language models weigh what they add to the loss of the targets."""
 _TOKENS_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -136,7 +139,7 @@ def build_model(config: PretrainedConfig, *, initialised: bool) -> nn.Module:
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any], divisor: torch.Tensor | int) -> torch.Tensor:
-    """Return the sum of the losses at a batch's targets, over a divisor.
+    """Return the sum of the losses at a batch's targets, over a divisor, and what the model adds to it.
 
     Args:
         model: The model.
@@ -146,3 +149,23 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any], divisor: torch.Tensor | 
     # With a cache of keys and values, packed documents would see one another.
     loss: torch.Tensor = model(**batch, num_items_in_batch=divisor, use_cache=False).loss
     return loss
+
+
+@contextmanager
+def scaling_added_losses(model: nn.Module, factor: float) -> Iterator[None]:
+    """Hold a context in which a model scales what it adds to the loss of the targets, as to balance experts.
+
+    The model adds it to the loss of each micro-batch, and divides the targets' part alone by those of the step.
+
+    Args:
+        model: The model.
+        factor: 1 over the number of micro-batches of a step, for their mean; 0 to leave it out.
+    """
+    coefficients = {name: getattr(model, name) for name in _COEFFICIENTS if hasattr(model, name)}
+    for name, coefficient in coefficients.items():
+        setattr(model, name, coefficient * factor)
+    try:
+        yield
+    finally:
+        for name, coefficient in coefficients.items():
+            setattr(model, name, coefficient)

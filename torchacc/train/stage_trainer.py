@@ -29,7 +29,7 @@ from torchacc.train.flops import flops_per_token
 from torchacc.train.hub import local_folder
 from torchacc.train.metric_sinks import read_metrics
 from torchacc.train.metrics import RunLog
-from torchacc.train.models import build_model, loss_of, model_config
+from torchacc.train.models import build_model, loss_of, model_config, scaling_added_losses
 from torchacc.train.optim import make_optimizer, make_scheduler
 from torchacc.train.run_folder import METRICS, drop_replaced, mark_finished
 from torchacc.train.stage import StageRun
@@ -176,8 +176,8 @@ class StageTrainer:
         """Make one optimizer step.
 
         Returns:
-            The mean loss over the targets of all devices and micro-batches, and the norm of its gradient: tensors
-            without dimensions, which the device may still be computing.
+            The mean loss over the targets of all devices and micro-batches, with the mean of what the model adds to
+            each, and the norm of its gradient: tensors without dimensions, which the device may still be computing.
         """
         num_targets = self._sharded.engine.to_device(self._mean_over_processes(window.num_targets))
         self.optimizer.zero_grad()
@@ -185,7 +185,8 @@ class StageTrainer:
         for index, batch in enumerate(window.batches):
             is_last = index == len(window.batches) - 1
             with contextlib.nullcontext() if is_last else accumulate(self.model):
-                loss = loss_of(self.model, batch, num_targets)
+                with scaling_added_losses(self.model, 1 / len(window.batches)):
+                    loss = loss_of(self.model, batch, num_targets)
                 losses.append(loss.detach())
                 self._scaler.scale(loss).backward()
         self._scaler.unscale_(self.optimizer)

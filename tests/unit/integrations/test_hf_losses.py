@@ -32,7 +32,7 @@ def answers():
 
 
 def from_model(model, inputs, num_items):
-    takes = isinstance(model, hf.GPT2LMHeadModel)
+    takes = isinstance(model, hf.GPT2LMHeadModel | hf.MixtralForCausalLM)
     return model(**inputs, **({"num_items_in_batch": num_items} if takes else {})).loss
 
 
@@ -56,6 +56,13 @@ def gpt2():
     return hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0))
 
 
+def mixtral():
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = hf.MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    return hf.MixtralForCausalLM(config)
+
+
 def t5():
     return hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0, pad_token_id=0))
 
@@ -67,6 +74,7 @@ CLASSES = torch.tensor([0, 1, 2, 1])
     ("make", "inputs", "loss", "expected"),
     [
         (gpt2, sequences(), from_model, MeanOf.STEP),
+        (mixtral, sequences(), from_model, MeanOf.STEP),
         (gpt2, sequences(), smoothed, MeanOf.NEXT_LABELS),
         (gpt2, sequences(), mean_of_rows_means, MeanOf.UNKNOWN),
         (lambda: bert("BertForMaskedLM"), sequences(), from_model, MeanOf.LABELS),

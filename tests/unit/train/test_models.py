@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from torchacc.cli import _plan_input
 from torchacc.engines import deferred
 from torchacc.errors import ConfigError, DataError
 from torchacc.train import models as built
-from torchacc.train.models import build_model, loss_of, model_config, planned_config
+from torchacc.train.models import build_model, loss_of, model_config, planned_config, scaling_added_losses
 from torchacc.train.tokens import load_tokenizer
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2}
@@ -54,6 +54,31 @@ def test_a_loss_is_the_sum_over_targets_divided(tokenizer):
     whole = loss_of(model, batch, 1).item()
     assert whole == pytest.approx(2 * model(**batch).loss.item(), rel=1e-6)
     assert loss_of(model, batch, torch.tensor(4.0)).item() == pytest.approx(whole / 4)
+
+
+ADDED = {
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "jetmoe": {"num_local_experts": 4, "output_router_logits": True, "aux_loss_coef": 0.5, "kv_channels": 16},
+    "bamba": {"z_loss_coefficient": 0.5, "mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [0]},
+}
+
+
+@pytest.mark.parametrize("family", ADDED)
+def test_what_a_model_adds_to_its_loss_is_scaled(family):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads, **ADDED[family])).eval()
+    tokens = torch.arange(8).view(2, 4)
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = {}
+    for factor in (0, 0.25, 1):
+        with scaling_added_losses(model, factor):
+            found[factor] = loss_of(model, batch, 6).item()
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    assert found[0] == pytest.approx(torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item())
+    assert found[1] > found[0] + 0.1
+    assert found[0.25] == pytest.approx(0.75 * found[0] + 0.25 * found[1])
+    assert loss_of(model, batch, 6).item() == found[1]
 
 
 def test_a_model_that_cannot_divide_its_loss_is_refused(tokenizer, monkeypatch):
