@@ -52,20 +52,23 @@ def without_gradients(engine: str, side: Side, a: int, b: int) -> str | None:
     return window + freed
 
 
+def norm_by_hand(engine: str, side: Side, a: int, b: int) -> str | None:
+    """Of a model in stages `parameter.grad` is that of this one alone: only sums know the others'."""
+    return "another stage" if "pp" in (side.axes or {}) else None
+
+
 # Training
 
 
 def _loss(side: Side, a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a loss, and the number that a script prints of it."""
     tokens = side.batch(a)
-    if b % 3 == 1:
-        loss = next_token_loss(side.model(tokens)["logits"], tokens)
-        return loss, side.mean(loss)
-    if b % 3 == 2:
-        loss = side.model(tokens=tokens)["logits"].square().mean()
-        return loss, side.mean(loss)
-    loss = side.model(tokens)["loss"]
-    return loss, loss.detach()
+    if b % 3 == 0 or not side.has_logits(beside_loss=False):
+        loss = side.loss(tokens)["loss"]
+        return loss, loss.detach()
+    logits = side.logits(tokens)
+    loss = next_token_loss(logits, tokens) if b % 3 == 1 else logits.square().mean()
+    return loss, side.mean(loss)
 
 
 @rule(often=4)
@@ -184,7 +187,7 @@ def clip(side: Side, a: int, b: int) -> Any:
     return None
 
 
-@rule()
+@rule(refusal=norm_by_hand)
 def clip_by_hand(side: Side, a: int, b: int) -> Any:
     if side.window_is_open or all(p.grad is None for p in side.parameters()):
         return None
@@ -227,8 +230,9 @@ def _evaluating(side: Side, how: int) -> Iterator[None]:
 def evaluate(side: Side, a: int, b: int) -> Any:
     """In eval mode or not, with gradients or without, and no backward follows."""
     with _evaluating(side, b):
-        output = side.model(side.batch(a))
-        return output["loss"].detach(), side.rows(output["logits"])
+        output = side.loss(side.batch(a))
+        logits = side.rows(output["logits"]) if side.has_logits(beside_loss=True) else None
+        return output["loss"].detach(), logits
 
 
 @rule()
@@ -236,7 +240,7 @@ def generate(side: Side, a: int, b: int) -> Any:
     tokens = side.batch(a)
     with _evaluating(side, 0):
         for _ in range(2):
-            following = side.model(tokens)["logits"][:, -1].argmax(-1, keepdim=True)
+            following = side.logits(tokens)[:, -1].argmax(-1, keepdim=True)
             tokens = torch.cat([tokens[:, 1:], following], dim=1)
     return side.rows(tokens)
 

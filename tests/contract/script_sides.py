@@ -5,6 +5,7 @@ and one without, as the migration guides have it, is a method here.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import torchacc
 from torchacc.engines import registry
@@ -33,6 +35,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicated": {"dist": {"dp": {"size": 2}, "fsdp": {"size": 2, "sharding_strategy": "SHARD_GRAD_OP"}}},
     "compiled": {"compute": {"compile": True, "compile_backend": "aot_eager"}},
 }
+PIPELINE = {"size": 2, "num_microbatches": 2}
+OVER_AXES: dict[str, dict[str, Any]] = {
+    "tp": {"tp": {"size": 2}},
+    "sp": {"sp": {"size": 2}},
+    "sp-ring": {"sp": {"size": 2, "ring_size": 2}},
+    "ep": {"ep": {"size": 2}},
+    "pp": {"pp": PIPELINE},
+    "pp-1f1b": {"pp": PIPELINE | {"schedule": "1f1b"}},
+    "pp-fsdp": {"pp": PIPELINE, "fsdp": {"size": 2}},
+    "pp-zero-bubble-fsdp": {"pp": PIPELINE | {"schedule": "zero_bubble"}, "fsdp": {"size": 2}},
+    "pp-tp": {"pp": PIPELINE, "tp": {"size": 2}},
+    "pp-sp": {"pp": PIPELINE, "sp": {"size": 2}},
+    "sp-tp": {"sp": {"size": 2}, "tp": {"size": 2}},
+    "tp-fsdp": {"tp": {"size": 2}, "fsdp": {"size": 2}},
+    "sp-fsdp": {"sp": {"size": 2}, "fsdp": {"size": 2}},
+    "ep-fsdp": {"ep": {"size": 2}, "fsdp": {"size": 2}},
+    "dp-tp": {"dp": {"size": 2}, "tp": {"size": 2}},
+    "dp-pp": {"dp": {"size": 2}, "pp": PIPELINE},
+}
+"""Layouts of a language model of transformers, over the axes that the native engine splits it by."""
+LAYOUTS |= {name: {"dist": axes} for name, axes in OVER_AXES.items()}
 
 
 class Block(nn.Module):
@@ -75,9 +98,28 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
 
-def make_model() -> nn.Module:
+def over_axes(num_devices: int) -> list[str]:
+    """Return the names of the layouts over axes that take so many devices."""
+    sizes = {name: math.prod(axis["size"] for axis in axes.values()) for name, axes in OVER_AXES.items()}
+    return [name for name, size in sizes.items() if size == num_devices]
+
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "tie_word_embeddings": True,
+    "initializer_range": 0.4, "attn_implementation": "sdpa",
+}  # fmt: skip
+"""With weights of a size that does not multiply rounding: a norm divides by that of its input."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "head_dim": WIDTH // 2}
+
+
+def make_model(layout: str) -> nn.Module:
     torch.manual_seed(1)
-    return Small()
+    if layout not in OVER_AXES:
+        return Small()
+    if "ep" in OVER_AXES[layout]:
+        return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **EXPERTS))
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
 class Side:
@@ -85,8 +127,10 @@ class Side:
 
     engine: ClassVar[str] = "plain"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: str) -> None:
         self.model = model
+        self.axes = OVER_AXES.get(layout)
+        """Over which a language model is, or would be on the other side; None for `Small`."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         """One for each optimizer, or None."""
@@ -111,14 +155,36 @@ class Side:
     def named(self, which: int) -> list[nn.Parameter]:
         """Return a group of parameters that scripts freeze or edit."""
         model: Any = self.model
+        inner = model.model if self.axes is not None else None
         groups = [
+            lambda: list(inner.layers[0].parameters()),
+            lambda: [inner.embed_tokens.weight],
+            lambda: [inner.norm.weight],
+            lambda: [inner.layers[1].self_attn.q_proj.weight, inner.layers[0].input_layernorm.weight],
+            lambda: list(inner.layers.parameters()),
+        ]
+        groups_of_small = [
             lambda: list(model.layers[0].parameters()),
             lambda: [model.embedding.weight],
             lambda: [model.scale, model.rows],
             lambda: [model.layers[1].product.weight, model.fixed],
             lambda: list(model.layers.parameters()),
         ]
-        return groups[which % len(groups)]()
+        return (groups_of_small if inner is None else groups)[which % len(groups)]()
+
+    def has_logits(self, *, beside_loss: bool) -> bool:
+        """Return whether a forward gives logits, which of some layouts it does where no gradients are recorded."""
+        splits = self.axes or {}
+        return not torch.is_grad_enabled() or not ("pp" in splits or (beside_loss and "sp" in splits))
+
+    def loss(self, tokens: torch.Tensor) -> Any:
+        """Return what the model gives for inputs with labels."""
+        return self.model(tokens) if self.axes is None else self.model(tokens, labels=tokens, use_cache=False)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of inputs without labels."""
+        output = self.model(tokens=tokens) if self.axes is None else self.model(tokens, use_cache=False)
+        return output["logits"]  # type: ignore[no-any-return]
 
     def batch(self, index: int) -> torch.Tensor:
         return BATCHES[index % len(BATCHES)]
@@ -176,8 +242,8 @@ class Side:
 class PlainSide(Side):
     """Trains on the whole batch, on the CPU."""
 
-    def __init__(self, model: nn.Module, beside: str) -> None:
-        super().__init__(model)
+    def __init__(self, layout: str, beside: str) -> None:
+        super().__init__(make_model(layout), layout)
         self.beside = beside
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +258,7 @@ class PlainSide(Side):
 class ShardedSide(Side):
     """What `accelerate()` has made of the model, on this rank."""
 
-    def __init__(self, model: nn.Module, layout: str, engine: str, folder: Path) -> None:
+    def __init__(self, layout: str, engine: str, folder: Path) -> None:
         options = copy.deepcopy(LAYOUTS[layout])
         if read_job().num_processes == 1 and engine != "xla-spmd":
             options.get("dist", {}).get("fsdp", {}).pop("size", None)
@@ -201,7 +267,7 @@ class ShardedSide(Side):
             if layout == "default":
                 options["dist"]["dp"] = {"size": 2}
         config = torchacc.Config.from_dict({"backend": engine.partition("-")[0], **options})
-        super().__init__(torchacc.accelerate(model, None, config))
+        super().__init__(torchacc.accelerate(make_model(layout), None, config), layout)
         self.sharded = sharded_model(self.model)
         self.engine = self.sharded.engine.name  # type: ignore[misc]
         self.job = self.sharded.engine.job
@@ -220,8 +286,9 @@ class ShardedSide(Side):
 
     def batch(self, index: int) -> torch.Tensor:
         whole = super().batch(index)
+        mesh = self.sharded.engine.mesh
         return self.sharded.engine.to_device(
-            whole if self.is_one_process else whole.chunk(self.job.num_processes)[self.job.rank]
+            whole if self.is_one_process else whole.chunk(mesh.num_data_shards)[mesh.data_shard(self.job.rank)]
         )
 
     def clip_of_the_model(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -237,7 +304,10 @@ class ShardedSide(Side):
         return torch.stack(self.by_rank(value.detach().cpu())).mean(0)
 
     def rows(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.by_rank(value.detach().cpu()))
+        parts = self.by_rank(value.detach().cpu())
+        mesh = self.sharded.engine.mesh
+        of_shards = {mesh.data_shard(rank): part for rank, part in enumerate(parts)}
+        return torch.cat([of_shards[shard] for shard in sorted(of_shards)])
 
     def full_state(self) -> dict[str, torch.Tensor]:
         return torchacc.full_state_dict(self.model)

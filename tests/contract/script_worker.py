@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from script_rules import RULES
-from script_sides import PlainSide, ShardedSide, active_engine, make_model, random_numbers_untouched
+from script_sides import PlainSide, ShardedSide, active_engine, random_numbers_untouched
 
 import torchacc
 
@@ -76,8 +76,8 @@ class Script:
     """One program, on both sides."""
 
     def __init__(self, engine: str, layout: str, folder: Path) -> None:
-        self.plain = PlainSide(make_model(), beside=engine)
-        self.sharded = ShardedSide(make_model(), layout, engine, folder)
+        self.plain = PlainSide(layout, beside=engine)
+        self.sharded = ShardedSide(layout, engine, folder)
 
     def run(self, call: Any) -> str | None:
         """Run a rule on both sides; return how they differ on this rank."""

@@ -13,19 +13,20 @@ from hypothesis import HealthCheck, Phase, given, settings
 from launching import environment
 from script_programs import programs
 from script_runner import NUM_RANKS, Runner
+from script_sides import over_axes
 
 pytestmark = pytest.mark.slow
 
 NATIVE, ALONE, FOUR, MULTIPROCESS, SPMD = NUM_RANKS
 LAYOUTS = {
-    NATIVE: ["full-shard", "grad-op", "no-shard", "default"],
+    NATIVE: ["full-shard", "grad-op", "no-shard", "default", *over_axes(2)],
     ALONE: ["default", "grad-op"],
-    FOUR: ["hybrid", "replicated", "compiled"],
+    FOUR: ["hybrid", "replicated", "compiled", *over_axes(4)],
     MULTIPROCESS: ["full-shard", "no-shard", "default"],
     SPMD: ["full-shard"],
 }
-NUM_PROGRAMS = {NATIVE: 16, ALONE: 6, FOUR: 4, MULTIPROCESS: 5, SPMD: 6}
-"""So that CI runs some hundred rules, in about a minute of one core: a rule takes a few milliseconds natively, and a
+NUM_PROGRAMS = {NATIVE: 24, ALONE: 6, FOUR: 12, MULTIPROCESS: 5, SPMD: 6}
+"""So that CI runs some hundred rules, in two minutes of one core: a rule takes a few milliseconds natively, and a
 tenth of a second or two under XLA, where it may have to be compiled."""
 LENGTH = 14
 
@@ -41,6 +42,11 @@ FOUND: dict[str, list[Call]] = {
     "filled-by-torch-nn-init": [("edit", 4, 4), ("evaluate", 0, 0)],
     "clip-in-a-window": [("accumulate", 0, 0), ("clip", 0, 0), ("clip", 0, 1)],
 }
+FOUND_OVER_AXES: dict[str, list[Call]] = {
+    "pp-zero-bubble-fsdp": [("forward", 2, 6), ("look_at_state", 0, 0), ("backward", 2, 10)],
+    "pp": [("accumulate", 1, 8), ("freeze", 0, 1), ("train", 0, 0), ("look_at_gradients", 0, 0)],
+}
+"""By layout."""
 EACH = [pytest.param(engine, marks=[pytest.mark.xla] if engine.startswith("xla") else []) for engine in NUM_RANKS]
 
 
@@ -82,3 +88,9 @@ def test_programs_that_have_failed(runners, engine, request):
         for layout in layouts if request.config.getoption("--long") else [layouts[index % len(layouts)]]:
             failure = runners[engine].run({"layout": layout, "looks": False, "syncs": False, "rules": rules})
             assert failure is None, f"{name}, {layout}: {failure}"
+
+
+@pytest.mark.parametrize("layout", FOUND_OVER_AXES)
+def test_programs_over_axes_that_have_failed(runners, layout):
+    runner = runners[FOUR if layout in over_axes(4) else NATIVE]
+    check(runner, {"layout": layout, "looks": False, "syncs": False, "rules": FOUND_OVER_AXES[layout]})

@@ -161,8 +161,7 @@ class ShardedModel(ABC):
         """
         if self.placement.processes_per_replica == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
-        padded = local if len(local) == local_shard.shard_numel else local.new_zeros(local_shard.shard_numel)
-        padded[: len(local)] = local
+        padded = nn.functional.pad(local, (0, local_shard.shard_numel - len(local)))
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
         return found if found is None else self._joined(local_shard, found)
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torchacc.engines.native import shard_arithmetic
 from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER
-from torchacc.engines.native.unit_parameters import TIMES_DATA, Group, drop_gradient, no_inference_mode
+from torchacc.engines.native.unit_parameters import TIMES_DATA, Group, drop_gradient, has_gradient, no_inference_mode
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import FSDPParam, TrainingState
 from torchacc.errors import EngineError
@@ -165,6 +165,10 @@ class Groups:
     def on_set_gradient(self, parameter: torch.Tensor) -> None:
         """Forget what an accumulation window holds of a parameter's gradient."""
         drop_gradient(self._of_parameter(parameter))
+
+    def holds_gradient(self, parameter: torch.Tensor) -> bool:
+        """Return whether an accumulation window holds gradients of a parameter."""
+        return has_gradient(self._of_parameter(parameter))
 
     def unsharded_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return what stands for a parameter in graphs of the model's forward; None before the first."""

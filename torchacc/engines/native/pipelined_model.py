@@ -274,7 +274,8 @@ class PipelinedModel(NativeModel):
     @contextmanager
     def _summing_tied(self) -> Iterator[None]:
         """Hold a context of a backward; sum its gradients of tied parameters over the stages that hold them."""
-        tied = [each for each in self._tied if each.requires_grad]
+        # What is frozen by now may have gradients of a window's earlier backwards.
+        tied = [each for each in self._tied if each.requires_grad or self._groups.holds_gradient(each)]
         with self._setting_aside(tied) as computed:
             yield
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -131,7 +131,7 @@ class Group(FSDPParamGroup):
         held = [p.unsharded_accumulated_grad for p in self.fsdp_params if p.unsharded_accumulated_grad is not None]
         for parameter in self._to_fill_in():
             weight: Any = parameter._unsharded_param
-            if _has_gradient(parameter) or parameter.sharded_param.grad is not None:
+            if has_gradient(parameter) or parameter.sharded_param.grad is not None:
                 self.owner.with_gradient.add(parameter)
             else:
                 self.owner.note_filled_in(parameter)
@@ -149,7 +149,7 @@ class Group(FSDPParamGroup):
         self._in_window.clear()
         if not any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in trained):
             return trained
-        used = self.owner.agree_on([int(_has_gradient(each)) for each in trained])
+        used = self.owner.agree_on([int(has_gradient(each)) for each in trained])
         return [each for each, is_used in zip(trained, used, strict=True) if is_used]
 
     def rest(self) -> None:
@@ -250,7 +250,8 @@ def _is_trained(parameter: FSDPParam) -> bool:
     return bool(weight.requires_grad and parameter.sharded_param.requires_grad)
 
 
-def _has_gradient(parameter: FSDPParam) -> bool:
+def has_gradient(parameter: FSDPParam) -> bool:
+    """Return whether a parameter has gradients that are not reduced over the devices yet."""
     weight: Any = parameter._unsharded_param
     return weight.grad is not None or parameter.unsharded_accumulated_grad is not None
 
