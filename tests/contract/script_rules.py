@@ -320,11 +320,11 @@ def average_states(side: Side, a: int, b: int) -> Any:
 
 # Optimizers
 
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4, weight_decay=0.1),
-    lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, eps=1e-4),
+OPTIMIZERS: list[Callable[[Any, float], torch.optim.Optimizer]] = [
+    lambda parameters, rate: torch.optim.SGD(parameters, lr=0.1 * rate),
+    lambda parameters, rate: torch.optim.AdamW(parameters, lr=3e-3 * rate, eps=1e-4, weight_decay=0.1),
+    lambda parameters, rate: torch.optim.SGD(parameters, lr=0.05 * rate, momentum=0.9),
+    lambda parameters, rate: torch.optim.Adagrad(parameters, lr=0.01 * rate, eps=1e-4),
 ]
 GROUPS: list[Callable[[Side], Any]] = [
     lambda side: side.parameters(),
@@ -341,7 +341,7 @@ def _make_optimizer(side: Side, a: int, b: int) -> None:
     parameters = GROUPS[b % len(GROUPS)](side)
     if not parameters:
         return
-    side.optimizers.append(OPTIMIZERS[a % len(OPTIMIZERS)](parameters))
+    side.optimizers.append(OPTIMIZERS[a % len(OPTIMIZERS)](parameters, side.rate))
     side.schedulers.append(None)
     del side.optimizers[:-2], side.schedulers[:-2]
 
@@ -362,7 +362,7 @@ def add_group(side: Side, a: int, b: int) -> Any:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [p for p in side.parameters() if id(p) not in held]
     if others:
-        optimizer.add_param_group({"params": others, "lr": 0.01})
+        optimizer.add_param_group({"params": others, "lr": 0.01 * side.rate})
     return len(others)
 
 

@@ -131,6 +131,8 @@ class Side:
         self.model = model
         self.axes = OVER_AXES.get(layout)
         """Over which a language model is, or would be on the other side; None for `Small`."""
+        self.rate = 1.0 if self.axes is None else 0.1
+        """Of how fast optimizers go: a language model's steps would multiply rounding."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         """One for each optimizer, or None."""
