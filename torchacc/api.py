@@ -302,8 +302,8 @@ def _make_loader(dataloader: Iterable[Any], engine: Engine) -> data.AsyncLoader:
 
     sharded = data.shard_loader(
         dataloader,
-        num_data_shards=engine.mesh.num_data_shards,
-        shards=engine.data_shards,
+        data_parallel_size=engine.mesh.data_parallel_size,
+        shards=engine.data_parallel_ranks,
         agree=together(engine.group.broadcast_object),
         gather=together(engine.group.all_gather_objects),
     )

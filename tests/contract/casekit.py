@@ -25,7 +25,7 @@ from torch import nn
 import torchacc
 from tests import forkrun, gpus
 from torchacc.engines import registry
-from torchacc.engines.native import plain_model
+from torchacc.engines.native import replicated_model
 
 RANK = int(os.environ.get("RANK", "0"))
 _KIND, _, _NUMBER = sys.argv[1].rpartition("-") if len(sys.argv) > 2 else ("", "", "")
@@ -112,7 +112,7 @@ def main() -> None:
         gpus.join()
     forkrun.collect_rarely()  # a rank that torchrun has started is no fork of a process that does
     torch.manual_seed(0)
-    plain_model.make_group = _make_group
+    replicated_model.make_group = _make_group
     if ENGINE != REFERENCE:
         accelerate(MLP(), size=NUM_DEVICES)
     for name in (name for name in CASES if name in chosen):
@@ -138,7 +138,7 @@ def leave_groups() -> None:
 _groups_of_models: list[dist.ProcessGroup] = []
 
 
-def _make_group(make: Callable[[], dist.ProcessGroup] = plain_model.make_group) -> dist.ProcessGroup:
+def _make_group(make: Callable[[], dist.ProcessGroup] = replicated_model.make_group) -> dist.ProcessGroup:
     _groups_of_models.append(make())
     return _groups_of_models[-1]
 

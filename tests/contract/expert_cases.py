@@ -286,7 +286,7 @@ def a_device_holds_and_gathers_its_experts_only() -> None:
 def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
     spread, gathered = (accelerate(make(**FAMILIES["mixtral"]), ep=ep) for ep in (2, 1))
     found, expected = sharded_model(spread), sharded_model(gathered)
-    assert found.placement == expected.placement
+    assert found.coordinates == expected.coordinates
     for parameter, other in zip(spread.parameters(), gathered.parameters(), strict=True):
         assert found.local_shards[parameter] == expected.local_shards[other]
         assert parameter.placements == other.placements
@@ -366,7 +366,7 @@ def spread_experts_evaluate_and_generate_ragged_samples(how: dict[str, Any]) -> 
     model = make(**FAMILIES["qwen3-moe"])
     whole = copy.deepcopy(model).eval()
     accelerate(model, **how).eval()
-    ids = plain()["input_ids"][:1, : 5 + 2 * sharded_model(model).engine.data_shards.start]
+    ids = plain()["input_ids"][:1, : 5 + 2 * sharded_model(model).engine.data_parallel_ranks.start]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits.cpu(), whole(ids).logits)
         generated = model.generate(ids.to(model.device), max_new_tokens=4, min_new_tokens=4, do_sample=False)

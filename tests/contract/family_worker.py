@@ -22,7 +22,7 @@ from torch import nn
 
 import torchacc
 from torchacc.engines import registry
-from torchacc.engines.native import proved_plans
+from torchacc.engines.native import verified_plans
 from torchacc.errors import CheckpointError, ConfigError, DataError, EngineError, TrainingError
 from torchacc.parallel.tensor_parallel import find_config
 
@@ -148,7 +148,7 @@ def run(family: Family) -> dict[str, str]:
     plain = copy.deepcopy(model)
     if ENGINE == "native-tp":
         shown = find_config(model)  # whose plan this is to show
-        proved_plans.PROVED_PLANS[shown.model_type] = proved_plans.fingerprint(shown)
+        verified_plans.PROVED_PLANS[shown.model_type] = verified_plans.fingerprint(shown)
     try:
         torchacc.accelerate(model, None, config())
         engine = registry.active_engine()

@@ -26,7 +26,7 @@ from shard_reading_cases import Scaled
 
 import torchacc
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
+from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceSampleGatherer
 from torchacc.engines.xla.multiprocess import MultiprocessEngine
 
 ORDINALS = [1, 0]
@@ -78,12 +78,12 @@ def devices_numbered_otherwise() -> Iterator[None]:
         patch.setattr(
             MultiprocessEngine,
             "make_collectives",
-            lambda self: DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.meet),
+            lambda self: DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.check_same_call),
         )
         patch.setattr(
             MultiprocessEngine,
             "row_gatherer",
-            property(lambda self: DeviceRowGatherer(self.group, self.mesh, self.ordinals)),
+            property(lambda self: DeviceSampleGatherer(self.group, self.mesh, self.ordinals)),
         )
         yield
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchacc
-from torchacc.engines.native import averaged_gradients
+from torchacc.engines.native import gradient_reducer
 
 
 def replica_and_plain(make: Callable[[], nn.Module] = MLP) -> tuple[nn.Module, nn.Module]:
@@ -192,8 +192,8 @@ class Skipping(MLP):
 @case([NATIVE])
 def replicas_of_two_models_in_one_loss() -> None:
     """One uses all of its parameters on one process only, so that its buckets go in another order there."""
-    kept = averaged_gradients.FIRST_BUCKET_BYTES, averaged_gradients.BUCKET_BYTES
-    averaged_gradients.FIRST_BUCKET_BYTES = averaged_gradients.BUCKET_BYTES = 1
+    kept = gradient_reducer.FIRST_BUCKET_BYTES, gradient_reducer.BUCKET_BYTES
+    gradient_reducer.FIRST_BUCKET_BYTES = gradient_reducer.BUCKET_BYTES = 1
     try:
         pairs = [replica_and_plain(Skipping) for _ in range(2)]
         models, plains = zip(*pairs, strict=True)
@@ -203,7 +203,7 @@ def replicas_of_two_models_in_one_loss() -> None:
         for model, plain in pairs:
             check_gradients(model, plain)
     finally:
-        averaged_gradients.FIRST_BUCKET_BYTES, averaged_gradients.BUCKET_BYTES = kept
+        gradient_reducer.FIRST_BUCKET_BYTES, gradient_reducer.BUCKET_BYTES = kept
 
 
 @case([NATIVE])

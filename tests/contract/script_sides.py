@@ -288,10 +288,10 @@ class ShardedSide(Side):
 
     def batch(self, index: int) -> torch.Tensor:
         whole = super().batch(index)
-        mesh = self.sharded.engine.mesh
-        return self.sharded.engine.to_device(
-            whole if self.is_one_process else whole.chunk(mesh.num_data_shards)[mesh.data_shard(self.job.rank)]
-        )
+        if not self.is_one_process:
+            mesh = self.sharded.engine.mesh
+            whole = whole.chunk(mesh.data_parallel_size)[mesh.data_parallel_rank(self.job.rank)]
+        return self.sharded.engine.to_device(whole)
 
     def clip_of_the_model(self, max_norm: float, norm_type: float) -> torch.Tensor:
         return self.model.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator, no-any-return]
@@ -308,7 +308,7 @@ class ShardedSide(Side):
     def rows(self, value: torch.Tensor) -> torch.Tensor:
         parts = self.by_rank(value.detach().cpu())
         mesh = self.sharded.engine.mesh
-        of_shards = {mesh.data_shard(rank): part for rank, part in enumerate(parts)}
+        of_shards = {mesh.data_parallel_rank(rank): part for rank, part in enumerate(parts)}
         return torch.cat([of_shards[shard] for shard in sorted(of_shards)])
 
     def full_state(self) -> dict[str, torch.Tensor]:

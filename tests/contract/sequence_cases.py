@@ -124,15 +124,15 @@ BATCHES: Mapping[str, Callable[[], Batch]] = {
 def rows_of(model: nn.Module, whole: torch.Tensor) -> torch.Tensor:
     """Return the rows of this process."""
     engine = sharded_model(model).engine
-    own = engine.data_shards
-    return torch.cat(whole.chunk(engine.mesh.num_data_shards)[own.start : own.stop])
+    own = engine.data_parallel_ranks
+    return torch.cat(whole.chunk(engine.mesh.data_parallel_size)[own.start : own.stop])
 
 
 def part_of(model: nn.Module, batch: Batch) -> Batch:
     """Return the rows of this process, on its devices, and how many labels that is in the mean."""
     engine = sharded_model(model).engine
     rows = {name: rows_of(model, value) if name != "use_cache" else value for name, value in batch.items()}
-    share = len(engine.data_shards) / engine.mesh.num_data_shards
+    share = len(engine.data_parallel_ranks) / engine.mesh.data_parallel_size
     return engine.to_device(rows | {"num_items_in_batch": batch["labels"][:, 1:].ne(-100).sum() * share})
 
 
@@ -389,13 +389,13 @@ def a_loss_of_the_script_has_the_same_gradients() -> None:
     accelerate(model, sp=2)
     embeds = torch.randn(4, 13, 32, generator=torch.Generator().manual_seed(2))
     engine = sharded_model(model).engine
-    given = [embeds.chunk(2)[engine.data_shards.start].clone(), embeds.clone()]
+    given = [embeds.chunk(2)[engine.data_parallel_ranks.start].clone(), embeds.clone()]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
     for each, inputs, optimizer in zip((model, whole), given, optimizers, strict=True):
         inputs.requires_grad_()
         each(inputs).square().mean().backward()
         optimizer.step()
-    torch.testing.assert_close(given[0].grad / 2, given[1].grad.chunk(2)[engine.data_shards.start])
+    torch.testing.assert_close(given[0].grad / 2, given[1].grad.chunk(2)[engine.data_parallel_ranks.start])
     check_parameters(model, whole)
 
 

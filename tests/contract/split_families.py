@@ -2,7 +2,7 @@
 
 python tests/contract/split_families.py build/split-families
 
-tries all, and writes the page's table and `torchacc/engines/native/proved_plans.py`. It goes on where it was
+tries all, and writes the page's table and `torchacc/engines/native/verified_plans.py`. It goes on where it was
 interrupted: what each came to stays in the folder, until that is removed.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 from families import all_families
 from sweep import sweep
 
-from torchacc.engines.native.proved_plans import fingerprint
+from torchacc.engines.native.verified_plans import fingerprint
 from torchacc.parallel.tensor_parallel import FAMILIES
 
 ENGINE = "native-tp"
 ROOT = Path(__file__).parents[2]
-PAGE, SOURCE = ROOT / "docs" / "tensor_parallel.md", ROOT / "torchacc" / "engines" / "native" / "proved_plans.py"
+PAGE, SOURCE = ROOT / "docs" / "tensor_parallel.md", ROOT / "torchacc" / "engines" / "native" / "verified_plans.py"
 
 
 def with_plans() -> dict[str, Any]:

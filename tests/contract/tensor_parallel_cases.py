@@ -77,8 +77,8 @@ def step(model: nn.Module, ids: torch.Tensor, optimizer: torch.optim.Optimizer) 
 def put(batch: torch.Tensor) -> torch.Tensor:
     """Return what this process sees of a global batch, on its devices."""
     engine = registry.active_engine()
-    parts = batch.chunk(engine.mesh.num_data_shards)
-    return engine.to_device(torch.cat([parts[index] for index in engine.data_shards]))
+    parts = batch.chunk(engine.mesh.data_parallel_size)
+    return engine.to_device(torch.cat([parts[index] for index in engine.data_parallel_ranks]))
 
 
 def num_on_a_device(tensor: torch.Tensor) -> int:

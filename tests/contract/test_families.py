@@ -17,7 +17,7 @@ from family_table import ENGINES, table
 from split_families import PAGE
 from sweep import sweep
 
-from torchacc.engines.native.proved_plans import PROVED_PLANS, fingerprint
+from torchacc.engines.native.verified_plans import PROVED_PLANS, fingerprint
 from torchacc.parallel.tensor_parallel import FAMILIES
 
 transformers = pytest.importorskip("transformers")

@@ -49,8 +49,8 @@ def record_step(
     config = resolve(config, Job(), num_devices=num_devices)
     engine = RecordingEngine(platform=platform, config=config, mesh=from_config(config), job=Job())
     rows = next(iter(batch.values())).shape[0]
-    if rows % engine.mesh.num_data_shards:
-        raise ConfigError(f"a batch of {rows} samples does not divide by {engine.mesh.num_data_shards} devices")
+    if rows % engine.mesh.data_parallel_size:
+        raise ConfigError(f"a batch of {rows} samples does not divide by {engine.mesh.data_parallel_size} devices")
     engine.check(model)
     plan = make_plan(model, config, engine.mesh)
     registry.activate(engine, plan)

@@ -24,6 +24,29 @@ _SIGNS: dict[CheckpointFormat, tuple[str, ...]] = {
 }
 
 
+_LOADS_AT_ANY_SIZE = (
+    "torchacc.checkpoint.load() takes it at any number of ranks, from_pretrained() opens it, and `torchacc convert "
+    "{folder} NEW --to dcp` writes it in another format"
+)
+_IN_PLACE_OF_RANK_FILES: dict[CheckpointFormat, str] = {
+    "torchacc": _LOADS_AT_ANY_SIZE,
+    "hf": _LOADS_AT_ANY_SIZE,
+    "dcp": "`torchacc convert {folder} NEW --to torchacc` puts it together",
+}
+
+
+def check_rank_files(folder: Path) -> None:
+    """Refuse a folder whose checkpoint is not of rank files, and say what to do with it.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    format = format_of(folder)
+    if format != "rank-files":
+        instead = _IN_PLACE_OF_RANK_FILES[format].format(folder=folder)
+        raise CheckpointError(f"{folder} is a {format} checkpoint, and no rank files: {instead}")
+
+
 def format_of(folder: Path) -> CheckpointFormat:
     """Return the format of the checkpoint that a folder holds.
 

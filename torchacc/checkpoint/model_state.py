@@ -165,7 +165,7 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
     Raises:
         CheckpointError: They do.
     """
-    if not sharded.placement.is_contiguous:
+    if not sharded.coordinates.is_contiguous:
         raise CheckpointError(
             f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers, "
             "config.dist.pp.size the list of them, or one program is for several hosts: a process holds a part of each "
@@ -346,12 +346,12 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},
-        "world_size": sharded.placement.processes_per_replica,
-        "rank": sharded.placement.shard_index,
-        "replica": sharded.placement.replica,
+        "world_size": sharded.coordinates.processes_per_replica,
+        "rank": sharded.coordinates.shard_index,
+        "replica": sharded.coordinates.replica,
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
-        **({} if sharded.placement.is_contiguous else {"splits_layers": True}),
+        **({} if sharded.coordinates.is_contiguous else {"splits_layers": True}),
     }
 
 
@@ -464,7 +464,7 @@ def local_part(
         if given != shapes.get(name):
             raise CheckpointError(
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
-                f"{sharded.placement.processes_per_replica} processes keeps {local_shard.shard_numel} elements"
+                f"{sharded.coordinates.processes_per_replica} processes keeps {local_shard.shard_numel} elements"
             )
     parts = [_elements_of(found[part.name], part) for part in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)

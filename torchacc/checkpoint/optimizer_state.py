@@ -298,7 +298,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
                 name = names.get(own, "")
                 part = slices.get(name, TensorSlice(name, tuple(value.shape), 0, 0))
                 shard = TensorShard(part, full.reshape(-1)[part.start : part.stop].clone())
-                entry[key] = shard if sharded.placement.is_contiguous else full
+                entry[key] = shard if sharded.coordinates.is_contiguous else full
     return received
 
 
@@ -370,7 +370,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of full rows or columns, where there are full ones."""
-    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.placement.processes_per_replica > 1:
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.coordinates.processes_per_replica > 1:
         return False
     shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))

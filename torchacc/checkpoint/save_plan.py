@@ -130,7 +130,9 @@ def plan_save(
     tensors["model"] |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
     if optimizer is not None:
         tensors["optimizer"] = _described(states)
-    files = _lay_out(tensors, sharded.placement.processes_per_replica * sharded.placement.num_replicas, max_shard_size)
+    files = _lay_out(
+        tensors, sharded.coordinates.processes_per_replica * sharded.coordinates.num_replicas, max_shard_size
+    )
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
     replicas = {entry.parameter: sharded.replicas_of(entry.local_shard) for entry in parameters}
     shards = []
@@ -163,7 +165,7 @@ def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
 
 def _check_lies_like_parameter(sharded: ShardedModel, entry: StateEntry) -> None:
     value = entry.value
-    if entry.is_sharded or sharded.placement.processes_per_replica == 1:
+    if entry.is_sharded or sharded.coordinates.processes_per_replica == 1:
         return
     if value.dim() and not optimizer_state.is_ordinary(entry.parameter, value):
         raise CheckpointError(

@@ -2,11 +2,10 @@
 
 import argparse
 
-from torchacc.checkpoint.detect_format import format_of
+from torchacc.checkpoint.detect_format import check_rank_files
 from torchacc.checkpoint.other_formats.rank_conversion import plan_consolidation
 from torchacc.cli import _converting
 from torchacc.cli._options import named, path
-from torchacc.errors import CheckpointError
 
 EXAMPLES = (
     "torchacc consolidate ckpt",
@@ -27,16 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the whole model, and return the exit status."""
-    format = format_of(args.folder)
-    if format == "dcp":
-        raise CheckpointError(
-            f"{args.folder} is a folder of torch.distributed.checkpoint: `torchacc convert {args.folder} NEW --to "
-            "torchacc` puts it together"
-        )
-    if format != "rank-files":
-        raise CheckpointError(
-            f"{args.folder} is whole already: from_pretrained() and torchacc.checkpoint.load() open it, and "
-            f"`torchacc convert {args.folder} NEW --to dcp` writes it in another format"
-        )
+    check_rank_files(args.folder)
     plan = plan_consolidation(str(args.folder), "*.pth", args.output or "", _converting.output(args))
     return _converting.run(args, plan)

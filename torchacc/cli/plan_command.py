@@ -139,7 +139,7 @@ def _strategies(args: argparse.Namespace, step: Step, replicas: Mapping[str, int
 
 
 def _recomputed(plan: ShardingPlan) -> str:
-    kept = " but for matrix products" if plan.keeps_products else ""
+    kept = " but for matrix products" if plan.saves_matmuls else ""
     return f", activations recomputed{kept}" if plan.recomputed else ""
 
 

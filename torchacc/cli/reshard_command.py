@@ -2,17 +2,11 @@
 
 import argparse
 
-from torchacc.checkpoint.detect_format import format_of
+from torchacc.checkpoint.detect_format import check_rank_files
 from torchacc.checkpoint.other_formats.rank_conversion import plan_conversion
 from torchacc.cli import _converting
 from torchacc.cli._options import path, positive
 from torchacc.errors import CheckpointError
-
-_OTHERWISE = {
-    "torchacc": "torchacc.checkpoint.load() takes it at any number of ranks",
-    "hf": "torchacc.checkpoint.load() takes it at any number of ranks",
-    "dcp": "`torchacc convert DIR TARGET --to torchacc` makes one that loads at any number of ranks",
-}
 
 EXAMPLES = (
     "torchacc reshard ckpt --ranks 8 --output ckpt-8",
@@ -33,9 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the rank files, and return the exit status."""
-    format = format_of(args.folder)
-    if format != "rank-files":
-        raise CheckpointError(f"{args.folder} is a {format} checkpoint, and no rank files: {_OTHERWISE[format]}")
+    check_rank_files(args.folder)
     if args.ranks == 1:
         raise CheckpointError(f"--ranks 1: for one rank there is `torchacc consolidate {args.folder}`")
     parts = _converting.PARTS[args.part]

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from torchacc.errors import ConfigError, DataError
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 _NUM_BUCKETS = 8
 _PAD_VALUES: dict[str, float] = {
     "input_ids": 0,
     "attention_mask": 0,
-    "labels": -100,
+    "labels": IGNORE_INDEX,
     "token_type_ids": 0,
     "position_ids": 0,
 }

@@ -10,7 +10,7 @@ from torchacc.errors import DataError
 
 def make_global_batches(
     batches: Iterator[Any],
-    num_data_shards: int,
+    data_parallel_size: int,
     *,
     drop_last: bool,
     batch_size: int | None = None,
@@ -20,32 +20,32 @@ def make_global_batches(
 
     Args:
         batches: All the batches of the epoch.
-        num_data_shards: How many make a global batch.
+        data_parallel_size: How many make a global batch.
         drop_last: Whether to drop an incomplete global batch.
         batch_size: Where batches are lists of samples of one size, to be completed sample by sample.
         skip: How many batches to leave out. They are read at once, the rest as the global batches are asked for.
     """
-    first = list(itertools.islice(batches, num_data_shards)) if skip else []
+    first = list(itertools.islice(batches, data_parallel_size)) if skip else []
     left = itertools.chain(first, batches)
     next(itertools.islice(left, skip, skip), None)
-    return _grouped(left, first, num_data_shards, drop_last, batch_size)
+    return _grouped(left, first, data_parallel_size, drop_last, batch_size)
 
 
 def _grouped(
-    batches: Iterator[Any], first: list[Any], num_data_shards: int, drop_last: bool, batch_size: int | None
+    batches: Iterator[Any], first: list[Any], data_parallel_size: int, drop_last: bool, batch_size: int | None
 ) -> Iterator[list[Any]]:
     """Group batches into global batches, and complete the last one with the first batches of the epoch, where known."""
     count = len(first)
-    while found := list(itertools.islice(batches, num_data_shards)):
+    while found := list(itertools.islice(batches, data_parallel_size)):
         count += len(found)
-        if len(found) < num_data_shards and drop_last:
+        if len(found) < data_parallel_size and drop_last:
             break
         first = first or found
         if batch_size is None:
-            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), num_data_shards))
+            yield list(itertools.islice(itertools.chain(found, itertools.cycle(first)), data_parallel_size))
         else:
             samples = itertools.chain(*found, itertools.cycle(itertools.chain(*first)))
-            yield [list(itertools.islice(samples, batch_size)) for _ in range(num_data_shards)]
+            yield [list(itertools.islice(samples, batch_size)) for _ in range(data_parallel_size)]
     if not count:
         raise DataError(
             "The loader gave no batch. Check that its dataset is not empty, that drop_last=True leaves something of "
@@ -53,33 +53,33 @@ def _grouped(
         )
     if not first:
         raise DataError(
-            f"The loader gave {count} batches for {num_data_shards} data-parallel devices, and drop_last=True drops an "
-            f"incomplete global batch: {count} // {num_data_shards} = 0 steps. Write drop_last=False to complete it, "
-            f"or a batch_size of at most 1/{-(-num_data_shards // count)} of this one."
+            f"The loader gave {count} batches for {data_parallel_size} data-parallel devices, and drop_last=True drops "
+            f"an incomplete global batch: {count} // {data_parallel_size} = 0 steps. Write drop_last=False to complete "
+            f"it, or a batch_size of at most 1/{-(-data_parallel_size // count)} of this one."
         )
 
 
-def num_global_batches(batches: int, num_data_shards: int, drop_last: bool) -> int:
+def num_global_batches(batches: int, data_parallel_size: int, drop_last: bool) -> int:
     """Return how many global batches an epoch of so many batches has."""
-    return batches // num_data_shards if drop_last else -(-batches // num_data_shards)
+    return batches // data_parallel_size if drop_last else -(-batches // data_parallel_size)
 
 
-def describe_global_batch(num_data_shards: int, size: int | None) -> str:
+def describe_global_batch(data_parallel_size: int, size: int | None) -> str:
     """Return in words what a global batch is made of.
 
     Args:
-        num_data_shards: How many batches.
+        data_parallel_size: How many batches.
         size: Rows of a batch; None where it is not known.
     """
     if size is None:
-        return "1 batch" if num_data_shards == 1 else f"{num_data_shards} batches"
-    if num_data_shards == 1:
+        return "1 batch" if data_parallel_size == 1 else f"{data_parallel_size} batches"
+    if data_parallel_size == 1:
         return _counted(size, "row")
-    return f"{_counted(size, 'row')} x {num_data_shards} devices = {size * num_data_shards}"
+    return f"{_counted(size, 'row')} x {data_parallel_size} devices = {size * data_parallel_size}"
 
 
 def describe_epoch(
-    num_data_shards: int,
+    data_parallel_size: int,
     *,
     batches: int | None,
     size: int | None,
@@ -90,22 +90,22 @@ def describe_epoch(
     """Return in words what an epoch is made of, and what becomes of its last rows.
 
     Args:
-        num_data_shards: How many batches make a global batch.
+        data_parallel_size: How many batches make a global batch.
         batches: Batches of an epoch.
         size: Rows of each but the last.
         rows: Rows of an epoch. Of these three, None where it is not known.
         drop_last: Whether an incomplete global batch is dropped.
         fills_count: Whether losses count the rows that complete it otherwise.
     """
-    said = f"{describe_global_batch(num_data_shards, size)} in a step"
+    said = f"{describe_global_batch(data_parallel_size, size)} in a step"
     if batches is None:
         end = "an incomplete last step is left out (drop_last)" if drop_last else "the last completed from its start"
         return f"{said}, as many steps as the stream has batches for, {end}"
-    steps = num_global_batches(batches, num_data_shards, drop_last)
+    steps = num_global_batches(batches, data_parallel_size, drop_last)
     said += f", {steps} step{'' if steps == 1 else 's'} an epoch"
-    given, used, unit = batches, steps * num_data_shards, "batch"
+    given, used, unit = batches, steps * data_parallel_size, "batch"
     if size is not None and rows is not None:
-        given, used, unit = rows, steps * num_data_shards * size, "row"
+        given, used, unit = rows, steps * data_parallel_size * size, "row"
     if used < given:
         return f"{said}, the last {_counted(given - used, unit)} left out (drop_last)"
     if used > given:

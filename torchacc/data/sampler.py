@@ -35,7 +35,7 @@ class ShardSampler:
     def __init__(
         self,
         loader: "DataLoader[Any]",
-        num_data_shards: int,
+        data_parallel_size: int,
         shards: Sequence[int],
         *,
         drop_last: bool,
@@ -45,7 +45,7 @@ class ShardSampler:
         self._order: Any = loader.batch_sampler if self.collates else loader.sampler
         self._batch_size = self._order.batch_size if type(self._order) is BatchSampler else None
         self._steerable = next(filter(_is_steerable, reversed(samplers(loader))), None)
-        self._num_data_shards = num_data_shards
+        self._data_parallel_size = data_parallel_size
         self._shards = shards
         self._drop_last = drop_last
         self._agree: Agree = agree or (lambda payload: payload)
@@ -76,7 +76,7 @@ class ShardSampler:
         return self._indices
 
     def __len__(self) -> int:
-        global_batches = num_global_batches(len(self._order), self._num_data_shards, self._drop_last)
+        global_batches = num_global_batches(len(self._order), self._data_parallel_size, self._drop_last)
         return global_batches if self.collates else global_batches * len(self._shards)
 
     def in_own_batches(self, state: Any) -> Any:
@@ -107,7 +107,7 @@ class ShardSampler:
             at = replace(at, seed=self._agree_on_seed())
         with self._agreed_draws(at):
             batches = iter(self._order)
-            opening = list(itertools.islice(batches, max(self._num_data_shards, _COMPARED_BATCHES)))
+            opening = list(itertools.islice(batches, max(self._data_parallel_size, _COMPARED_BATCHES)))
         # Where batches are only cut from the samples' order, it is that which is found again at another batch size.
         begin: Iterable[Any] = itertools.chain.from_iterable(opening) if self._batch_size else opening
         digest = self._compare(list(itertools.islice(begin, _COMPARED_BATCHES)))
@@ -119,7 +119,7 @@ class ShardSampler:
             )
         global_batches = make_global_batches(
             itertools.chain(opening, batches),
-            self._num_data_shards,
+            self._data_parallel_size,
             drop_last=self._drop_last,
             batch_size=self._batch_size,
             skip=at.batches,

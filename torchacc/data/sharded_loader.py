@@ -45,7 +45,7 @@ Gather = Callable[[Any], Sequence[Any]]
 def shard_loader(
     loader: Iterable[Any],
     *,
-    num_data_shards: int,
+    data_parallel_size: int,
     shards: Sequence[int],
     agree: Agree | None = None,
     gather: Gather | None = None,
@@ -63,7 +63,7 @@ def shard_loader(
 
     Args:
         loader: The user's loader. It is left alone, but for its samplers' and dataset's `set_epoch`.
-        num_data_shards: W, the number of data-parallel devices of the job.
+        data_parallel_size: W, the number of data-parallel devices of the job.
         shards: The devices that this process feeds, in ascending order.
         agree: A collective that returns rank 0's argument on every rank; None where there is one process. Called only
             in the thread that calls `iter()`, and as often on each rank.
@@ -77,13 +77,13 @@ def shard_loader(
         DataError: For a loader that cannot be sharded.
     """
     assert list(shards) == sorted(set(shards)), shards
-    assert 0 <= shards[0] <= shards[-1] < num_data_shards, (shards, num_data_shards)
+    assert 0 <= shards[0] <= shards[-1] < data_parallel_size, (shards, data_parallel_size)
     _check(loader)
     if isinstance(loader, (list, tuple)) and loader:
         refuse_sample(loader[0], f"the {type(loader).__name__} of {len(loader)} that was passed as the loader")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _IndexLoader(loader, num_data_shards, shards, agree, gather)
-    return _StreamLoader(loader, num_data_shards, shards, agree, gather)
+        return _IndexLoader(loader, data_parallel_size, shards, agree, gather)
+    return _StreamLoader(loader, data_parallel_size, shards, agree, gather)
 
 
 def _check(loader: Any) -> None:
@@ -115,16 +115,16 @@ class ShardedLoader(ABC):
 
     Attributes:
         loader: The user's loader.
-        num_data_shards: The number of data-parallel devices of the job.
+        data_parallel_size: The number of data-parallel devices of the job.
         shards: Those that this process feeds.
         drop_last: Whether an incomplete global batch is dropped, instead of completed.
     """
 
     def __init__(
-        self, loader: Any, num_data_shards: int, shards: Sequence[int], agree: Agree | None, gather: Gather | None
+        self, loader: Any, data_parallel_size: int, shards: Sequence[int], agree: Agree | None, gather: Gather | None
     ) -> None:
         self.loader = loader
-        self.num_data_shards = num_data_shards
+        self.data_parallel_size = data_parallel_size
         self.shards = shards
         self.drop_last = any(getattr(source, "drop_last", False) for source in (loader, *samplers(loader)))
         self._agree = agree or (lambda payload: payload)
@@ -159,7 +159,7 @@ class ShardedLoader(ABC):
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return num_global_batches(len(self.loader), self.num_data_shards, self.drop_last)
+        return num_global_batches(len(self.loader), self.data_parallel_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch, or go on with one that was loaded; collective where there are several processes."""
@@ -207,8 +207,8 @@ class ShardedLoader(ABC):
             own = tuple(pack(generator) for generator in self._generators()[1:])
             at = Position(epochs=self._at.epochs + 1, epoch=self._epoch, seed=self._at.seed, random=(None, *own))
         else:
-            at = replace(self._at, batches=self._at.batches + delivered * self.num_data_shards)
-        devices = self._at.loader.get(_DEVICES) if self._resuming else self.num_data_shards
+            at = replace(self._at, batches=self._at.batches + delivered * self.data_parallel_size)
+        devices = self._at.loader.get(_DEVICES) if self._resuming else self.data_parallel_size
         return replace(at, loader=self._traits() | ({} if devices is None else {_DEVICES: devices}))
 
     def resume(self, state: Any) -> None:
@@ -245,14 +245,14 @@ class ShardedLoader(ABC):
         if devices is None:
             return
         before = devices, rows or size
-        if before[0] * (before[1] or 1) == self.num_data_shards * (size or 1):
+        if before[0] * (before[1] or 1) == self.data_parallel_size * (size or 1):
             return
         _log.warning(
             "the data position was saved with %s in a step, and goes on with %s: no row is lost or seen twice, and an "
             "epoch has another number of steps. To train on as before, keep their product, by batch_size or by the "
             "micro-batches of torchacc.accumulate()",
             describe_global_batch(*before),
-            describe_global_batch(self.num_data_shards, size),
+            describe_global_batch(self.data_parallel_size, size),
         )
 
     def _leave_resumed_epoch(self, epoch: int) -> None:
@@ -281,7 +281,7 @@ class ShardedLoader(ABC):
         is_stream = isinstance(self.dataset, IterableDataset)
         batches = None if is_stream else self._num_batches()
         return describe_epoch(
-            self.num_data_shards,
+            self.data_parallel_size,
             batches=batches,
             size=size,
             rows=rows,
@@ -318,7 +318,7 @@ class _StreamLoader(ShardedLoader):
         # Not a generator function: the workers are to start, and the random draws to be made, in the caller's thread.
         stream = self._filled(self._compared(iter(self.loader)))
         global_batches = make_global_batches(
-            stream, self.num_data_shards, drop_last=self.drop_last, skip=self._at.batches
+            stream, self.data_parallel_size, drop_last=self.drop_last, skip=self._at.batches
         )
         return (join([found[shard] for shard in self.shards]) for found in global_batches)
 
@@ -370,13 +370,13 @@ class _IndexLoader(ShardedLoader):
     def __init__(
         self,
         loader: "DataLoader[Any]",
-        num_data_shards: int,
+        data_parallel_size: int,
         shards: Sequence[int],
         agree: Agree | None,
         gather: Gather | None,
     ) -> None:
-        super().__init__(loader, num_data_shards, shards, agree, gather)
-        self._sampler = ShardSampler(loader, num_data_shards, shards, drop_last=self.drop_last, agree=agree)
+        super().__init__(loader, data_parallel_size, shards, agree, gather)
+        self._sampler = ShardSampler(loader, data_parallel_size, shards, drop_last=self.drop_last, agree=agree)
         self._inner = with_sampler(loader, self._sampler)
 
     def _begin(self) -> Iterator[Any]:

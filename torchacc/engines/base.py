@@ -12,7 +12,7 @@ from torchacc.engines import attention_kernels
 from torchacc.engines.compile_report import CompileReport
 from torchacc.engines.memory import Memory, memory_of_process
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.sample_rows import HostRowGatherer, RowGatherer
+from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.env import Job
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan
@@ -107,12 +107,12 @@ class Engine(ABC):
     @property
     def num_batch_devices(self) -> int:
         """How many data-parallel devices the rows that a model is called with are of."""
-        return len(self.data_shards)
+        return len(self.data_parallel_ranks)
 
     @property
-    def data_shards(self) -> Sequence[int]:
+    def data_parallel_ranks(self) -> Sequence[int]:
         """The data-parallel devices, by index, that this process feeds: the one at its rank, where it drives one."""
-        shard = self.mesh.data_shard(self.job.rank)
+        shard = self.mesh.data_parallel_rank(self.job.rank)
         return range(shard, shard + 1)
 
     @abstractmethod
@@ -135,12 +135,12 @@ class Engine(ABC):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all data-parallel devices. Collective: every process; see `torchacc.dist.all_gather()`."""
-        return self.row_gatherer(tensor)
+        return self.sample_gatherer(tensor)
 
     @cached_property
-    def row_gatherer(self) -> RowGatherer:
+    def sample_gatherer(self) -> SampleGatherer:
         """The collectives of rows between processes. Made by a collective: every process."""
-        return HostRowGatherer(self.group, self.mesh)
+        return SampleGatherer(self.group, self.mesh)
 
     def with_whole_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of which each device computes whole rows, where a compiler would choose what it computes."""

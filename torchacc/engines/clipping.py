@@ -19,7 +19,7 @@ _norms: WeakKeyDictionary[ShardedModel, tuple[bool, TotalNorm]] = WeakKeyDiction
 """For each model the norm, and whether it is asked after others, as it takes all shards for its own."""
 
 
-def note_total_norm(model: ShardedModel, total_norm: TotalNorm, *, knows_its_own: bool = False) -> None:
+def register_total_norm(model: ShardedModel, total_norm: TotalNorm, *, knows_its_own: bool = False) -> None:
     """Let PyTorch's clipping, however a script has imported it, take the norm of a model's gradients from their shards.
 
     Args:

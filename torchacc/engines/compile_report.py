@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+WARM_UP_STEPS = 2
+"""Steps of an optimizer in which something new may be compiled without a warning."""
+
 
 @dataclass(frozen=True)
 class CompileReport:

@@ -19,7 +19,7 @@ _weighed: ContextVar[bool] = ContextVar("weighed", default=False)
 
 
 @contextmanager
-def kept_by_devices() -> Iterator[None]:
+def local_losses() -> Iterator[None]:
     """Hold a context, or decorate a function, in which scalars that models return are each device's own."""
     with _set(_kept):
         yield
@@ -49,7 +49,7 @@ def are_weighed() -> bool:
 def average_scalars(output: Any, mean: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Give the scalars that a model returns the values of their means over all devices.
 
-    Inside of `kept_by_devices()` they keep their own.
+    Inside of `local_losses()` they keep their own.
 
     Args:
         output: The model's output, of any nesting. Its scalars are the floating-point tensors without dimensions.
@@ -106,14 +106,14 @@ class MeanLoss(torch.autograd.Function):
         return grad, None
 
 
-def warn_of_sums(model: nn.Module, output: Any, inputs: Any, num_data_shards: int) -> None:
+def warn_of_sums(model: nn.Module, output: Any, inputs: Any, data_parallel_size: int) -> None:
     """Warn of a loss that is a sum over the process's own samples, where gradients are averaged over devices.
 
     Args:
         model: The model, in training.
         output: What it has returned.
         inputs: What it was called with.
-        num_data_shards: The devices that see different data.
+        data_parallel_size: The devices that see different data.
     """
     rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
     if rows and any(is_sum_over(rows, tensor) for tensor in tensors_in(output) if not tensor.dim()):
@@ -122,7 +122,7 @@ def warn_of_sums(model: nn.Module, output: Any, inputs: Any, num_data_shards: in
             "averaged over the %d devices that see different data, so that the loss and its gradients are 1/%d of "
             "those of all samples: return a mean, or multiply the sum by %d",
             type(model).__name__,
-            *[num_data_shards] * 3,
+            *[data_parallel_size] * 3,
         )
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from torchacc.data import digest_of, tensors_in
 from torchacc.engines.device_losses import are_weighed
 from torchacc.logging import get_logger
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 _log = get_logger(__name__)
 
 _STEPS = 2
 _FORWARDS = 8
 """How many forwards of a step are looked at."""
-_IGNORED = -100
 
 
 @dataclass
@@ -179,7 +179,7 @@ class FirstSteps:
             candidates = [each for each in tensors_in(values) if each.dtype == torch.int64 and each.dim()]
         hosted = self._to_host([each.detach() for each in candidates]) if candidates else None
         for tensor in hosted or ():
-            counted = tensor.ne(_IGNORED)
+            counted = tensor.ne(IGNORE_INDEX)
             predicted = counted[:, 1:] if counted.dim() == 2 else counted
             yield _SeenLabels(is_named or not bool(counted.all()), int(counted.sum()), int(predicted.sum()))
 

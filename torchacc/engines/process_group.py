@@ -224,13 +224,13 @@ class ProcessGroup:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
 
-    def prepare_meetings(self) -> None:
-        """Get ready for `meet()`. Collective: every process."""
+    def prepare_call_checks(self) -> None:
+        """Get ready for `check_same_call()`. Collective: every process."""
         if self.job.launched:
             with gloo_silenced():
                 _meetings()
 
-    def meet(self, what: str, apart: str | None = None, instead: str | None = None) -> None:
+    def check_same_call(self, what: str, apart: str | None = None, instead: str | None = None) -> None:
         """Raise on every process unless all of them read the same now. Collective: every process.
 
         For what is not a reading, `apart` says what is wrong where they differ, and `instead` what to do.

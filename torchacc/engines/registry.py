@@ -42,7 +42,7 @@ class Choice:
     """The engine that a config asks for in a job."""
 
     engine: str
-    instead_of_xla: str | None = None
+    fallback_reason: str | None = None
     """The option, by its path, for which backend `auto` takes the native engine where it would take XLA; else None."""
 
 
@@ -79,7 +79,7 @@ def choose(config: Config, job: Job) -> Choice:
                 "out, or choose the engine by config.backend = 'native' or 'xla'"
             )
         if option is not None and (xla_runtime.runs_on_cpu() or torch.accelerator.is_available()):
-            return Choice("native", instead_of_xla=option)
+            return Choice("native", fallback_reason=option)
     assert config.backend in ("auto", "xla"), f"nothing says which engine backend {config.backend!r} is"
     xla_runtime.check_versions()
     hardware.check_platform()
@@ -113,8 +113,8 @@ def make_engine(config: Config, job: Job) -> Engine:
         ConfigError: The config contradicts itself or the job.
     """
     choice = choose(config, job)
-    if choice.instead_of_xla is not None:
-        _log.info("config.backend = 'auto' takes the native engine for %s, which XLA has not", choice.instead_of_xla)
+    if choice.fallback_reason is not None:
+        _log.info("config.backend = 'auto' takes the native engine for %s, which XLA has not", choice.fallback_reason)
     chosen = engine_class(choice.engine)
     resolved = resolve(config, job, num_devices=chosen.count_devices(config, job))
     return chosen(config=resolved, mesh=from_config(resolved), job=job)

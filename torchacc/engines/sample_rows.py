@@ -1,6 +1,5 @@
-"""Rows of all data-parallel devices, one after another, on each of them: for losses that compare all samples."""
+"""The samples of all data-parallel devices, one after another, on each of them: for losses that compare all samples."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,46 +13,38 @@ from torchacc.parallel.mesh import Mesh
 _MOST_DIMS = 8
 
 
-class RowGatherer(ABC):
-    """The collectives of tensors between processes that see different data."""
+class SampleGatherer:
+    """Gathers samples between processes that see different data, by PyTorch's own collectives."""
 
     def __init__(self, group: ProcessGroup, mesh: Mesh) -> None:
         """Make the group of processes. Collective: every process."""
         groups = mesh.groups(Role.BATCH)
         own = next(ranks for ranks in groups if group.job.rank in ranks)
-        self.ranks = sorted(own, key=mesh.data_shard)
-        """The processes in the order of their rows."""
+        self.ranks = sorted(own, key=mesh.data_parallel_rank)
+        """The processes in the order of their samples."""
         self._members = group.own_subgroup(groups)
         # PyTorch sorts the processes of a group.
         self._order = [sorted(own).index(rank) for rank in self.ranks]
         self._own = self.ranks.index(group.job.rank)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes, connected to this one's for autograd. Collective: every process."""
+        """Return the samples of all processes, connected to this one's for autograd. Collective: every process."""
         if len(self.ranks) == 1:
             return tensor
         self._check_alike(tensor)
         gathered: torch.Tensor = _AllGather.apply(tensor, self)
         return gathered
 
-    @abstractmethod
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes, of shape (processes * rows, …). Collective: every process."""
-
-    @abstractmethod
-    def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all processes of a tensor's part that is this process's rows. Collective."""
-
-    def gather_on_host(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes by PyTorch's own collectives."""
+        """Return the samples of all processes, of shape (processes * samples, …). Collective: every process."""
         count, shape = len(self.ranks), rows.shape
         own = rows.contiguous().view(-1).view(torch.uint8)  # bytes: gloo does not know all dtypes
         gathered = own.new_empty(count * len(own))
         dist.all_gather_into_tensor(gathered, own, group=self._members)
         return self._in_order(gathered.view(rows.dtype).view(count, *shape)).flatten(0, 1)
 
-    def sum_of_own_on_host(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of this process's rows by PyTorch's own collectives."""
+    def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes of a tensor's part that is this process's samples. Collective."""
         by_process = gradient.reshape(len(self.ranks), -1)
         wide = by_process.to(torch.promote_types(gradient.dtype, torch.float32))
         placed = torch.empty_like(wide)
@@ -89,18 +80,6 @@ class RowGatherer(ABC):
             )
 
 
-class HostRowGatherer(RowGatherer):
-    """By PyTorch's own collectives, on the tensors' device."""
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all processes."""
-        return self.gather_on_host(rows)
-
-    def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of this process's rows."""
-        return self.sum_of_own_on_host(gradient)
-
-
 _DTYPES = sorted(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
@@ -112,7 +91,7 @@ class _AllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, gatherer: RowGatherer) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, gatherer: SampleGatherer) -> torch.Tensor:
         ctx.gatherer = gatherer
         return gatherer.gather(rows.detach())
 

@@ -29,7 +29,7 @@ from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardPlacement
+from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 HANDLE = "_torchacc"
 """The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
@@ -96,7 +96,7 @@ class ShardedModel(ABC):
             EngineError: It has no weights yet, or is called inside of a transform of torch.func.
         """
         self.status.check_usable()
-        if torch._C._functorch.peek_interpreter_stack() is not None and not self.plan.is_plain:
+        if torch._C._functorch.peek_interpreter_stack() is not None and not self.plan.is_replicated:
             raise EngineError(
                 "a sharded model cannot run inside of a transform of torch.func (grad, jvp, jacrev, vmap …), which "
                 "cannot follow where weights are gathered: take torch.autograd.grad(), or transform a copy of the "
@@ -139,13 +139,13 @@ class ShardedModel(ABC):
         parameter.copy_(self.place(parameter, local))
 
     @cached_property
-    def placement(self) -> ShardPlacement:
+    def coordinates(self) -> ShardCoordinates:
         """Which shards this process holds; all of them where one process drives all devices."""
-        return ShardPlacement()
+        return ShardCoordinates()
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return which copy of a parameter's shard this process holds, and how many there are."""
-        return self.placement.replica, self.placement.num_replicas
+        return self.coordinates.replica, self.coordinates.num_replicas
 
     def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
         """Return `replica_of()` for each of the shard's slices."""
@@ -159,7 +159,7 @@ class ShardedModel(ABC):
             local: What `fetch()` gave.
             rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
         """
-        if self.placement.processes_per_replica == 1:
+        if self.coordinates.processes_per_replica == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
         padded = nn.functional.pad(local, (0, local_shard.shard_numel - len(local)))
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
@@ -186,7 +186,7 @@ class ShardedModel(ABC):
 
         Where each process has all of the model, nothing waits, and some may make the call by themselves.
         """
-        if self.placement.processes_per_replica > 1:
+        if self.coordinates.processes_per_replica > 1:
             self.engine.group.expect_all(call)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -251,7 +251,7 @@ class ShardedModel(ABC):
             if torch.is_grad_enabled():
                 if sees_a_part and model.training and not self._has_looked_for_sums:
                     self._has_looked_for_sums = True
-                    warn_of_sums(model, output, (args, kwargs), self.engine.mesh.num_data_shards)
+                    warn_of_sums(model, output, (args, kwargs), self.engine.mesh.data_parallel_size)
                 progress.mark(progress.Phase.BACKWARD)
                 map_tensors(self._watch_backward, output)
             else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -10,24 +10,14 @@ from torch import nn
 
 from torchacc.errors import EngineError
 
+if TYPE_CHECKING:
+    from torchacc.engines.native.step_in_backward import StepInBackward
+
 _NO_WEIGHTS = (
     "it was built on the meta device and has no weights yet; torchacc.checkpoint.load(folder, model=model) loads them "
     "from a torchacc or a Hugging Face checkpoint. To start from an initialisation, build it with "
     "torchacc.deferred_init() instead"
 )
-
-
-class StepsInBackward(Protocol):
-    """What steps weights inside of backward; its methods raise an EngineError."""
-
-    def on_backward(self) -> None:
-        """Note that a graph of the model runs, and check that it may step."""
-
-    def check_complete(self) -> None:
-        """Check that `optimizer.step()` has come since the last backward."""
-
-    def refuse_gradients(self, call: str) -> None:
-        """Refuse a call that needs the gradients of a whole step."""
 
 
 _PARTLY_STEPPED = (
@@ -52,7 +42,7 @@ class ModelStatus:
         self._window_is_open = False
         self._has_failed = False
         self._has_scaler = False
-        self._steps_in_backward: StepsInBackward | None = None
+        self._steps_in_backward: StepInBackward | None = None
 
     # ---- Weights and optimizer state
 
@@ -179,7 +169,7 @@ class ModelStatus:
                 "them, or complete the window first"
             )
 
-    def step_in_backward(self, steps: StepsInBackward) -> None:
+    def step_in_backward(self, steps: "StepInBackward") -> None:
         """Note what steps the weights inside of backward."""
         self._steps_in_backward = steps
 

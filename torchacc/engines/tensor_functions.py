@@ -16,6 +16,12 @@ ELEMENTWISE = {
 }  # fmt: skip
 """Names, without underscores, of functions of which each element of the result depends on one of each operand."""
 
+WITHOUT_GRADIENT = {
+    "detach", "empty_like", "eq", "full_like", "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan",
+    "isneginf", "isposinf", "le", "less", "less_equal", "lt", "ne", "not_equal", "ones_like", "signbit", "zeros_like",
+}  # fmt: skip
+"""Names of functions of `ELEMENTWISE`, and of others like them, that pass no gradient on."""
+
 VIEWS = {
     "H", "T", "as_strided", "chunk", "diagonal", "expand", "expand_as", "flatten", "mH", "mT", "movedim", "narrow",
     "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes",

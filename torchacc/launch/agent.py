@@ -112,7 +112,7 @@ class Attempt:
         """Why torchrun's agent could not start them, or did not reach the other machines."""
         self._shown = _shown_ranks(options)
         self._lines: dict[RankProcess, _OwnLines] = {}
-        self._rendezvous = _meet(options)
+        self._rendezvous = _check_same_call(options)
         self._agent = _Agent(command, options, folder, self._rendezvous)
         self._thread = threading.Thread(target=self._run, name="torchacc launch", daemon=True)
         self._thread.start()
@@ -408,7 +408,7 @@ def _unchanged(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(argument.replace("$", "$$") for argument in arguments)
 
 
-def _meet(options: LaunchOptions) -> RendezvousHandler:
+def _check_same_call(options: LaunchOptions) -> RendezvousHandler:
     """Return how the machines find one another; on a single one without a port any that is free is taken."""
     where: dict[str, Any] = {"backend": "c10d", "endpoint": "localhost:0"}
     if options.master_port is not None:

@@ -19,14 +19,12 @@ from torchacc.errors import ConfigError
 from torchacc.layouts.estimate import StepTime, estimate
 from torchacc.layouts.speeds import DeviceSpeeds
 from torchacc.memory_plan import DeviceBytes, Step, study
-from torchacc.parallel.axes import AXES, Role, axes_with, axis_with
+from torchacc.parallel.axes import AXES, MODEL_PARALLEL, Role, axes_with, axis_with
 from torchacc.parallel.mesh import Mesh, from_config
 
 _REPLICAS, _SHARDS = axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD)
 _STAGES = axis_with(Role.PIPELINE)
 _PARTS = axis_with(Role.TENSOR)
-_INNER = axes_with(Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)
-"""Axes along which devices compute other parts of one step."""
 _MICROBATCHES_PER_STAGE = 4
 _ENGINE: Literal["native"] = "native"
 
@@ -165,7 +163,7 @@ def search(
 def _inner_sizes(num_devices: int) -> Iterator[dict[str, int]]:
     """Yield the sizes of the axes along which devices compute other parts of one step, none of them first."""
     sizes: list[dict[str, int]] = [{}]
-    for axis in _INNER:
+    for axis in axes_with(*MODEL_PARALLEL):
         sizes = [{**before, axis: size} for before in sizes for size in _divisors(num_devices // prod(before.values()))]
     yield from sorted(sizes, key=lambda each: (sum(size > 1 for size in each.values()), prod(each.values())))
 
@@ -187,11 +185,11 @@ def _try(
     outer = num_devices // prod(inner.values())
     smallest = Candidate({**dict.fromkeys(AXES, 1), **inner, _SHARDS: outer}, "FULL_SHARD", False, 1).apply(config)
     mesh = _check(model, smallest, num_devices)
-    if samples % mesh.num_data_shards:
+    if samples % mesh.data_parallel_size:
         raise ConfigError(
-            f"a global batch of {samples} samples does not divide over {mesh.num_data_shards} parts of the data"
+            f"a global batch of {samples} samples does not divide over {mesh.data_parallel_size} parts of the data"
         )
-    rows = samples // mesh.num_data_shards
+    rows = samples // mesh.data_parallel_size
     most = _MICROBATCHES_PER_STAGE * mesh.size(Role.PIPELINE)
     count = max(each for each in _divisors(rows) if each <= most) if mesh.size(Role.PIPELINE) > 1 else 1
     for recompute in (False, True):

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchacc.memory_plan.lifetimes import Lifetimes, eager_lifetimes, fused_lif
 from torchacc.memory_plan.one_device import Sent, Traffic, on_one_device
 from torchacc.memory_plan.strategies import DeviceBytes, native_bytes, xla_bytes
 from torchacc.memory_plan.trace import Trace, record
-from torchacc.parallel.axes import Role, axes_with, axis_with
+from torchacc.parallel.axes import MODEL_PARALLEL, Role, axes_with, axis_with
 from torchacc.parallel.experts import on_mesh
 from torchacc.parallel.mesh import STRATEGIES, from_config
 from torchacc.parallel.plan import ShardingPlan, make_plan
@@ -34,8 +35,6 @@ _NOT_PLANNED = (
     "compute.fp16",
     "compute.fp8",
 )
-_INNER = (Role.TENSOR, Role.SEQUENCE, Role.EXPERT, Role.PIPELINE)
-"""What axes are for along which devices compute other parts of one step."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Step:
     """Whether gradients are clipped by their norm, which waits for all of them."""
 
     @property
-    def num_inner(self) -> int:
+    def model_parallel_size(self) -> int:
         """Devices that compute parts of the same step: of its layers, tokens, experts and stages."""
         return self.plan.mesh.num_devices
 
@@ -136,9 +135,9 @@ class Step:
         Raises:
             ConfigError: The strategy cannot be had on so many devices.
         """
-        if num_devices % (replicas * self.num_inner):
-            of = f", each of a multiple of {self.num_inner} devices" if self.num_inner > 1 else ""
-            choose = replicas * self.num_inner
+        if num_devices % (replicas * self.model_parallel_size):
+            of = f", each of a multiple of {self.model_parallel_size} devices" if self.model_parallel_size > 1 else ""
+            choose = replicas * self.model_parallel_size
             raise ConfigError(
                 f"{num_devices} devices cannot hold {replicas} replicas{of}: choose a multiple of {choose}"
                 if of
@@ -146,9 +145,9 @@ class Step:
             )
         config = Config()
         dist = config.dist
-        dist.dp.size, dist.fsdp.size = replicas, num_devices // (replicas * self.num_inner)
+        dist.dp.size, dist.fsdp.size = replicas, num_devices // (replicas * self.model_parallel_size)
         dist.fsdp.sharding_strategy = strategy  # type: ignore[assignment]
-        for axis in axes_with(*_INNER):
+        for axis in axes_with(*MODEL_PARALLEL):
             getattr(dist, axis).size = self.plan.mesh.axis_size(axis)
         config = resolve(config, Job(num_processes=num_devices), num_devices=num_devices)
         again = STRATEGIES[strategy].reshard_after_forward
@@ -165,8 +164,8 @@ class Step:
         """
         fewest = 2 * replicas if strategy == "HYBRID_SHARD" else replicas
         every = (*range(1, 9), *range(16, MOST_DEVICES + 1, 8))
-        whole = replicas * self.num_inner
-        counts: list[int] = [n for n in every if n % whole == 0 and n >= fewest * self.num_inner]
+        whole = replicas * self.model_parallel_size
+        counts: list[int] = [n for n in every if n % whole == 0 and n >= fewest * self.model_parallel_size]
 
         def fits(num_devices: int) -> bool:
             try:
@@ -247,8 +246,7 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
     for path in _NOT_PLANNED:
         if path == "compute.scan_layers" and backend.runs_eagerly:
             continue  # it has no effect there
-        section, _, name = path.rpartition(".")
-        if getattr(_section(config, section), name):
+        if attrgetter(path)(config):
             raise ConfigError(f"config.{path} = True is not in the memory plan: leave it out to plan without it")
     if config.compute.chunked_loss and not backend.runs_eagerly:
         raise ConfigError(
@@ -282,7 +280,7 @@ def _refuse_unplanned(config: Config, backend: PlannedBackend, *, adds_gradients
             else "in the memory plan of the native engine only"
         )
         raise ConfigError(f"config.memory.step_in_backward = True {why}: leave it out to plan without it")
-    for axis in axes_with(*_INNER):
+    for axis in axes_with(*MODEL_PARALLEL):
         size = getattr(config.dist, axis).size
         if size > 1 and not backend.runs_eagerly:
             raise ConfigError(
@@ -324,7 +322,7 @@ def _study_stage(
         batch,
         dtype=dtype,
         recomputed=recomputed,
-        keeps_products=plan.keeps_products,
+        saves_matmuls=plan.saves_matmuls,
         eager=backend.runs_eagerly,
         platform=platform,
         chunked_loss=config.compute.chunked_loss,
@@ -356,10 +354,3 @@ def count_states(optimizer: type[torch.optim.Optimizer], options: Mapping[str, A
     return sum(
         isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in made.state[parameter].values()
     )
-
-
-def _section(config: Config, path: str) -> object:
-    section: object = config
-    for name in path.split("."):
-        section = getattr(section, name)
-    return section

@@ -119,7 +119,7 @@ def native_bytes(plan: ShardingPlan, stages: Sequence[Lifetimes], num_states: in
 
 def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
     """Yield when a unit is unsharded, which `fully_shard` has beside the shards, unless these are the full weights."""
-    if plan.is_plain:
+    if plan.is_replicated:
         return
     turn = lifetimes.num_forward
     uses = {
@@ -144,7 +144,7 @@ def _unit_weights(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interva
 
 def _unit_gradients(plan: ShardingPlan, lifetimes: Lifetimes) -> Iterator[_Interval]:
     """Yield when gradients are unsharded, in the buffer in which those of a unit are summed, and sharded."""
-    if plan.is_plain:
+    if plan.is_replicated:
         yield from _plain_gradients(plan, lifetimes)
         return
     compute, reduced = DTYPE_BYTES[plan.compute_dtype], DTYPE_BYTES[plan.reduce_dtype]

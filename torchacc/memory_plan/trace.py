@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from torchacc.chunked_loss.model_loss import ModelLoss
 from torchacc.engines.patches import dense_experts
 from torchacc.errors import ConfigError, in_one_line
-from torchacc.parallel.kept_products import KeptProducts
+from torchacc.parallel.saved_matmuls import SavedMatmuls
 
 aten = torch.ops.aten
 _PRODUCTS = {
@@ -108,7 +108,7 @@ def record(
     *,
     dtype: torch.dtype = torch.float32,
     recomputed: Sequence[str] = (),
-    keeps_products: bool = False,
+    saves_matmuls: bool = False,
     eager: bool = False,
     platform: str = "cuda",
     chunked_loss: bool | int = False,
@@ -120,7 +120,7 @@ def record(
         batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
         dtype: Of matrix products, where they are not run eagerly; then they are in the model's.
         recomputed: Names of the modules that are recomputed in backward.
-        keeps_products: Whether the results of their matrix products are kept.
+        saves_matmuls: Whether the results of their matrix products are kept.
         eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
         platform: Of the device: XLA's CPU client holds bfloat16 in float32, and PyTorch's autocast computes some
             functions in float32 on a GPU.
@@ -138,7 +138,7 @@ def record(
     try:
         with ExitStack() as stack:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_recomputing(model, recomputed, mode, recorder, keeps_products=keeps_products))
+            stack.enter_context(_recomputing(model, recomputed, mode, recorder, saves_matmuls=saves_matmuls))
             stack.enter_context(mode())
             if not eager:
                 stack.enter_context(dense_experts.without_copies())
@@ -356,7 +356,7 @@ def _recomputing(
     mode: Callable[[], TorchFunctionMode],
     recorder: _Recorder,
     *,
-    keeps_products: bool,
+    saves_matmuls: bool,
 ) -> Iterator[None]:
     """Let modules be recomputed in backward, in the mode of forward, while the context is entered."""
     modules = [model.get_submodule(name) for name in names]
@@ -370,8 +370,8 @@ def _recomputing(
                 with mode(), recorder.after(arrived):
                     return forward(*args, **kwargs)
 
-            contexts = KeptProducts("a module").contexts if keeps_products else noop_context_fn
-            with set_checkpoint_early_stop(not keeps_products):
+            contexts = SavedMatmuls("a module").contexts if saves_matmuls else noop_context_fn
+            with set_checkpoint_early_stop(not saves_matmuls):
                 output = checkpoint(
                     compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
                 )

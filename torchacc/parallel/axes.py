@@ -37,6 +37,9 @@ AXES: Mapping[str, frozenset[Role]] = {
 """The axes by the names of their sections in `config.dist`; of those with the role BATCH the first is the slowest in
 the order of the data."""
 
+MODEL_PARALLEL = (Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)
+"""The roles of axes along which devices compute different parts of one step."""
+
 AxisNames = str | tuple[str, ...] | None
 """What one dimension of a tensor is split over: an axis, several of which the first is the slowest, or none."""
 

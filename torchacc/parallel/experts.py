@@ -18,7 +18,7 @@ from torchacc.parallel.sharding import chunk
 
 _EP = axis_with(Role.BATCH, Role.SHARD, Role.EXPERT)
 _TP = axis_with(Role.TENSOR)
-HELD_BY = (Role.EXPERT, Role.TENSOR)
+EXPERT_SHARDING_ROLES = (Role.EXPERT, Role.TENSOR)
 """The roles of the axes along which devices hold different experts."""
 
 
@@ -99,7 +99,7 @@ def spread_spec(shape: Sequence[int], mesh: Mesh) -> ParameterSpec:
         shape: Its full shape.
         mesh: The mesh.
     """
-    held = mesh.axes(*HELD_BY)
+    held = mesh.axes(*EXPERT_SHARDING_ROLES)
     every = (*held, *(axis for axis in mesh.axes(Role.SHARD) if axis not in held))
     divides = shape[0] % prod(map(mesh.axis_size, every)) == 0
     return (joined(every if divides else held), *[None] * (len(shape) - 1))
@@ -132,7 +132,7 @@ def _held(name: str, count: int, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     rows: list[list[range]] = [[] for _ in range(size * parts)]
     for device in mesh.groups(Role.SHARD, Role.TENSOR)[0]:
         own, first = chunk(part, shards, mesh.index(device, Role.SHARD)), part * mesh.index(device, Role.TENSOR)
-        rows[mesh.place(device, *HELD_BY)].append(range(first + own.start, first + own.stop))
+        rows[mesh.rank_in_group(device, *EXPERT_SHARDING_ROLES)].append(range(first + own.start, first + own.stop))
     each, per_group = count // (size * parts), shards // size
     expected = [len(chunk(each, per_group, index)) for index in range(per_group)]
     if count % (size * parts) or any([len(own) for own in held] != expected for held in rows):

@@ -55,9 +55,10 @@ class Hosts:
     """The rank of the process that drives each device, by its number on the mesh."""
     _holders: dict[ParameterSpec, _Holders] = field(default_factory=dict, compare=False)
 
-    def data_shards(self, rank: int) -> tuple[int, ...]:
+    def data_parallel_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel devices, by index, that a process feeds, in ascending order."""
-        return tuple(sorted({self.mesh.data_shard(each) for each, driver in enumerate(self.drivers) if driver == rank}))
+        driven = (device for device, driver in enumerate(self.drivers) if driver == rank)
+        return tuple(sorted({self.mesh.data_parallel_rank(device) for device in driven}))
 
     def whole_rows(self, own: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a tensor with the rows of all data-parallel devices, of which those that a process feeds have values.
@@ -66,9 +67,9 @@ class Hosts:
             own: The rows of the devices that the process feeds, one device's after another's.
             rank: The process.
         """
-        shards = self.data_shards(rank)
+        shards = self.data_parallel_ranks(rank)
         each = own.shape[0] // len(shards)
-        full = own.new_empty(each * self.mesh.num_data_shards, *own.shape[1:])
+        full = own.new_empty(each * self.mesh.data_parallel_size, *own.shape[1:])
         for shard, rows in zip(shards, own.split(each), strict=True):
             full[shard * each : (shard + 1) * each] = rows
         return full
@@ -98,16 +99,10 @@ class Hosts:
         if spec not in self._holders:
             found: dict[tuple[int, ...], set[int]] = {}
             for device, rank in enumerate(self.drivers):
-                at = self.mesh.coordinates(device)
-                found.setdefault(tuple(self._number(at, named(entry)) for entry in spec), set()).add(rank)
+                tile = tuple(self.mesh.index_along(device, named(entry)) for entry in spec)
+                found.setdefault(tile, set()).add(rank)
             self._holders[spec] = {tile: tuple(sorted(ranks)) for tile, ranks in found.items()}
         return self._holders[spec]
-
-    def _number(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        number = 0
-        for axis in axes:
-            number = number * self.mesh.axis_size(axis) + coordinates[axis]
-        return number
 
 
 def element_runs(shape: Sequence[int], boxes: Iterable[Box]) -> list[tuple[int, int]]:

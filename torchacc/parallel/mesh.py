@@ -58,14 +58,14 @@ class Mesh:
         return tuple(name for name in axes_with(Role.BATCH) if name in self.axis_names)
 
     @property
-    def num_data_shards(self) -> int:
+    def data_parallel_size(self) -> int:
         """Parts into which each global batch is split."""
         return self.size(Role.BATCH)
 
     @property
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged over devices, as several see different data."""
-        return self.num_data_shards > 1
+        return self.data_parallel_size > 1
 
     @property
     def num_shards(self) -> int:
@@ -108,15 +108,15 @@ class Mesh:
             device: The device.
             roles: The slowest first; within a role the axes are in the order of the mesh.
         """
-        return self._number(device, dict.fromkeys(axis for role in roles for axis in self.axes(role)))
+        return self.index_along(device, dict.fromkeys(axis for role in roles for axis in self.axes(role)))
 
-    def place(self, device: int, *roles: Role) -> int:
-        """Return a device's place in its group of `groups(*roles)`."""
-        return self._number(device, self.axes(*roles))
+    def rank_in_group(self, device: int, *roles: Role) -> int:
+        """Return a device's rank in its group of `groups(*roles)`."""
+        return self.index_along(device, self.axes(*roles))
 
-    def data_shard(self, device: int) -> int:
+    def data_parallel_rank(self, device: int) -> int:
         """Return which part of the global batch a device sees."""
-        return self._number(device, self.data_axes)
+        return self.index_along(device, self.data_axes)
 
     def groups(self, *roles: Role) -> list[list[int]]:
         """Return the groups of devices that differ only along axes with these roles, each in the order of the mesh."""
@@ -134,7 +134,8 @@ class Mesh:
         always = (axis_with(Role.BATCH, Role.REPLICATE), axis_with(Role.BATCH, Role.SHARD))
         return " x ".join(f"{name} {size}" for name, size in self.sizes if size > 1 or name in always)
 
-    def _number(self, device: int, axes: Iterable[str]) -> int:
+    def index_along(self, device: int, axes: Iterable[str]) -> int:
+        """Return a device's number among those that differ from it only along these axes, the slowest first."""
         coordinates, number = self.coordinates(device), 0
         for axis in axes:
             number = number * self.axis_size(axis) + coordinates[axis]

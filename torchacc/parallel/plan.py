@@ -131,12 +131,12 @@ class ShardingPlan:
         return replace(self, units=tuple(units), recomputed=recomputed, experts=experts)
 
     @property
-    def keeps_products(self) -> bool:
+    def saves_matmuls(self) -> bool:
         """Whether modules that are recomputed keep the results of matrix products, convolutions and attention."""
         return self.recompute_policy == "save_matmuls"
 
     @property
-    def is_plain(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether each device computes with all parameters as they are: none is gathered, cast or moved."""
         is_cast = {self.compute_dtype, self.master_dtype, self.reduce_dtype} != {"float32"}
         is_replicated = self.mesh.num_devices == self.mesh.size(Role.REPLICATE)
@@ -183,7 +183,7 @@ class ShardingPlan:
         lines = [f"{self.mesh.describe()}, compute in {self.compute_dtype}, {self.numel:,} parameters"]
         if {self.compute_dtype, self.reduce_dtype} != {"float32"}:
             lines += [f"  masters in {self.master_dtype}, gradients summed in {self.reduce_dtype}"]
-        lines += ["  nothing is sharded or cast: parameters stay as they are"] if self.is_plain else []
+        lines += ["  nothing is sharded or cast: parameters stay as they are"] if self.is_replicated else []
         lines += ["  shards on the host"] if self.shards_on_host else []
         lines += ["  activations on the host"] if self.activations_on_host else []
         lines += ["  weights step in backward"] if self.steps_in_backward else []
@@ -198,7 +198,7 @@ class ShardingPlan:
         lines += [f"  frozen: {len(self.frozen)} parameters"] if self.frozen else []
         lines += [str(self.tensor_parallel)] if self.tensor_parallel.size > 1 else []
         lines += [str(self.pipeline)] if self.pipeline.size > 1 else []
-        but = " but for matrix products" if self.keeps_products else ""
+        but = " but for matrix products" if self.saves_matmuls else ""
         lines += [f"  recomputed in backward{but}: {', '.join(self.recomputed)}"] if self.recomputed else []
         lines += [f"  run as a loop: {', '.join(self.scanned)}"] if self.scanned else []
         lines += [str(experts) for experts in self.experts]

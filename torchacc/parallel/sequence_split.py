@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from torchacc.errors import ConfigError
 
-IGNORED = -100
-"""The label of a token that no loss counts."""
+IGNORE_INDEX = -100
+"""The label of what no loss counts, as in PyTorch's cross entropy."""
 
 
 def head_parts(
@@ -50,7 +50,7 @@ def chunks_of(group: int, num_groups: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class SeenBlock:
+class CausalBlock:
     """What a group sees of another group's keys under a causal mask; each has an early and a late chunk of tokens."""
 
     queries: range
@@ -61,15 +61,15 @@ class SeenBlock:
     """Whether they see each token's own past alone, and not all."""
 
 
-def seen_block(group: int, source: int) -> SeenBlock:
+def causal_block(group: int, source: int) -> CausalBlock:
     """Return what a group sees of the keys of another, `source`, where `chunks_of()` says which chunks they have.
 
     Whichever they are, it is half of all pairs of queries and keys.
     """
     both = range(2)
     if source == group:
-        return SeenBlock(both, both, is_causal=True)
-    return SeenBlock(both, both[:1], False) if source < group else SeenBlock(both[1:], both, False)
+        return CausalBlock(both, both, is_causal=True)
+    return CausalBlock(both, both[:1], False) if source < group else CausalBlock(both[1:], both, False)
 
 
 def in_order(joined: torch.Tensor, num_groups: int, dim: int) -> torch.Tensor:
@@ -175,4 +175,4 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
     Args:
         labels: Of shape (rows, length), of all parts.
     """
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -177,7 +177,7 @@ class DimSlice:
 
 
 @dataclass(frozen=True)
-class ShardPlacement:
+class ShardCoordinates:
     """A process's place among those that hold a model."""
 
     processes_per_replica: int = 1
@@ -250,7 +250,7 @@ def local_shard(name: str, shape: tuple[int, ...], mesh: Mesh, device: int, spec
     return LocalShard(name, ((name, shape),), rows.shard_numel, mesh.index(device, Role.SHARD), within)
 
 
-def without_elements(shard: LocalShard, mesh: Mesh) -> LocalShard:
+def empty_shard(shard: LocalShard, mesh: Mesh) -> LocalShard:
     """Return the shard of a device that holds nothing of a parameter, as another stage does: one after the last."""
     return replace(shard, index=mesh.num_shards)
 

@@ -20,7 +20,7 @@ from transformers import default_data_collator
 from torchacc.data import AsyncLoader
 from torchacc.errors import DataError
 from torchacc.logging import get_logger
-from torchacc.train.blocks import IGNORED
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 _log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """
     batch: Batch = default_data_collator(list(rows))
     # The first label has no prediction: labels are shifted inside of the model.
-    batch[_COUNTS] = (batch["labels"][:, 1:] != IGNORED).sum(dim=1).tolist()
+    batch[_COUNTS] = (batch["labels"][:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
     return batch
 
 
@@ -81,7 +81,7 @@ def training_loader(
     return DataLoader(dataset, batch_size, sampler=completed, collate_fn=collate, generator=generator)
 
 
-def evaluation_loader(dataset: Any, *, batch_size: int, num_data_shards: int) -> "DataLoader[Any]":
+def evaluation_loader(dataset: Any, *, batch_size: int, data_parallel_size: int) -> "DataLoader[Any]":
     """Make the loader of a validation set, completed to full global batches by examples without a target.
 
     Otherwise its last global batch would be completed by wrapping around, and some examples would count twice.
@@ -89,9 +89,9 @@ def evaluation_loader(dataset: Any, *, batch_size: int, num_data_shards: int) ->
     Args:
         dataset: Examples, map-style or iterable.
         batch_size: Of one device.
-        num_data_shards: The number of data-parallel devices.
+        data_parallel_size: The number of data-parallel devices.
     """
-    rows = batch_size * num_data_shards
+    rows = batch_size * data_parallel_size
     completed: Any
     if isinstance(dataset, IterableDataset):
         completed = _CompletedStream(dataset, rows)
@@ -124,11 +124,11 @@ def _endless(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 def _without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
     labels = row["labels"]
-    blank = torch.full_like(labels, IGNORED) if isinstance(labels, torch.Tensor) else [IGNORED] * len(labels)
+    blank = torch.full_like(labels, IGNORE_INDEX) if isinstance(labels, torch.Tensor) else [IGNORE_INDEX] * len(labels)
     return {**row, "labels": blank}
 
 
-class PortablePosition:
+class ElasticPosition:
     """Where a stage is in its data, as its checkpoints keep it: fit for another number of devices or micro-batches."""
 
     def __init__(self, loader: AsyncLoader) -> None:

@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from torchacc.errors import DataError
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import datasets
-
-IGNORED = -100
-"""The label of a position that nothing is learned from; as in PyTorch's cross entropy."""
 
 Tokens = NDArray[Any]
 
@@ -39,11 +37,11 @@ def make_block(
     """
     num_tokens = len(tokens)
     input_ids = np.full(block_size, pad_id, dtype=np.int64)
-    labels = np.full(block_size, IGNORED, dtype=np.int64)
+    labels = np.full(block_size, IGNORE_INDEX, dtype=np.int64)
     input_ids[:num_tokens] = labels[:num_tokens] = tokens
     block = {"input_ids": input_ids, "labels": labels}
     if isolate:
-        labels[starts] = IGNORED
+        labels[starts] = IGNORE_INDEX
         begins = np.zeros(block_size, dtype=np.int64)
         begins[starts] = starts
         begins[num_tokens:] = num_tokens  # what is padded is a document of its own

@@ -54,9 +54,9 @@ class DeviceLayout:
     """What was decided for the user, and what has no effect."""
 
     @property
-    def num_data_shards(self) -> int:
+    def data_parallel_size(self) -> int:
         """Devices that see different data."""
-        return self.mesh.num_data_shards
+        return self.mesh.data_parallel_size
 
     def rows(self) -> dict[str, str]:
         """Return what `--dry-run` prints of it."""
@@ -201,8 +201,8 @@ def _choose_engine(config: Config, job: Job, num_nodes: int, launched: Job | Non
     may_drive_all = not is_asked or fsdp.use_spmd
     are_launched = launched is not None and launched.launched
     choice = registry.choose(config, job)  # by what the file says, before a process for all devices is written into it
-    if choice.instead_of_xla is not None:
-        notes.append(f"engine: auto takes {choice.engine}, as {choice.instead_of_xla} is asked for, which XLA has not")
+    if choice.fallback_reason is not None:
+        notes.append(f"engine: auto takes {choice.engine}, as {choice.fallback_reason} is asked for, which XLA has not")
         return choice.engine
     fsdp.use_spmd = may_drive_all and num_nodes == 1 and job.num_processes > 1 and not are_launched
     engine = registry.choose(config, job).engine

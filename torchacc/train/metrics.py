@@ -25,7 +25,7 @@ from torchacc.train.run_reading import memory_points
 
 _log = get_logger(__name__)
 
-WARM_UP_STEPS = 2
+UNTIMED_STEPS = 2
 """Steps at the start of a process that are in no rate: they compile, and take memory for the first time."""
 
 _SHOWN = {
@@ -48,7 +48,7 @@ class _PendingRow:
     scalars: dict[str, torch.Tensor]
 
 
-class _Pace:
+class _Throughput:
     """Time of an interval that went into training, and its tokens."""
 
     def __init__(self, compile_secs: float) -> None:
@@ -206,7 +206,7 @@ class RunLog:
         self._tokens = 0 if self._output is None else self._output.tokens
         self._earlier_secs = 0.0 if self._output is None else self._output.secs
         self._started = time.perf_counter()
-        self._pace = _Pace(engine.compile_report().secs)
+        self._pace = _Throughput(engine.compile_report().secs)
         self._num_recompiles = len(engine.compile_report().recompiles)
         if resumed_at:
             self._mark("restart", f"went on from step {resumed_at} on {engine.mesh.num_devices} devices, {engine.name}")
@@ -242,8 +242,8 @@ class RunLog:
         self._held.append(_PendingRow(row, {name: scalar.detach() for name, scalar in scalars.items()}))
         taken = step - self._resumed_at
         if step % self._interval == 0 or step == self._total_steps:
-            self._end_interval(has_rates=taken > WARM_UP_STEPS)
-        if taken == WARM_UP_STEPS:
+            self._end_interval(has_rates=taken > UNTIMED_STEPS)
+        if taken == UNTIMED_STEPS:
             self.flush()
             self._end_warm_up()
 
@@ -316,14 +316,14 @@ class RunLog:
         if self._output is not None:
             programs = f"{compiled.graphs} program{'s' * (compiled.graphs > 1)}"
             compiling = f", with {compiled.secs:.1f} s to compile {programs}" if compiled.graphs else ""
-            _log.info("the first %d steps took %.1f s%s; rates leave them out", WARM_UP_STEPS, secs, compiling)
-        self._pace = _Pace(compiled.secs)
+            _log.info("the first %d steps took %.1f s%s; rates leave them out", UNTIMED_STEPS, secs, compiling)
+        self._pace = _Throughput(compiled.secs)
 
     def _end_interval(self, *, has_rates: bool) -> None:
         rows = self._fetch()  # waits for the devices, so that the interval ends when its last step does
         if has_rates:
             rows[-1] |= self._rates()
-            self._pace = _Pace(self._compile_secs())
+            self._pace = _Throughput(self._compile_secs())
         memory = self._engine.memory()
         if memory is not None:
             rows[-1][f"{memory.of}_memory_bytes"] = memory.peak_bytes

@@ -116,7 +116,7 @@ class StageRun:
     def examples_per_step(self) -> int:
         """Examples of all devices in an optimizer step."""
         training = self.training
-        return training.batch_size * self.layout.num_data_shards * training.gradient_accumulation_steps
+        return training.batch_size * self.layout.data_parallel_size * training.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
@@ -155,7 +155,7 @@ class StageRun:
             "data": f"{data.dataset}, {data.split}, blocks of {data.block_size} tokens{_PACKING[data.packing]}",
             **self.layout.rows(),
             "batch": (
-                f"{training.batch_size} x {self.layout.num_data_shards} devices x "
+                f"{training.batch_size} x {self.layout.data_parallel_size} devices x "
                 f"{training.gradient_accumulation_steps} micro-batches = {self.examples_per_step} examples, "
                 f"{self.tokens_per_step:,} tokens, in a step"
             ),

@@ -20,7 +20,7 @@ from torchacc.engines.sharded_model import sharded_model
 from torchacc.engines.uncaught_errors import follows_another
 from torchacc.errors import CheckpointError, ConfigError, TrainingError
 from torchacc.logging import get_logger
-from torchacc.train.batches import PortablePosition, Window, evaluation_loader, training_loader, windows
+from torchacc.train.batches import ElasticPosition, Window, evaluation_loader, training_loader, windows
 from torchacc.train.checks import tokenizer_of
 from torchacc.train.config import TextConfig, TrainingConfig
 from torchacc.train.evaluation import EarlyStopping, evaluate
@@ -109,7 +109,7 @@ class StageTrainer:
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            loader=PortablePosition(self.loader),
+            loader=ElasticPosition(self.loader),
             tokenizer=self.tokenizer,
             every_steps=training.save_every_steps,
             keep=training.keep_checkpoints,
@@ -256,7 +256,7 @@ class StageTrainer:
                 model=self.model,
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
-                loader=PortablePosition(self.loader),
+                loader=ElasticPosition(self.loader),
             )
             self._take_up(extra)
         elif self._weights is not None:
@@ -293,9 +293,9 @@ class StageTrainer:
     def _shard_evaluation(self, validation: Any) -> AsyncLoader | None:
         if validation is None:
             return None
-        num_data_shards = self._sharded.engine.mesh.num_data_shards
+        data_parallel_size = self._sharded.engine.mesh.data_parallel_size
         completed = evaluation_loader(
-            validation, batch_size=self.run.training.batch_size, num_data_shards=num_data_shards
+            validation, batch_size=self.run.training.batch_size, data_parallel_size=data_parallel_size
         )
         return shard_loader(completed, self.model)
 

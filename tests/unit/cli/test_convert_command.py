@@ -57,7 +57,7 @@ def test_a_pickle_is_not_named_as_safetensors(ranks, tmp_path, capsys):
 
 def test_consolidate_knows_what_is_whole_and_what_is_not_its_own(hf, tmp_path, capsys):
     said = refused(capsys, "consolidate", hf, "--output", tmp_path / "out.pth")
-    assert "is whole already" in said
+    assert "from_pretrained() opens it" in said
     assert f"`torchacc convert {hf} NEW --to dcp`" in said
     assert run("convert", hf, tmp_path / "dcp", "--to", "dcp") == 0
     capsys.readouterr()  # the bar

@@ -42,23 +42,23 @@ def read(loader) -> list[list[int]]:
     return [(batch["y"] if isinstance(batch, dict | UserDict) else batch).tolist() for batch in loader]
 
 
-def read_shards(make, num_data_shards: int) -> list[list[list[int]]]:
+def read_shards(make, data_parallel_size: int) -> list[list[list[int]]]:
     """Return what each device sees, each fed by a process of its own with the same random state."""
     state = torch.get_rng_state()
     shards = []
-    for shard in range(num_data_shards):
+    for shard in range(data_parallel_size):
         torch.set_rng_state(state)
-        shards.append(read(shard_loader(make(), num_data_shards=num_data_shards, shards=range(shard, shard + 1))))
+        shards.append(read(shard_loader(make(), data_parallel_size=data_parallel_size, shards=range(shard, shard + 1))))
     return shards
 
 
-def expected(order: list[int], batch_size: int, num_data_shards: int) -> list[list[list[int]]]:
+def expected(order: list[int], batch_size: int, data_parallel_size: int) -> list[list[list[int]]]:
     """Return what each device is to see of an order that wraps around."""
-    per_step = batch_size * num_data_shards
+    per_step = batch_size * data_parallel_size
     steps = -(-len(order) // per_step)
     samples = list(itertools.islice(itertools.cycle(order), steps * per_step))
     batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
-    return [batches[shard::num_data_shards] for shard in range(num_data_shards)]
+    return [batches[shard::data_parallel_size] for shard in range(data_parallel_size)]
 
 
 class Ranks:

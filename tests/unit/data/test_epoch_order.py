@@ -41,7 +41,7 @@ def test_rank_0_decides_on_the_order_and_other_ranks_keep_their_stream(make_samp
         seeded(rank)
         loader = shard_loader(
             DataLoader(Numbers(12), 2, sampler=make_sampler()),
-            num_data_shards=3,
+            data_parallel_size=3,
             shards=range(rank, rank + 1),
             agree=agree,
         )
@@ -63,7 +63,7 @@ def test_ranks_that_are_seeded_alike_stay_alike():
     def epoch(rank, agree):
         torch.manual_seed(0)
         loader = DataLoader(Numbers(12), 2, shuffle=True)
-        read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
+        read(shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree))
         return torch.rand(1).item()
 
     first, second = Ranks(2).run(epoch)
@@ -74,7 +74,7 @@ def test_a_generator_of_the_users_own_follows_rank_0():
     def epochs(rank, agree):
         generator = torch.Generator().manual_seed(rank)
         loader = DataLoader(Numbers(12), 2, shuffle=True, generator=generator)
-        sharded = shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree)
+        sharded = shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree)
         return [read(sharded) for _ in range(2)]
 
     results = Ranks(2).run(epochs)
@@ -88,7 +88,7 @@ def test_agreement_happens_in_the_thread_that_starts_the_epoch():
 
     def epoch(_, agree):
         loader = DataLoader(Numbers(8), 2, shuffle=True, num_workers=1)
-        return list(AsyncLoader(shard_loader(loader, num_data_shards=1, shards=range(1), agree=agree)))
+        return list(AsyncLoader(shard_loader(loader, data_parallel_size=1, shards=range(1), agree=agree)))
 
     ranks.run(epoch)
     assert ranks.threads == {threading.main_thread()}
@@ -110,7 +110,7 @@ def test_agreement_with_ranks_that_run_at_once():
             return agreed
 
         loader = DataLoader(Numbers(9), 2, shuffle=True, generator=torch.Generator().manual_seed(rank))
-        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree))
 
     with ThreadPoolExecutor(2) as pool:
         shards = list(pool.map(epoch, range(2)))
@@ -133,7 +133,7 @@ class Shuffled(Sampler):
 def test_samplers_that_disagree_are_refused():
     def epoch(rank, agree, seeds=(0, 1)):
         loader = DataLoader(Numbers(12), 2, sampler=Shuffled(12, seeds[rank]))
-        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree))
 
     with pytest.raises(DataError, match="disagree on the order.*Seed the sampler alike"):
         Ranks(2).run(epoch)
@@ -144,7 +144,7 @@ def test_samplers_that_disagree_are_refused():
 def test_datasets_of_different_lengths_are_refused():
     def epoch(rank, agree):
         loader = DataLoader(Numbers(1000 + rank), 2)
-        return read(shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree))
+        return read(shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree))
 
     with pytest.raises(DataError, match="gives 500 batches .* but 501"):
         Ranks(2).run(epoch)
@@ -157,18 +157,18 @@ def test_double_sharding_is_refused():
         DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, False)),
     ):
         with pytest.raises(DataError, match="one sample in 2.*Pass a plain sampler"):
-            shard_loader(loader, num_data_shards=2, shards=range(1))
+            shard_loader(loader, data_parallel_size=2, shards=range(1))
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": [*range(8)]})
     with pytest.raises(DataError, match="A Dataset does not give batches"):
-        shard_loader(rows, num_data_shards=2, shards=range(1))
+        shard_loader(rows, data_parallel_size=2, shards=range(1))
     split = importlib.import_module("datasets.distributed").split_dataset_by_node(
         rows.to_iterable_dataset(num_shards=2), rank=0, world_size=2
     )
     with pytest.raises(DataError, match=r"one part in 2 \(split_dataset_by_node\(\)\)"):
-        shard_loader(DataLoader(split, 2), num_data_shards=2, shards=range(1))
+        shard_loader(DataLoader(split, 2), data_parallel_size=2, shards=range(1))
     alone = DistributedSampler(Numbers(8), num_replicas=1, rank=0, shuffle=False)
-    assert read(shard_loader(DataLoader(Numbers(8), 4, sampler=alone), num_data_shards=2, shards=range(2))) == [
+    assert read(shard_loader(DataLoader(Numbers(8), 4, sampler=alone), data_parallel_size=2, shards=range(2))) == [
         [*range(8)]
     ]
 
@@ -181,7 +181,9 @@ def test_an_epochs_order_does_not_depend_on_those_before(generator):
     def make():
         torch.manual_seed(1)
         own = None if generator is None else torch.Generator().manual_seed(generator)
-        return shard_loader(DataLoader(Numbers(10), 5, shuffle=True, generator=own), num_data_shards=1, shards=range(1))
+        return shard_loader(
+            DataLoader(Numbers(10), 5, shuffle=True, generator=own), data_parallel_size=1, shards=range(1)
+        )
 
     through, orders = make(), []
     for epoch in range(3):
@@ -199,7 +201,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
     def epoch(rank, agree):
         seeded(rank)
         loader = DataLoader(Numbers(8), 2, shuffle=True)
-        sharded = shard_loader(loader, num_data_shards=2, shards=range(rank, rank + 1), agree=agree)
+        sharded = shard_loader(loader, data_parallel_size=2, shards=range(rank, rank + 1), agree=agree)
         sharded.set_epoch(3)
         return read(sharded)
 
@@ -208,7 +210,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
 
     def order(seed):
         torch.manual_seed(seed)
-        sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1))
+        sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), data_parallel_size=1, shards=range(1))
         sharded.set_epoch(3)
         return flat(read(sharded))
 
@@ -218,7 +220,7 @@ def test_an_epochs_order_follows_the_seed_of_rank_0():
 
 def test_set_epoch_leaves_the_models_stream_alone():
     torch.manual_seed(0)
-    sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), num_data_shards=1, shards=range(1))
+    sharded = shard_loader(DataLoader(Numbers(8), 2, shuffle=True), data_parallel_size=1, shards=range(1))
     sharded.set_epoch(1)
     read(sharded)
     after = torch.rand(1)
@@ -239,8 +241,8 @@ def test_set_epoch_reaches_samplers_and_datasets():
             told.append(("sampler", epoch))
 
     loader = DataLoader(Told(4), batch_sampler=BatchSampler(ToldSampler(4, 0), 2, False))
-    shard_loader(loader, num_data_shards=2, shards=range(1)).set_epoch(5)
+    shard_loader(loader, data_parallel_size=2, shards=range(1)).set_epoch(5)
     assert Counter(told) == {("dataset", 5): 1, ("sampler", 5): 1}
     stream = type("ToldStream", (Stream,), {"set_epoch": Told.set_epoch})(4)
-    shard_loader(DataLoader(stream, 2), num_data_shards=2, shards=range(1)).set_epoch(6)
+    shard_loader(DataLoader(stream, 2), data_parallel_size=2, shards=range(1)).set_epoch(6)
     assert told[-1] == ("dataset", 6)

@@ -77,9 +77,9 @@ MAKERS = {
 }
 
 
-def loader_for(make, num_data_shards: int, *, prefetch: int = 0, agree=None) -> AsyncLoader:
+def loader_for(make, data_parallel_size: int, *, prefetch: int = 0, agree=None) -> AsyncLoader:
     """Return the loader of one process that feeds every device."""
-    sharded = shard_loader(make(), num_data_shards=num_data_shards, shards=range(num_data_shards), agree=agree)
+    sharded = shard_loader(make(), data_parallel_size=data_parallel_size, shards=range(data_parallel_size), agree=agree)
     return AsyncLoader(sharded, prefetch=prefetch)
 
 
@@ -99,10 +99,10 @@ def through_json(loader) -> dict:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-def resumed(make, num_data_shards: int, state, *, prefetch: int = 0, seed: int = 77) -> AsyncLoader:
+def resumed(make, data_parallel_size: int, state, *, prefetch: int = 0, seed: int = 77) -> AsyncLoader:
     """Return a fresh loader that goes on from a state, in a process whose random state is elsewhere."""
     torch.manual_seed(seed)
-    loader = loader_for(make, num_data_shards, prefetch=prefetch)
+    loader = loader_for(make, data_parallel_size, prefetch=prefetch)
     loader.load_state_dict(state)
     return loader
 
@@ -154,9 +154,9 @@ def test_another_number_of_devices_goes_on_where_the_last_one_was(name, sizes):
     torch.manual_seed(0)
     loader = loader_for(make, sizes[0])
     seen: list[int] = []
-    for num_data_shards in sizes[1:]:
+    for data_parallel_size in sizes[1:]:
         seen += flat(take(loader, 1))
-        loader = resumed(make, num_data_shards, through_json(loader))
+        loader = resumed(make, data_parallel_size, through_json(loader))
     rest = flat(batches_of(loader))
     everything = seen + rest
     if "drop_last" in name:
@@ -174,8 +174,8 @@ def test_the_last_round_of_one_size_leaves_nothing_to_another():
     batches = iter(loader)
     assert len(take(batches, 4)) == 4  # the last global batch is complete by wrapping around
     state = through_json(loader)
-    for num_data_shards in (1, 3, 4):
-        other = resumed(lambda: DataLoader(Numbers(25), 2), num_data_shards, state)
+    for data_parallel_size in (1, 3, 4):
+        other = resumed(lambda: DataLoader(Numbers(25), 2), data_parallel_size, state)
         assert batches_of(other) == []
         assert other.epochs_done == 1
         assert flat(batches_of(other))[:25] == list(range(25))
@@ -335,7 +335,7 @@ def test_processes_have_one_state_and_go_on_together():
     """Also where each is seeded by its rank."""
     payloads: list[bytes] = []
 
-    def rank_loader(rank, num_data_shards):
+    def rank_loader(rank, data_parallel_size):
         calls = itertools.count()
 
         def agree(payload):
@@ -344,15 +344,17 @@ def test_processes_have_one_state_and_go_on_together():
                 payloads.append(payload)
             return payloads[position]
 
-        sharded = shard_loader(shuffled(), num_data_shards=num_data_shards, shards=range(rank, rank + 1), agree=agree)
+        sharded = shard_loader(
+            shuffled(), data_parallel_size=data_parallel_size, shards=range(rank, rank + 1), agree=agree
+        )
         return AsyncLoader(sharded, prefetch=0)
 
-    def run(num_data_shards, count, state=None):
+    def run(data_parallel_size, count, state=None):
         payloads.clear()
         seen, states = [], []
-        for rank in range(num_data_shards):
-            torch.manual_seed(100 * num_data_shards + rank)
-            loader = rank_loader(rank, num_data_shards)
+        for rank in range(data_parallel_size):
+            torch.manual_seed(100 * data_parallel_size + rank)
+            loader = rank_loader(rank, data_parallel_size)
             if state is not None:
                 loader.load_state_dict(state)
             random = torch.get_rng_state()

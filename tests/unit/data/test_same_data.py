@@ -47,7 +47,7 @@ def run_ranks(make, num_ranks: int = 2, read=next):
             try:
                 sharded = shard_loader(
                     make(rank),
-                    num_data_shards=num_ranks,
+                    data_parallel_size=num_ranks,
                     shards=range(rank, rank + 1),
                     agree=lambda payload: gather(payload)[0],
                     gather=gather,
@@ -251,13 +251,13 @@ def test_processes_compare_once_and_one_process_never():
         calls.append(payload)
         return [payload]
 
-    loader = shard_loader(DataLoader(ROWS, 4), num_data_shards=1, shards=range(1), gather=gather)
+    loader = shard_loader(DataLoader(ROWS, 4), data_parallel_size=1, shards=range(1), gather=gather)
     for _ in range(3):
         list(loader)
     assert len(calls) == 1
     dataset = Rows(ROWS)
     dataset.rows = None  # would fail when it is looked at
-    iter(shard_loader(DataLoader(dataset, 4, sampler=[0, 1]), num_data_shards=1, shards=range(1)))
+    iter(shard_loader(DataLoader(dataset, 4, sampler=[0, 1]), data_parallel_size=1, shards=range(1)))
 
 
 def test_a_stream_gives_the_same_batches_after_its_first_has_been_compared():

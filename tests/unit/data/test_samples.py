@@ -32,7 +32,7 @@ BATCHES = {
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_samples_are_refused_before_anything_is_read(name, kind):
     with pytest.raises(DataError, match=r"the (list|tuple) of 4 that was passed.*gives samples.*DataLoader\(samples"):
-        shard_loader(kind([SAMPLES[name]] * 4), num_data_shards=2, shards=range(1))
+        shard_loader(kind([SAMPLES[name]] * 4), data_parallel_size=2, shards=range(1))
 
 
 def test_a_stream_of_samples_is_refused_when_it_is_read():
@@ -41,9 +41,9 @@ def test_a_stream_of_samples_is_refused_when_it_is_read():
             return iter([SAMPLES["tokens"]] * 4)
 
     with pytest.raises(DataError, match=r"the Stream that was passed as the loader gives samples.*'input_ids': \(8,\)"):
-        next(iter(shard_loader(Stream(), num_data_shards=2, shards=range(1))))
+        next(iter(shard_loader(Stream(), data_parallel_size=2, shards=range(1))))
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_are_taken(name):
-    assert len(list(shard_loader([BATCHES[name]] * 4, num_data_shards=2, shards=range(1)))) == 2
+    assert len(list(shard_loader([BATCHES[name]] * 4, data_parallel_size=2, shards=range(1)))) == 2

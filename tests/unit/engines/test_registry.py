@@ -91,7 +91,7 @@ def test_auto_leaves_no_tpu_idle_for_what_xla_has_not(monkeypatch):
 @pytest.mark.parametrize("axis", ["sp", "ep"])
 def test_auto_takes_xla_for_axes_that_one_program_alone_has_where_it_is_to_be_one(has_xla, axis):
     config = Config.from_dict({"dist": {axis: {"size": 2}}})
-    expected = registry.Choice("native", instead_of_xla=f"dist.{axis}.size" if has_xla else None)
+    expected = registry.Choice("native", fallback_reason=f"dist.{axis}.size" if has_xla else None)
     assert registry.choose(config, Job()) == expected
     config.dist.fsdp.use_spmd = True
     assert registry.choose(config, Job()).engine == ("xla-spmd" if has_xla else "native")

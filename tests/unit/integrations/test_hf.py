@@ -265,9 +265,11 @@ def test_what_accelerates_accelerator_has_and_torchaccs_has_not_is_said(capsys):
         adapter.get_state_dict(None)
 
 
-def engine_of(data_shards):
+def engine_of(data_parallel_ranks):
     return SimpleNamespace(
-        mesh=SimpleNamespace(num_data_shards=2), data_shards=data_shards, to_device=lambda batch: batch
+        mesh=SimpleNamespace(data_parallel_size=2),
+        data_parallel_ranks=data_parallel_ranks,
+        to_device=lambda batch: batch,
     )
 
 

@@ -56,10 +56,10 @@ SHARDED = Mesh((("dp", 2), ("fsdp", 4)))
 
 def test_a_new_axis_is_one_entry_for_the_mesh(made_up):
     mesh = Mesh((("dp", 2), ("fsdp", 2), ("made_up", 2)))
-    assert (mesh.num_shards, mesh.num_data_shards, mesh.size(Role.REPLICATE)) == (4, 4, 2)
+    assert (mesh.num_shards, mesh.data_parallel_size, mesh.size(Role.REPLICATE)) == (4, 4, 2)
     assert mesh.groups(Role.SHARD) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [mesh.index(device, Role.SHARD) for device in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert [mesh.data_shard(device) for device in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [mesh.data_parallel_rank(device) for device in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert mesh.describe() == "dp 2 x fsdp 2 x made_up 2"
 
 

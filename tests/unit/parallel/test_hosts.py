@@ -37,14 +37,14 @@ every_layout = pytest.mark.parametrize(
 @every_layout
 def test_each_row_is_fed_by_the_hosts_of_its_devices(hosts):
     for rank in set(hosts.drivers):
-        own = {hosts.mesh.data_shard(device) for device in range(8) if hosts.drivers[device] == rank}
-        assert hosts.data_shards(rank) == tuple(sorted(own))
-    batch = torch.arange(float(6 * hosts.mesh.num_data_shards)).view(-1, 3)
+        own = {hosts.mesh.data_parallel_rank(device) for device in range(8) if hosts.drivers[device] == rank}
+        assert hosts.data_parallel_ranks(rank) == tuple(sorted(own))
+    batch = torch.arange(float(6 * hosts.mesh.data_parallel_size)).view(-1, 3)
     rows = batch.split(2)
     for rank in set(hosts.drivers):
-        whole = hosts.whole_rows(torch.cat([rows[shard] for shard in hosts.data_shards(rank)]), rank)
+        whole = hosts.whole_rows(torch.cat([rows[shard] for shard in hosts.data_parallel_ranks(rank)]), rank)
         assert whole.shape == batch.shape
-        for shard in hosts.data_shards(rank):
+        for shard in hosts.data_parallel_ranks(rank):
             assert torch.equal(whole.split(2)[shard], rows[shard])
 
 

@@ -84,11 +84,11 @@ def test_groups_part_the_devices(roles):
     assert sorted(device for group in groups for device in group) == list(range(12))
 
 
-def test_data_shards_are_numbered_dp_first_whatever_the_order_of_axes():
-    assert [DP2_FSDP3.data_shard(device) for device in range(6)] == [0, 1, 2, 3, 4, 5]
+def test_data_parallel_ranks_are_numbered_dp_first_whatever_the_order_of_axes():
+    assert [DP2_FSDP3.data_parallel_rank(device) for device in range(6)] == [0, 1, 2, 3, 4, 5]
     # fsdp 0: tp 0 (dp 0, dp 1), tp 1 (dp 0, dp 1); then fsdp 1 ...
-    assert [FSDP_OUTSIDE.data_shard(device) for device in range(12)] == [0, 3, 0, 3, 1, 4, 1, 4, 2, 5, 2, 5]
-    assert FSDP_OUTSIDE.num_data_shards == 6
+    assert [FSDP_OUTSIDE.data_parallel_rank(device) for device in range(12)] == [0, 3, 0, 3, 1, 4, 1, 4, 2, 5, 2, 5]
+    assert FSDP_OUTSIDE.data_parallel_size == 6
     assert FSDP_OUTSIDE.data_axes == ("dp", "fsdp")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchacc.errors import ConfigError
-from torchacc.parallel.sequence_split import SequenceSplit, chunks_of, head_parts, in_order, next_labels, seen_block
+from torchacc.parallel.sequence_split import SequenceSplit, causal_block, chunks_of, head_parts, in_order, next_labels
 
 CUTS = [
     (8, 2, 1),
@@ -82,7 +82,7 @@ def test_blocks_that_are_seen_are_those_of_a_causal_mask_and_all_of_one_size(num
             [token for chunk in chunks_of(each, num_groups) for token in range(2 * chunk, 2 * chunk + 2)]
             for each in (group, source)
         )
-        block, seen = mask[rows][:, columns], seen_block(group, source)
+        block, seen = mask[rows][:, columns], causal_block(group, source)
         expected = torch.zeros_like(block)
         own, others = (slice(2 * halves.start, 2 * halves.stop) for halves in (seen.queries, seen.keys))
         expected[own, others] = True

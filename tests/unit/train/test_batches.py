@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from tests.logged import heard
 from torchacc.data import AsyncLoader, shard_loader
 from torchacc.errors import DataError
-from torchacc.train.batches import PortablePosition, evaluation_loader, take_counts, training_loader, windows
+from torchacc.train.batches import ElasticPosition, evaluation_loader, take_counts, training_loader, windows
 
 BLOCK = 5
 
@@ -36,7 +36,7 @@ class Stream(IterableDataset):
 
 
 def sharded(loader, num_shards: int, shards: range) -> AsyncLoader:
-    return AsyncLoader(shard_loader(loader, num_data_shards=num_shards, shards=shards), prefetch=0)
+    return AsyncLoader(shard_loader(loader, data_parallel_size=num_shards, shards=shards), prefetch=0)
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -113,18 +113,18 @@ def test_a_position_is_found_again_with_other_devices_and_micro_batches(size):
 
     before = make(2, 4, 2)
     seen = indices(before, 3, 2)
-    state = PortablePosition(before).state_dict()
+    state = ElasticPosition(before).state_dict()
     for batch_size, num_shards, micro_batches in ((2, 4, 2), (2, 2, 1), (4, 1, 3)):
         loader = make(batch_size, num_shards, micro_batches)
         with heard() as messages:
-            PortablePosition(loader).load_state_dict(state)
+            ElasticPosition(loader).load_state_dict(state)
         assert not messages  # the trainer tells of steps of another size
         rest = indices(loader, 3, micro_batches)
         assert not set(seen) & set(rest[: size - len(seen)])
         assert (len(seen), rest[:2]) == (48, indices(make(1, 1, 1), 50, 1)[48:])
     others = sharded(training_loader(rows[1:], batch_size=2, examples_per_step=2, shuffle=True, seed=0), 1, range(1))
     with pytest.raises(DataError, match=f"dataset length {size}, here {size - 1}"):
-        PortablePosition(others).load_state_dict(state)
+        ElasticPosition(others).load_state_dict(state)
 
 
 @pytest.mark.parametrize("size", [1, 7, 12, 13])
@@ -133,7 +133,7 @@ def test_each_example_is_evaluated_once(make, size):
     found: list[int] = []
     total = 0
     for shard in range(3):
-        loader = sharded(evaluation_loader(make(size), batch_size=2, num_data_shards=3), 3, range(shard, shard + 1))
+        loader = sharded(evaluation_loader(make(size), batch_size=2, data_parallel_size=3), 3, range(shard, shard + 1))
         for batch, count in take_counts(loader):
             assert len(batch["labels"]) == 2
             total += count
@@ -144,6 +144,6 @@ def test_each_example_is_evaluated_once(make, size):
 
 def test_an_empty_validation_set_is_refused():
     with pytest.raises(DataError, match="validation set is empty: .* validation_share: 0"):
-        evaluation_loader([], batch_size=2, num_data_shards=1)
+        evaluation_loader([], batch_size=2, data_parallel_size=1)
     with pytest.raises(DataError, match="validation set is empty: .* validation_share: 0"):
-        list(evaluation_loader(Stream(0), batch_size=2, num_data_shards=1))
+        list(evaluation_loader(Stream(0), batch_size=2, data_parallel_size=1))

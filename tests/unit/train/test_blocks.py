@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchacc.data import shard_loader
 from torchacc.errors import DataError
-from torchacc.train.blocks import IGNORED, Blocks, StreamedBlocks, TokenDocuments, held_out_mask, make_block
+from torchacc.parallel.sequence_split import IGNORE_INDEX
+from torchacc.train.blocks import Blocks, StreamedBlocks, TokenDocuments, held_out_mask, make_block
 from torchacc.train.text import PACKING_FAMILIES
 
 PAD = 0
@@ -47,7 +48,7 @@ def equal(blocks, others):
 def test_documents_of_a_block_are_apart():
     block = make_block(np.array([7, 8, 9, 1, 2, 3]), np.array([3, 5]), BLOCK, pad_id=PAD, isolate=True)
     assert block["input_ids"].tolist() == [7, 8, 9, 1, 2, 3, PAD, PAD]
-    assert block["labels"].tolist() == [7, 8, 9, IGNORED, 2, IGNORED, IGNORED, IGNORED]
+    assert block["labels"].tolist() == [7, 8, 9, IGNORE_INDEX, 2, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]
     assert block["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     assert {(values.dtype, values.shape) for values in block.values()} == {(torch.int64, (BLOCK,))}
 
@@ -55,7 +56,7 @@ def test_documents_of_a_block_are_apart():
 def test_concatenated_documents_are_targets_of_one_another():
     block = make_block(np.array([7, 8, 9, 1, 2]), np.array([3]), BLOCK, pad_id=PAD, isolate=False)
     assert block.keys() == {"input_ids", "labels"}
-    assert block["labels"].tolist() == [7, 8, 9, 1, 2, IGNORED, IGNORED, IGNORED]
+    assert block["labels"].tolist() == [7, 8, 9, 1, 2, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]
 
 
 @EVERY_PACKING
@@ -69,7 +70,7 @@ def test_every_token_is_in_one_block_in_order(documents, packing):
 
 def test_without_packing_a_block_holds_one_document(documents):
     for block in Blocks(documents, BLOCK, False, PAD):
-        tokens = block["input_ids"][block["labels"] != IGNORED]
+        tokens = block["input_ids"][block["labels"] != IGNORE_INDEX]
         assert len(set((tokens // 100).tolist())) == 1
         assert block.keys() == {"input_ids", "labels"}
 
@@ -77,7 +78,7 @@ def test_without_packing_a_block_holds_one_document(documents):
 def test_a_target_belongs_to_the_document_of_the_token_before_it(documents):
     for block in Blocks(documents, BLOCK, True, PAD):
         targets = block["labels"][1:]
-        learnt = targets != IGNORED
+        learnt = targets != IGNORE_INDEX
         assert torch.equal(block["input_ids"][:-1][learnt] + 1, targets[learnt])  # documents count up
 
 
@@ -122,7 +123,7 @@ def test_a_stream_is_found_again_at_its_position(num_epochs_before):
             return [DOCUMENTS[index] for index in np.random.default_rng(order).permutation(len(DOCUMENTS))]
 
         return shard_loader(
-            DataLoader(StreamedBlocks(documents, BLOCK, True, PAD, seed=3)), num_data_shards=2, shards=range(2)
+            DataLoader(StreamedBlocks(documents, BLOCK, True, PAD, seed=3)), data_parallel_size=2, shards=range(2)
         )
 
     def rest_of_epoch(of):

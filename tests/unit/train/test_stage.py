@@ -39,7 +39,7 @@ def test_a_preset_stands_in_for_the_section_and_the_command_wins_over_both(make)
     run = make(preset="preset", chosen_model="1.7B")
     assert (run.layout.num_nodes, run.layout.num_processes, run.model_name) == (2, 4, "model_config_1.7B")
     assert run.config.dist.fsdp.sharding_strategy == "NO_SHARD"
-    assert run.layout.num_data_shards == 8
+    assert run.layout.data_parallel_size == 8
     run = make(preset="preset", num_nodes=1, devices=2)
     assert (run.layout.num_nodes, run.layout.num_processes) == (1, 2)
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, LlamaConfig, OPTConfig
 
 from tests import forkrun
 from torchacc.errors import ConfigError, DataError
-from torchacc.train.blocks import IGNORED
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 from torchacc.train.config import TextConfig
 from torchacc.train.corpus import stdlib_documents, stdlib_files
 from torchacc.train.documents import DocumentSource, check_text, find_sources
@@ -64,7 +64,7 @@ def documents_of(examples, tokenizer):
         for token, position, label in zip(
             *(block[k].tolist() for k in ("input_ids", "position_ids", "labels")), strict=True
         )
-        if label != IGNORED or position == 0
+        if label != IGNORE_INDEX or position == 0
     ]
     # What is padded ends texts, too.
     return [text for text in tokenizer.decode(tokens).split(tokenizer.eos_token) if text]

@@ -116,7 +116,7 @@ def _is_sharded(tree: Any) -> bool:
     if any(_says_sharded(part) for part in _mappings(tree)):
         return True
     is_distributed = any(hasattr(tensor, "to_local") for tensor in tensors_in(tree))
-    return is_distributed or any(sharded.placement.processes_per_replica > 1 for sharded in _models(tree))
+    return is_distributed or any(sharded.coordinates.processes_per_replica > 1 for sharded in _models(tree))
 
 
 def _says_sharded(part: Mapping[Any, Any]) -> bool:

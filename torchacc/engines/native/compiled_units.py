@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torchacc.config import Config
 from torchacc.config.names import nearest
 from torchacc.engines import recompute
-from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.compile_report import WARM_UP_STEPS, CompileReport
 from torchacc.engines.patches import torch_compile
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import OF_THIS_RANK, get_logger
@@ -29,8 +29,6 @@ from torchacc.parallel.plan import ShardingPlan
 
 _log = get_logger(__name__)
 
-WARM_UP_STEPS = 2
-"""Steps of an optimizer in which something new may be compiled without a warning."""
 _INDUCTOR = "inductor"
 
 

@@ -22,7 +22,7 @@ from torchacc.engines.option_conflicts import refuse_beside
 from torchacc.engines.process_group import ProcessGroup
 from torchacc.errors import DataError
 from torchacc.parallel.axes import Role
-from torchacc.parallel.experts import HELD_BY, Experts
+from torchacc.parallel.experts import EXPERT_SHARDING_ROLES, Experts
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import PlannedParameter
 
@@ -55,9 +55,10 @@ def make_mesh(mesh: Mesh, device_type: str, group: ProcessGroup) -> Any:
 
     Without the first two where they have one process: each of its groups would be made by all processes.
     """
-    dims = ((Role.PIPELINE,), (Role.REPLICATE,), HELD_BY, (Role.SHARD,))
-    ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.place(rank, *roles) for roles in dims])
-    sizes = {roles[0].value: mesh.size(*roles) for roles in dims[:-1] if roles == HELD_BY or mesh.size(*roles) > 1}
+    dims = ((Role.PIPELINE,), (Role.REPLICATE,), EXPERT_SHARDING_ROLES, (Role.SHARD,))
+    ranks = sorted(range(mesh.num_devices), key=lambda rank: [mesh.rank_in_group(rank, *roles) for roles in dims])
+    made = [roles for roles in dims[:-1] if roles == EXPERT_SHARDING_ROLES or mesh.size(*roles) > 1]
+    sizes = {roles[0].value: mesh.size(*roles) for roles in made}
     sizes[Role.SHARD.value] = mesh.num_devices // math.prod(sizes.values())
     return group.device_mesh(device_type, sizes, ranks)
 

@@ -13,7 +13,7 @@ from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup
 from torchacc.errors import EngineError
 
 
-def are_weights(group: FSDPParamGroup) -> bool:
+def are_full_weights(group: FSDPParamGroup) -> bool:
     """Return whether modules can compute with the shards of a group as they are."""
     return group._all_gather_process_group.size() == 1 and all(map(_is_weight, group.fsdp_params))
 
@@ -25,7 +25,7 @@ def take_gradients(group: FSDPParamGroup) -> bool:
     return not (group._is_hsdp or is_cast or is_scaled)
 
 
-def show(parameter: FSDPParam, *, in_backward: bool) -> None:
+def register_unsharded(parameter: FSDPParam, *, in_backward: bool) -> None:
     """Let modules compute with a shard: by the same tensor each time, as graphs know it, with a version of its own.
 
     Raises:

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from torchacc.engines.native.parameter_groups import Groups
-from torchacc.engines.native.unit_parameters import Group
+from torchacc.engines.native.fsdp_group import FSDPGroup
+from torchacc.engines.native.fsdp_groups import FSDPGroups
 
 
-class MicrobatchGroup(Group):
+class MicrobatchGroup(FSDPGroup):
     """The parameters of one unit, which runs once for each microbatch."""
 
     owner: "MicrobatchGroups"
@@ -36,7 +36,7 @@ class MicrobatchGroup(Group):
             super()._to_sharded()
 
 
-class MicrobatchGroups(Groups):
+class MicrobatchGroups(FSDPGroups):
     """All groups of a stage."""
 
     group_class = MicrobatchGroup
@@ -61,7 +61,7 @@ class MicrobatchGroups(Groups):
             self.keeps_weights = False
             for group in self._all_groups():
                 if until_backward and not group._is_done_after_forward():
-                    group._hide()
+                    group._register_sharded()
                 else:
                     group._to_sharded()
 

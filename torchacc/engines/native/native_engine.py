@@ -221,10 +221,11 @@ class NativeEngine(Engine):
         """Shard a model in place with `fully_shard`, or leave it as it is where nobody shares its parameters."""
         from torchacc.engines.native.native_model import NativeModel
         from torchacc.engines.native.pipelined_model import PipelinedModel
-        from torchacc.engines.native.plain_model import PlainModel
+        from torchacc.engines.native.replicated_model import ReplicatedModel
 
         is_split = plan.pipeline.size > 1
-        sharded = (PlainModel if plan.is_plain else PipelinedModel if is_split else NativeModel)(self, model, plan)
+        kind = ReplicatedModel if plan.is_replicated else PipelinedModel if is_split else NativeModel
+        sharded = kind(self, model, plan)
         sharded.shard(optimizer)
         if plan.steps_in_backward:
             assert optimizer is not None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.clipping import register_total_norm
 from torchacc.engines.device_losses import average_scalars, mean_of_closure
 from torchacc.engines.fused_steps import fuse
 from torchacc.engines.initial_values import materialise_parameters, move_buffers
@@ -19,8 +19,8 @@ from torchacc.engines.native import (
     device_copies,
     expert_parallel,
     float8_training,
-    number_parameters,
     optimizer_checks,
+    scalar_parameters,
     script_reads,
     split_layers,
     split_sequence,
@@ -39,12 +39,12 @@ from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard, ShardPlacement
+from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 _log = get_logger(__name__)
 
 if TYPE_CHECKING:
-    from torchacc.engines.native.parameter_groups import Groups
+    from torchacc.engines.native.fsdp_groups import FSDPGroups
 
 
 class NativeModel(ShardedModel):
@@ -112,7 +112,7 @@ class NativeModel(ShardedModel):
         average_ordinary_gradients(self.model, self._own_plan)
         self._take_over_groups()
         if torch_patches.knows_clipping():
-            self._note_total_norm()
+            self._register_total_norm()
         if self._lowered is not None:
             keep_precision_of_statistics(self.model)
             if self.engine.device.type == "cpu":
@@ -128,14 +128,14 @@ class NativeModel(ShardedModel):
 
     def _prepare_parameters(self) -> None:
         """Make distributed tensors of the parameters that `fully_shard()` does not take."""
-        if self._has_numbers:
-            number_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
+        if self._has_scalar_parameters:
+            scalar_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
 
-    def _note_total_norm(self) -> None:
+    def _register_total_norm(self) -> None:
         """Let PyTorch's own clipping take norms over all shards."""
         from torchacc.engines.native.gradients import total_norm
 
-        note_total_norm(self, total_norm)
+        register_total_norm(self, total_norm)
 
     def _compile_units(self) -> None:
         if self.engine.config.compute.compile:
@@ -196,10 +196,10 @@ class NativeModel(ShardedModel):
         )
 
     @property
-    def _groups_class(self) -> "type[Groups]":
-        from torchacc.engines.native.parameter_groups import Groups
+    def _groups_class(self) -> "type[FSDPGroups]":
+        from torchacc.engines.native.fsdp_groups import FSDPGroups
 
-        return Groups
+        return FSDPGroups
 
     @property
     def _agree(self) -> Callable[[Sequence[int]], list[int]] | None:
@@ -229,7 +229,7 @@ class NativeModel(ShardedModel):
                 parameter.data = data
 
     @cached_property
-    def _has_numbers(self) -> bool:
+    def _has_scalar_parameters(self) -> bool:
         """Whether the model has parameters without dimensions."""
         return any(not planned.shape for planned in self.plan.parameters)
 
@@ -246,7 +246,7 @@ class NativeModel(ShardedModel):
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, and give its scalars their means over all devices."""
-        from torchacc.engines.native.outputs import let_pytree_see, with_full_numbers
+        from torchacc.engines.native.outputs import let_pytree_see, with_full_scalars
 
         device = self.engine.device.type
         if self.plan.tensor_parallel.size > 1 and any(module.training for module in self.model.modules()):
@@ -262,10 +262,10 @@ class NativeModel(ShardedModel):
             stack.enter_context(self._groups.ending_interrupted())
             output = inner(*args, **kwargs)
         let_pytree_see(output)
-        if self._has_numbers:
+        if self._has_scalar_parameters:
             if torch.is_grad_enabled():
-                number_parameters.check_used_alike(self.model, self.plan, self.engine.group)
-            output = with_full_numbers(output)
+                scalar_parameters.check_used_alike(self.model, self.plan, self.engine.group)
+            output = with_full_scalars(output)
         return average_scalars(output, self.engine.group.all_reduce_mean) if self._losses_differ else output
 
     @property
@@ -327,13 +327,13 @@ class NativeModel(ShardedModel):
             yield
 
     @cached_property
-    def placement(self) -> ShardPlacement:
+    def coordinates(self) -> ShardCoordinates:
         """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
         mesh, rank = self.engine.mesh, self.engine.job.rank
         replica, num_replicas = _place_among(mesh, rank, Role.REPLICATE)
         shard_index, _ = _place_among(mesh, rank, Role.SHARD)
         is_contiguous = self.plan.tensor_parallel.size == 1
-        return ShardPlacement(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
+        return ShardCoordinates(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
 
     def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard."""
@@ -349,7 +349,7 @@ class NativeModel(ShardedModel):
 
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
-        if self.placement.is_contiguous:
+        if self.coordinates.is_contiguous:
             return super()._joined(local_shard, shards)
         groups = self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR)
         ranks = next(group for group in groups if self.engine.job.rank in group)

@@ -12,7 +12,7 @@ from torchacc.engines.native.shard_arithmetic import full_tensor, is_of_model
 from torchacc.errors import EngineError
 
 
-def with_full_numbers(output: Any) -> Any:
+def with_full_scalars(output: Any) -> Any:
     """Return an output with ordinary tensors for parameters without dimensions, and for what was computed of them."""
     return map_tensors(
         lambda tensor: full_tensor(tensor) if not tensor.dim() and is_of_model(tensor) else tensor, output

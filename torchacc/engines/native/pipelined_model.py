@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.clipping import register_total_norm
 from torchacc.engines.forward_inputs import CACHES, inputs_by_name
 from torchacc.engines.native import expert_parallel, full_shards, script_reads, stage_inputs
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
@@ -34,7 +34,7 @@ from torchacc.errors import EngineError
 from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardPlacement
+from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
@@ -113,8 +113,8 @@ class PipelinedModel(NativeModel):
     def _returns_outputs(self) -> bool:
         return self.modules.runs_last
 
-    def _note_total_norm(self) -> None:
-        note_total_norm(self, norm_over_stages, knows_its_own=True)
+    def _register_total_norm(self) -> None:
+        register_total_norm(self, norm_over_stages, knows_its_own=True)
 
     def on_unscale(self) -> None:
         """Refuse PyTorch's `GradScaler`, by which a stage alone would skip a step where its gradients overflow."""
@@ -415,11 +415,11 @@ class PipelinedModel(NativeModel):
     # ---- Who holds what
 
     @cached_property
-    def placement(self) -> ShardPlacement:
+    def coordinates(self) -> ShardCoordinates:
         """This process's place among those of all stages."""
         mesh, rank = self.engine.mesh, self.engine.job.rank
         held_by, copies = (Role.PIPELINE, Role.SHARD, Role.TENSOR), Role.REPLICATE
-        return ShardPlacement(
+        return ShardCoordinates(
             processes_per_replica=mesh.size(*held_by),
             shard_index=mesh.index(rank, *held_by),
             num_replicas=mesh.size(copies),
@@ -441,7 +441,7 @@ class PipelinedModel(NativeModel):
     def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
         mesh, places = self.engine.mesh, self.plan.pipeline.places_of(self._names_of[name])
         shard = super()._shard_of(name, shape, rank)
-        return shard if mesh.index(rank, Role.PIPELINE) in places else sharding.without_elements(shard, mesh)
+        return shard if mesh.index(rank, Role.PIPELINE) in places else sharding.empty_shard(shard, mesh)
 
     def local_numel(self) -> int:
         """Return the number of parameter elements that this process holds at rest."""

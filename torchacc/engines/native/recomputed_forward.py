@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torchacc.engines import recompute
 from torchacc.engines.native.compiled_units import CompiledUnits
 from torchacc.errors import EngineError
-from torchacc.parallel.kept_products import KeptProducts
 from torchacc.parallel.plan import ShardingPlan
+from torchacc.parallel.saved_matmuls import SavedMatmuls
 
 Forward = Callable[..., Any]
 
@@ -24,7 +24,7 @@ def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUn
         plan: Its plan.
         compiled: What is compiled of it; None where nothing is.
     """
-    checkpoint_of_policy = checkpointed_but_products if plan.keeps_products else checkpointed
+    checkpoint_of_policy = checkpointed_except_matmuls if plan.saves_matmuls else checkpointed
     recompute.install(model, plan.recomputed, checkpoint_of_policy)
     if compiled is not None:
         for name in plan.recomputed:
@@ -45,7 +45,7 @@ def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwarg
     return checkpoint(run, *args, use_reentrant=False)
 
 
-def checkpointed_but_products(
+def checkpointed_except_matmuls(
     module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a module's forward, and have all of it but its matrix products recomputed in backward.
@@ -53,7 +53,7 @@ def checkpointed_but_products(
     Raises:
         EngineError: In backward: the module writes over what is kept, or computes other products the second time.
     """
-    products = KeptProducts(type(module).__name__)
+    products = SavedMatmuls(type(module).__name__)
     runs = 0
 
     def run(*args: Any) -> Any:

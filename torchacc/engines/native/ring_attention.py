@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from torchacc.parallel.sequence_split import seen_block
+from torchacc.parallel.sequence_split import causal_block
 
 _aten = torch.ops.aten
 _EFFICIENT_ALIGNMENT = 32
@@ -149,7 +149,7 @@ class _RingAttention(torch.autograd.Function):
         logs = torch.full(query.shape[:-1], -torch.inf, dtype=_summed_in(query), device=query.device)
         ctx.beside = {}
         for source, pair in _travelling(own, ring):
-            seen = seen_block(ring.index, source)
+            seen = causal_block(ring.index, source)
             keys, values = _for_all_heads(_rows(pair, seen.keys), query.shape[1])
             output, added, ctx.beside[source] = kernel.forward(
                 _rows(query, seen.queries), keys, values, seen.is_causal, scale
@@ -169,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
         # What comes with keys and values is what devices before this one have found of their gradients.
         gradients = partial(torch.zeros, own.shape, dtype=_summed_in(query), device=query.device)
         for source, pair in _travelling(own, ring):
-            seen = seen_block(ring.index, source)
+            seen = causal_block(ring.index, source)
             keys, values = _for_all_heads(_rows(pair, seen.keys), query.shape[1])
             given, rows, made = (_rows(each, seen.queries).contiguous() for each in (gradient, query, output))
             sums = _rows(logs, seen.queries, dim=-1).contiguous()

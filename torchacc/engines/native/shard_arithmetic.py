@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,40 +23,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchacc.engines.native import script_reads
 from torchacc.engines.native.function_kinds import WRITING_DUNDERS, Function, FunctionKind, kind_of
 from torchacc.engines.patches import torch_patches
+from torchacc.engines.tensor_functions import WITHOUT_GRADIENT
 from torchacc.errors import CheckpointError, EngineError
 from torchacc.parallel.axes import Role
 from torchacc.parallel.sharding import chunk
 
+if TYPE_CHECKING:
+    from torchacc.engines.native.fsdp_groups import FSDPGroups
+
 OWNER = "_torchacc_owner"
-"""The attribute by which a sharded parameter knows its `Owner`."""
+"""The attribute by which a sharded parameter knows the `FSDPGroups` that it is in."""
 _COPY = "_torchacc_copy"
 """The attribute of what stands for a view of a sharded tensor, and is a copy of it: weak references to its memory."""
 _USED = "_torchacc_used"
 """The attribute that says that a graph was made through a tensor."""
-_WITHOUT_GRADIENT = {"detach", "empty_like", "full_like", "ones_like", "zeros_like"}
-"""Names of element-wise functions that pass no gradient on."""
 
 
 @functools.cache
 def install() -> None:
     """Let functions of PyTorch's distributed tensors go through `call()`, until the process ends."""
     torch_patches.hold_until_exit(torch_patches.functions_of_dtensors(call))
-
-
-class Owner(Protocol):
-    """What has sharded a parameter."""
-
-    def on_data(self, parameter: torch.Tensor) -> None:
-        """Note that a script holds the parameter's `data`, which it may write to."""
-
-    def on_rebound(self, parameter: torch.Tensor) -> None:
-        """Note that the parameter's shard is another tensor now."""
-
-    def unsharded_weight(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what stands for the parameter in graphs of the model's forward; None before the first."""
-
-    def on_set_gradient(self, parameter: torch.Tensor) -> None:
-        """Note that a script is about to set the parameter's gradient."""
 
 
 _kinds: dict[Function, FunctionKind] = {}
@@ -181,7 +167,7 @@ def _asks_for_mean(func: Function, shards: Sequence[torch.Tensor]) -> bool:
 
     What comes of a shard with others is either a shard again, or is gathered. This may meet anything.
     """
-    if not torch.is_grad_enabled() or func.__name__ in _WITHOUT_GRADIENT:
+    if not torch.is_grad_enabled() or func.__name__ in WITHOUT_GRADIENT:
         return False
     return any(shard.requires_grad and not shard.dim() for shard in shards)
 
@@ -464,7 +450,7 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 def _call_of_parameter(kind: FunctionKind, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter: Any = args[0]
-    owner: Owner | None = vars(parameter).get(OWNER)
+    owner: FSDPGroups | None = vars(parameter).get(OWNER)
     if kind is FunctionKind.HOOK:
         if owner is not None or script_reads.is_of_other_stage(parameter):
             raise EngineError(

@@ -210,7 +210,7 @@ def _relaid(tensor: torch.Tensor, mesh: Any, has: str, wants: str, sends_back: s
 
 def _redistributing() -> AbstractContextManager[None]:
     """Return a context for PyTorch's redistribution, which raises in inference mode, where it detaches in place."""
-    from torchacc.engines.native.unit_parameters import no_inference_mode
+    from torchacc.engines.native.fsdp_group import no_inference_mode
 
     return nullcontext() if torch.compiler.is_compiling() else no_inference_mode()
 

@@ -36,7 +36,7 @@ from torchacc.errors import ConfigError, DataError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
-from torchacc.parallel.sequence_split import IGNORED, SequenceSplit, head_parts, next_labels
+from torchacc.parallel.sequence_split import IGNORE_INDEX, SequenceSplit, head_parts, next_labels
 
 _log = get_logger(__name__)
 
@@ -366,8 +366,8 @@ class _SplitModel:
                 self._check_mask(value, rows, length)
             elif name == "num_items_in_batch" and self._targets is not None:
                 self._targets.num_counted = torch.as_tensor(found.pop(name), device=tokens.device)
-            elif name == "ignore_index" and value != IGNORED:
-                raise self._refuse(f"ignore_index = {value}, where the labels that do not count are {IGNORED}")
+            elif name == "ignore_index" and value != IGNORE_INDEX:
+                raise self._refuse(f"ignore_index = {value}, where the labels that do not count are {IGNORE_INDEX}")
             elif name == "output_attentions" and value:
                 raise self._refuse("output_attentions = True, of which no device has all")
             elif name != "labels" and any(tensor.dim() for tensor in tensors_in(value)):
@@ -398,7 +398,7 @@ class _SplitModel:
         for name, each in (("labels", labels), ("shift_labels", targets)):
             if each.dim() != 2 or each.shape[1] != of.length:
                 raise self._refuse(f"{name} of shape {tuple(each.shape)} for {of.length} tokens")
-        self._targets = _Targets(of.part(targets, IGNORED), (targets != IGNORED).sum())
+        self._targets = _Targets(of.part(targets, IGNORE_INDEX), (targets != IGNORE_INDEX).sum())
         found["labels"] = self._targets.own
 
     def _check_length(self, name: str, value: torch.Tensor, length: int) -> None:

@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from torchacc.engines.native.proved_plans import PROVED_PLANS, fingerprint
+from torchacc.engines.native.verified_plans import PROVED_PLANS, fingerprint
 from torchacc.errors import ConfigError
 from torchacc.parallel.axes import Role, restricted
 from torchacc.parallel.plan import ShardingPlan

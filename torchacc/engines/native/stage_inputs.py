@@ -9,7 +9,7 @@ from torchacc.data import digest_of, tensors_in
 from torchacc.engines.forward_inputs import CACHES
 from torchacc.engines.native.stage_collectives import StageLink
 from torchacc.errors import DataError, EngineError
-from torchacc.parallel.sequence_split import IGNORED, next_labels
+from torchacc.parallel.sequence_split import IGNORE_INDEX, next_labels
 
 SPLIT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
 """Inputs with a row for each sample; one with a single row, or without rows, is for all of them."""
@@ -59,7 +59,7 @@ def num_counted(given: Mapping[str, Any]) -> Any:
     if "labels" not in given:
         return None
     shifted = given.get("shift_labels")
-    return (next_labels(given["labels"]) if shifted is None else shifted).ne(IGNORED).sum()
+    return (next_labels(given["labels"]) if shifted is None else shifted).ne(IGNORE_INDEX).sum()
 
 
 class ComparedInputs:

@@ -87,8 +87,8 @@ def _of(owner: str, used_in: str, names: dict[str, str], *, of_instances: bool =
     return [PrivateName(owner, name, used_in, why, of_instances) for name, why in names.items()]
 
 
-_GROUPS = "native/parameter_groups.py"
-_UNIT = "native/unit_parameters.py"
+_GROUPS = "native/fsdp_groups.py"
+_UNIT = "native/fsdp_group.py"
 _FULL = "native/full_shards.py"
 _ARITHMETIC = "native/shard_arithmetic.py"
 _FLOAT8 = "patches/float8_gather.py"
@@ -207,7 +207,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_of("torch.autograd", "patches/torch_patches.py", {
         "_engine_run_backward": "patched: runs graphs, given other inputs, and gives other gradients",
     }),
-    *_of("torch.autograd.variable:Variable", "native/averaged_gradients.py", {
+    *_of("torch.autograd.variable:Variable", "native/gradient_reducer.py", {
         "_execution_engine": "calls back when a backward has run",
     }),
     *_of("torch.optim:Optimizer", _STEPS, {

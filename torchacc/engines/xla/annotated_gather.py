@@ -89,7 +89,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, weight: Weight, gatherer: AnnotatedGatherer) -> torch.Tensor:
         ctx.gatherer, ctx.weight, ctx.dtype = gatherer, weight, shard.dtype
-        return gatherer.unshard(weight.told_apart(shard), weight)
+        return gatherer.unshard(weight.with_unique_hash(shard), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -62,18 +62,18 @@ class ParameterGatherer(Gatherer):
 class Collectives(Reader):
     """The collectives of one model, by one means of communication."""
 
-    def __init__(self, mesh: Mesh, rank: int, meet: Callable[[str], None]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, check_same_call: Callable[[str], None]) -> None:
         """Take a process's place on the mesh.
 
         Args:
             mesh: The mesh.
             rank: The process, which is as many on the mesh.
-            meet: Raises unless every process calls it with the same words.
+            check_same_call: Raises unless every process calls it with the same words.
         """
         self.num_devices = mesh.num_devices
         self.num_shards = mesh.num_shards
         self.shard_index = mesh.index(rank, Role.SHARD)
-        self._meet = meet
+        self._check_same_call = check_same_call
         self.holds_gradients = False
         """Whether backward keeps full gradients, to be reduced by a later one."""
         self.reduce_dtype = torch.float32
@@ -83,9 +83,9 @@ class Collectives(Reader):
         """Return the dtype in which the gradients of parameters of a dtype are summed."""
         return torch.promote_types(dtype, torch.float32) if self.reduce_dtype == torch.float32 else self.reduce_dtype
 
-    def meet(self, what: str) -> None:
+    def check_same_call(self, what: str) -> None:
         """Raise unless every process reads the same now. Collective: every process."""
-        self._meet(what)
+        self._check_same_call(what)
 
     @abstractmethod
     def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:

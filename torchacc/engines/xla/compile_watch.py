@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from torchacc.engines.compile_report import CompileReport
+from torchacc.engines.compile_report import WARM_UP_STEPS, CompileReport
 from torchacc.engines.xla import runtime
 from torchacc.logging import OF_THIS_RANK, get_logger
 
 _log = get_logger(__name__)
 
-WARM_UP_STEPS = 2
 _UNKNOWN = (
     "nothing that torchacc sees has changed: a number or shape in the script, or a tensor's value that was asked for; "
     "PT_XLA_DEBUG_LEVEL=2 names the line"

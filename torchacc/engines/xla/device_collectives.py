@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.sample_rows import RowGatherer
+from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, weight_places
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.shards import local_of
@@ -20,7 +20,7 @@ class DeviceCollectives(Collectives):
     """Collectives on device tensors along the mesh's axes."""
 
     def __init__(
-        self, mesh: Mesh, rank: int, ordinals: Sequence[int], meet: Callable[[str], None] = lambda what: None
+        self, mesh: Mesh, rank: int, ordinals: Sequence[int], check_same_call: Callable[[str], None] = lambda what: None
     ) -> None:
         """Find the process's place on the mesh by its rank.
 
@@ -28,9 +28,9 @@ class DeviceCollectives(Collectives):
             mesh: The mesh.
             rank: The process.
             ordinals: PJRT's number of the device of each process, by rank, which collectives on devices take.
-            meet: Raises unless every process calls it with the same words.
+            check_same_call: Raises unless every process calls it with the same words.
         """
-        super().__init__(mesh, rank, meet)
+        super().__init__(mesh, rank, check_same_call)
         self._shards = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.SHARD)]
         self._replicas = [[ordinals[rank] for rank in group] for group in mesh.groups(Role.REPLICATE)]
 
@@ -80,7 +80,7 @@ class DeviceCollectives(Collectives):
         return shard
 
 
-class DeviceRowGatherer(RowGatherer):
+class DeviceSampleGatherer(SampleGatherer):
     """Collectives of rows in the program of the devices."""
 
     def __init__(self, group: ProcessGroup, mesh: Mesh, ordinals: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class DeviceRowGatherer(RowGatherer):
         import torch_xla.core.xla_model as xm
 
         if rows.device.type == "cpu":
-            return self.gather_on_host(rows)
+            return super().gather(rows)
         gathered: torch.Tensor = xm.all_gather(rows, dim=0, groups=self._devices, pin_layout=False)
         return gathered
 
@@ -102,7 +102,7 @@ class DeviceRowGatherer(RowGatherer):
         import torch_xla.core.xla_model as xm
 
         if gradient.device.type == "cpu":
-            return self.sum_of_own_on_host(gradient)
+            return super().sum_of_own(gradient)
         total: torch.Tensor = xm.reduce_scatter(
             xm.REDUCE_SUM,
             gradient.to(torch.promote_types(gradient.dtype, torch.float32)),
@@ -156,7 +156,7 @@ class _DeviceGather(torch.autograd.Function):
         ctx: Any, shard: torch.Tensor, parameter: GatheredParameter, collectives: DeviceCollectives, dtype: torch.dtype
     ) -> torch.Tensor:
         ctx.parameter, ctx.collectives = parameter, collectives
-        local = parameter.weights[0].told_apart(local_of(shard))
+        local = parameter.weights[0].with_unique_hash(local_of(shard))
         return collectives.unshard(local.to(dtype), parameter.rows)
 
     @staticmethod

@@ -24,12 +24,6 @@ _ELEMENTWISE = ELEMENTWISE | {
     "threshold", "truediv", "type", "xlogy",
 }  # fmt: skip
 
-WITHOUT_GRADIENT = {
-    "empty_like", "eq", "full_like", "ge", "greater", "greater_equal", "gt", "isfinite", "isinf", "isnan", "isneginf",
-    "isposinf", "le", "less", "less_equal", "lt", "ne", "not_equal", "ones_like", "sign", "signbit", "zeros_like",
-}  # fmt: skip
-"""Names of element-wise functions that pass no gradient on."""
-
 _OPERATORS = {
     f"__{prefix}{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")

@@ -37,7 +37,7 @@ class Weight:
     number: int
     """Another one for each weight of the models that are alive."""
 
-    def told_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+    def with_unique_hash(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the weight's values in a graph that is another one than any other weight's.
 
         torch_xla knows a program by a hash that does not tell which of two like inputs an operation reads. The loss of

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchacc.engines.process_group import ProcessGroup
-from torchacc.engines.sample_rows import RowGatherer
+from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
 from torchacc.engines.xla.shards import as_shard_like, local_of
@@ -29,7 +29,7 @@ class HostCollectives(Collectives):
 
     def __init__(self, mesh: Mesh, group: ProcessGroup) -> None:
         """Make the process groups. Collective: every process."""
-        super().__init__(mesh, group.job.rank, group.meet)
+        super().__init__(mesh, group.job.rank, group.check_same_call)
         self._group = group
         self._shards = group.own_subgroup(mesh.groups(Role.SHARD))
         self._replicas = group.own_subgroup(mesh.groups(Role.REPLICATE))
@@ -114,7 +114,7 @@ class HostCollectives(Collectives):
                 gatherer.reduce()
 
 
-class XlaRowGatherer(RowGatherer):
+class XlaSampleGatherer(SampleGatherer):
     """Collectives of rows on the host: what has been recorded runs before each of them."""
 
     def __init__(self, group: ProcessGroup, mesh: Mesh, run: Callable[[], None]) -> None:
@@ -124,11 +124,11 @@ class XlaRowGatherer(RowGatherer):
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all processes."""
-        return self._by_host(self.gather_on_host, rows)
+        return self._by_host(super().gather, rows)
 
     def sum_of_own(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sum of this process's rows."""
-        return self._by_host(self.sum_of_own_on_host, gradient)
+        return self._by_host(super().sum_of_own, gradient)
 
     def _by_host(self, act: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
@@ -152,7 +152,7 @@ class _HostGatherer(ParameterGatherer):
         full = runtime.to_device(self._gather(self.parameters, [parameter.dtype for parameter in self.parameters]))
         parts = []
         for parameter, tensor in zip(self.parameters, full, strict=True):
-            tensor = parameter.weights[0].told_apart(tensor)
+            tensor = parameter.weights[0].with_unique_hash(tensor)
             if parameter.shard.requires_grad and torch.is_grad_enabled():
                 self._trained.add(parameter)
                 tensor = _HostGather.apply(parameter.shard, tensor, parameter, self)

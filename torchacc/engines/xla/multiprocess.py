@@ -12,16 +12,16 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from torchacc.config import Config
-from torchacc.engines.clipping import note_total_norm
+from torchacc.engines.clipping import register_total_norm
 from torchacc.engines.device_losses import average_scalars
 from torchacc.engines.optimizers import is_elementwise
 from torchacc.engines.patches import model_patches, torch_patches
-from torchacc.engines.sample_rows import RowGatherer
+from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.engines.xla import hardware, runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
-from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceRowGatherer
+from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceSampleGatherer
 from torchacc.engines.xla.gather import Weight
-from torchacc.engines.xla.host_collectives import HostCollectives, XlaRowGatherer
+from torchacc.engines.xla.host_collectives import HostCollectives, XlaSampleGatherer
 from torchacc.engines.xla.shards import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
 from torchacc.env import Job
@@ -29,7 +29,7 @@ from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard, RowLayout, ShardPlacement
+from torchacc.parallel.sharding import LocalShard, RowLayout, ShardCoordinates
 
 _log = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class MultiprocessEngine(XlaEngine):
     def setup(self, plan: ShardingPlan) -> None:
         """Start the process group, then the runtime with this process's one device."""
         self.group.start()
-        self.group.prepare_meetings()
+        self.group.prepare_call_checks()
         if runtime.runs_on_cpu():
             runtime.pin_to_share_of_cores(self.job)
         if plan.recomputed:
@@ -104,7 +104,7 @@ class MultiprocessEngine(XlaEngine):
         """Return the collectives for one model. Collective: every process."""
         if runtime.runs_on_cpu():
             return HostCollectives(self.mesh, self.group)
-        return DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.meet)
+        return DeviceCollectives(self.mesh, self.job.rank, self.ordinals, self.group.check_same_call)
 
     @cached_property
     def ordinals(self) -> list[int]:
@@ -112,11 +112,11 @@ class MultiprocessEngine(XlaEngine):
         return self.group.all_gather_objects(runtime.ordinal())
 
     @cached_property
-    def row_gatherer(self) -> RowGatherer:
+    def sample_gatherer(self) -> SampleGatherer:
         """The collectives of rows between processes. Made by a collective: every process."""
         if runtime.runs_on_cpu():
-            return XlaRowGatherer(self.group, self.mesh, self._run_recorded)
-        return DeviceRowGatherer(self.group, self.mesh, self.ordinals)
+            return XlaSampleGatherer(self.group, self.mesh, self._run_recorded)
+        return DeviceSampleGatherer(self.group, self.mesh, self.ordinals)
 
     def _run_recorded(self) -> None:
         """Run what has been recorded so far of a step that goes on."""
@@ -172,7 +172,7 @@ class MultiprocessModel(XlaModel):
         self._install_recompute()
         self._move_buffers()
         self._install_forward(self._run)
-        note_total_norm(self, _total_norm)
+        register_total_norm(self, _total_norm)
         return replaced
 
     def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
@@ -256,11 +256,11 @@ class MultiprocessModel(XlaModel):
             )
 
     @cached_property
-    def placement(self) -> ShardPlacement:
+    def coordinates(self) -> ShardCoordinates:
         """This process's place on the axes of shards and of replicas."""
         mesh, collectives = self.engine.mesh, self._collectives
         replica = mesh.index(self.engine.job.rank, Role.REPLICATE)
-        return ShardPlacement(collectives.num_shards, collectives.shard_index, mesh.size(Role.REPLICATE), replica)
+        return ShardCoordinates(collectives.num_shards, collectives.shard_index, mesh.size(Role.REPLICATE), replica)
 
     def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}

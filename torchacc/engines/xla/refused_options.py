@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from torchacc.config import Config
@@ -77,7 +77,7 @@ REFUSED_OPTIONS: Mapping[str, RefusedOption] = {
 
 def refused_option(config: Config) -> str | None:
     """Return the path of the first option of a config that XLA cannot carry out."""
-    return next((path for path, option in REFUSED_OPTIONS.items() if option.is_asked(_value(config, path))), None)
+    return next((path for path, option in REFUSED_OPTIONS.items() if option.is_asked(attrgetter(path)(config))), None)
 
 
 def refuse_options(config: Config) -> None:
@@ -89,8 +89,4 @@ def refuse_options(config: Config) -> None:
     path = refused_option(config)
     if path is not None:
         why = REFUSED_OPTIONS[path].why
-        raise ConfigError(f"{path} = {_value(config, path)!r} {why}")
-
-
-def _value(config: Config, path: str) -> Any:
-    return reduce(getattr, path.split("."), config)
+        raise ConfigError(f"{path} = {attrgetter(path)(config)!r} {why}")

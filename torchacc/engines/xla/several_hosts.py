@@ -35,7 +35,7 @@ class HostShare:
         driven: list[list[int]] = group.all_gather_objects(runtime.local_devices())
         driver = {device: rank for rank, devices in enumerate(driven) for device in devices}
         self.hosts = Hosts(mesh, tuple(driver[device] for device in order))
-        self.data_shards = self.hosts.data_shards(group.job.rank)
+        self.data_parallel_ranks = self.hosts.data_parallel_ranks(group.job.rank)
         """The data-parallel devices that this process feeds."""
         self._group = group
         self._rank = group.job.rank
@@ -46,10 +46,10 @@ class HostShare:
         Raises:
             DataError: It has not as many rows for each of the devices that this process feeds.
         """
-        if not tensor.dim() or tensor.shape[0] % len(self.data_shards):
+        if not tensor.dim() or tensor.shape[0] % len(self.data_parallel_ranks):
             raise DataError(
                 f"a tensor of shape {tuple(tensor.shape)} on one of {self._group.job.num_processes} hosts, which feeds "
-                f"{len(self.data_shards)} data-parallel devices: nothing says that the other hosts have the same, so "
+                f"{len(self.data_parallel_ranks)} data-parallel devices: nothing says that the other hosts have the same, so "
                 "give a row for each sample of this host, as value.expand(rows, …), or a number that is the same on "
                 "all hosts, as value.item()"
             )
@@ -58,13 +58,13 @@ class HostShare:
     def all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of all devices on the host, in the order of the global batch. Collective: every process."""
         full = self.whole_rows(tensor)
-        each = tensor.shape[0] // len(self.data_shards)
+        each = tensor.shape[0] // len(self.data_parallel_ranks)
         for rank, rows in enumerate(self._group.all_gather_objects(tensor)):
-            for shard, own in zip(self.hosts.data_shards(rank), rows.split(each), strict=True):
+            for shard, own in zip(self.hosts.data_parallel_ranks(rank), rows.split(each), strict=True):
                 full[shard * each : (shard + 1) * each] = own
         return full
 
-    def meet(self, inputs: Any) -> None:
+    def check_same_call(self, inputs: Any) -> None:
         """Refuse a forward that others do not make, or make with other shapes or numbers. Collective: every process.
 
         Raises:
@@ -73,7 +73,7 @@ class HostShare:
         leaves = [said for said in map(_in_program, tree_leaves(inputs)) if said is not None]
         described = ", ".join([*leaves, "with gradients" if torch.is_grad_enabled() else "without gradients"])
         digest = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()  # as what is sent may be cut
-        self._group.meet(
+        self._group.check_same_call(
             f"calls the model, {digest}, with {described}",
             "the hosts call the model with tensors of different shapes, or other numbers, and run one program",
             "Call it on every host, with as many rows of one length: pad them in collate_fn, or by "

@@ -17,7 +17,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchacc.engines.xla.function_traits import WITHOUT_GRADIENT, FunctionTraits, traits_of
+from torchacc.engines.tensor_functions import WITHOUT_GRADIENT
+from torchacc.engines.xla.function_traits import FunctionTraits, traits_of
 from torchacc.errors import EngineError
 from torchacc.parallel.sharding import RowLayout
 
@@ -38,7 +39,7 @@ class Reader(ABC):
     shard_index: int
 
     @abstractmethod
-    def meet(self, what: str) -> None:
+    def check_same_call(self, what: str) -> None:
         """Raise unless every process reads the same now. Collective: every process.
 
         Raises:
@@ -306,7 +307,7 @@ def without_padding(shard: ShardedTensor) -> torch.Tensor:
 def full_tensor(shard: ShardedTensor) -> torch.Tensor:
     """Return the unsharded tensor, connected to a parameter's shard for autograd. Collective: every process."""
     origin = shard._origin
-    origin.reader.meet(f"{shard._name}, shape {tuple(shard.shape)}")
+    origin.reader.check_same_call(f"{shard._name}, shape {tuple(shard.shape)}")
     if shard.requires_grad and torch.is_grad_enabled():
         if shard._read is None:
             raise EngineError(

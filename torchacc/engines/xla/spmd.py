@@ -16,9 +16,9 @@ from torchacc.data.tree import map_tensors
 from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
 from torchacc.engines.xla import hardware, runtime, spread_experts
-from torchacc.engines.xla.each_device import on_each_device
 from torchacc.engines.xla.partition import Partition, Spec, partition
 from torchacc.engines.xla.several_hosts import HostShare
+from torchacc.engines.xla.shard_map import shard_map
 from torchacc.engines.xla.spmd_model import SpmdModel
 from torchacc.engines.xla.tpu import PLATFORM
 from torchacc.engines.xla.xla_engine import XlaEngine
@@ -108,7 +108,7 @@ class SpmdEngine(XlaEngine):
         """Start the runtime with the mesh's devices. Collective: every process."""
         if self.job.launched:
             self.group.start()
-            self.group.prepare_meetings()
+            self.group.prepare_call_checks()
         runtime.use_plain_scheduler(recomputes=bool(plan.recomputed))
         runtime.use_gpu_plugin(self.config.memory, drives_all=self.config.dist.fsdp.use_spmd)
         self.open_compile_cache()
@@ -135,14 +135,14 @@ class SpmdEngine(XlaEngine):
         return self.is_partitioned or runtime.runs_on_gpu()
 
     @property
-    def data_shards(self) -> Sequence[int]:
+    def data_parallel_ranks(self) -> Sequence[int]:
         """The data-parallel devices that this process feeds: all of them, or those of its host."""
-        return range(self.mesh.num_data_shards) if self._share is None else self._share.data_shards
+        return range(self.mesh.data_parallel_size) if self._share is None else self._share.data_parallel_ranks
 
     @property
     def num_batch_devices(self) -> int:
         """How many data-parallel devices the rows that a model is called with are of: all of them."""
-        return self.mesh.num_data_shards
+        return self.mesh.data_parallel_size
 
     @cached_property
     def device_order(self) -> list[int]:
@@ -198,7 +198,7 @@ class SpmdEngine(XlaEngine):
 
     def batch_spec(self, tensor: torch.Tensor) -> Spec | None:
         """Return how a tensor with one row for each sample is split; None where its rows do not divide."""
-        if not tensor.dim() or tensor.shape[0] % self.mesh.num_data_shards:
+        if not tensor.dim() or tensor.shape[0] % self.mesh.data_parallel_size:
             return None
         return (self.mesh.data_axes, *[None] * (tensor.dim() - 1))
 
@@ -249,7 +249,7 @@ class SpmdEngine(XlaEngine):
         axes = (joined(samples) if self.batch_spec(tensors[0]) else None, joined(heads) if heads and fits else None)
         parts = [prod(self.mesh.axis_size(axis) for axis in named(entry)) for entry in axes]
         sharding = lambda num_dims: self._op_sharding((*axes, *[None] * (num_dims - 2)))  # noqa: E731
-        return on_each_device(function, tensors, parts, sharding)
+        return shard_map(function, tensors, parts, sharding)
 
     def _op_sharding(self, spec: Spec) -> Any:
         """Return how a tensor with this spec lies on the mesh, as torch_xla takes it."""

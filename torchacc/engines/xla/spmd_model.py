@@ -23,10 +23,10 @@ from torchacc.engines.xla.xla_engine import XlaModel
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined
-from torchacc.parallel.experts import HELD_BY, spread_spec
+from torchacc.parallel.experts import EXPERT_SHARDING_ROLES, spread_spec
 from torchacc.parallel.hosts import HeldTiles
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardPlacement, partition_spec, partitioned_shape, unsharded
+from torchacc.parallel.sharding import LocalShard, ShardCoordinates, partition_spec, partitioned_shape, unsharded
 
 if TYPE_CHECKING:
     from torchacc.engines.xla.spmd import SpmdEngine
@@ -63,7 +63,7 @@ class SpmdModel(XlaModel):
                 # A 1-D weight is left to XLA, which gathers so little by itself without harm.
                 split = [weight for weight in weights if len(weight.shape) > 1 and self._is_sharded(weight.shard)]
                 again = self.plan.is_resharded_after_forward(unit)
-                stay = HELD_BY if unit.name in spread else (Role.TENSOR,)
+                stay = EXPERT_SHARDING_ROLES if unit.name in spread else (Role.TENSOR,)
                 gatherer = AnnotatedGatherer(split, engine.annotate, self._specs, stay, reshard_after_forward=again)
                 self._install_unit(module, gatherer)
                 if unit.name in spread:
@@ -204,10 +204,12 @@ class SpmdModel(XlaModel):
             yield parameter, shard
 
     @cached_property
-    def placement(self) -> ShardPlacement:
+    def coordinates(self) -> ShardCoordinates:
         """Which shards this process holds: all of them, or those of its host."""
         job = self.engine.job
-        return ShardPlacement(job.num_processes, job.rank, is_contiguous=False) if job.launched else ShardPlacement()
+        if not job.launched:
+            return ShardCoordinates()
+        return ShardCoordinates(job.num_processes, job.rank, is_contiguous=False)
 
     def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
         """Return for each slice which copy of it this process holds, and how many there are."""
@@ -256,7 +258,7 @@ class SpmdModel(XlaModel):
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, once all hosts have come to it."""
         if self.engine._share is not None:
-            self.engine._share.meet((args, kwargs))
+            self.engine._share.check_same_call((args, kwargs))
         return super()._run(inner, args, kwargs)
 
     def local_numel(self) -> int:

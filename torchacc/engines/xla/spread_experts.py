@@ -20,7 +20,7 @@ from torchacc.engines.patches.split_heads import in_autocast_dtype
 from torchacc.engines.xla.annotated_gather import Annotate
 from torchacc.engines.xla.partition import Spec
 from torchacc.parallel.axes import Role, joined
-from torchacc.parallel.experts import HELD_BY
+from torchacc.parallel.experts import EXPERT_SHARDING_ROLES
 from torchacc.parallel.mesh import Mesh
 
 
@@ -49,7 +49,8 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
         annotate: Says how a tensor of the program is split.
     """
     every = (*mesh.data_axes, *mesh.axes(Role.SEQUENCE))
-    held, shared = mesh.axes(*HELD_BY), joined(axis for axis in every if axis not in mesh.axes(*HELD_BY))
+    held = mesh.axes(*EXPERT_SHARDING_ROLES)
+    shared = joined(axis for axis in every if axis not in held)
 
     def constrain(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
         constrained: torch.Tensor = _Constrain.apply(tensor, annotate, specs, of_gradient)

@@ -179,5 +179,5 @@ class AcceleratorAdapter:
         assert gathered is not None
         of_ranks = gathered.view(self.engine.job.num_processes, *shape)
         mesh = self.engine.mesh
-        shards = [mesh.data_shard(rank) for rank in range(len(of_ranks))]
-        return torch.cat([of_ranks[shards.index(shard)] for shard in range(mesh.num_data_shards)])
+        shards = [mesh.data_parallel_rank(rank) for rank in range(len(of_ranks))]
+        return torch.cat([of_ranks[shards.index(shard)] for shard in range(mesh.data_parallel_size)])

@@ -11,7 +11,8 @@ from torchacc import api
 from torchacc.engines.base import Engine
 from torchacc.errors import DataError
 from torchacc.integrations.hf.accelerator import AcceleratorAdapter
-from torchacc.integrations.hf.losses import IGNORED, are_classes
+from torchacc.integrations.hf.losses import are_classes
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 
 class EvalLoader:
@@ -27,13 +28,13 @@ class EvalLoader:
                 "last batch of all devices could not be told from them: evaluate on a dataset with a length"
             )
         self.dataset = loader.dataset
-        self.num_rows = loader.batch_size * accelerator.engine.mesh.num_data_shards
+        self.num_rows = loader.batch_size * accelerator.engine.mesh.data_parallel_size
         """Rows of a batch of all devices."""
         self.num_filling = 0 if loader.drop_last else -len(loader.dataset) % self.num_rows  # type: ignore[arg-type]
         """Rows that complete the last batch."""
         self.batch_size = loader.batch_size
         """Rows of a batch of one device."""
-        self._num_examples = loader.batch_size * len(accelerator.engine.data_shards)
+        self._num_examples = loader.batch_size * len(accelerator.engine.data_parallel_ranks)
         self._accelerator = accelerator
         self._sharded = api.shard_loader_for_trainer(loader, model, fills_count=False)
 
@@ -62,8 +63,8 @@ def num_own(engine: Engine, num_rows: int, num_filling: int) -> int:
         num_rows: This process's.
         num_filling: Those of all devices, at the end of the last ones' rows, that do not count.
     """
-    after = engine.mesh.num_data_shards - engine.data_shards[-1] - 1
-    num_after = after * num_rows // len(engine.data_shards)
+    after = engine.mesh.data_parallel_size - engine.data_parallel_ranks[-1] - 1
+    num_after = after * num_rows // len(engine.data_parallel_ranks)
     return num_rows - min(max(num_filling - num_after, 0), num_rows)
 
 
@@ -91,7 +92,7 @@ def masked(batch: Any, engine: Engine, num_filling: int, num_examples: int) -> A
                 "dataloader_drop_last=True, or take as many examples as divide by the rows of a step"
             )
         labels = batch[name].cpu().clone()  # moved as batches are: otherwise the step would be another program
-        labels[num_own(engine, len(labels), num_filling) :] = IGNORED
+        labels[num_own(engine, len(labels), num_filling) :] = IGNORE_INDEX
         batch[name] = engine.to_device(labels)
     return batch
 

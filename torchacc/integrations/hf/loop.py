@@ -66,7 +66,7 @@ class Loop(_Theirs):  # type: ignore[misc]
     @property
     def _num_losses(self) -> int:
         """How many losses of a global batch there are: under SPMD one, otherwise one for each device."""
-        return self._engine.mesh.num_data_shards // len(self._engine.data_shards)
+        return self._engine.mesh.data_parallel_size // len(self._engine.data_parallel_ranks)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return transformers' sampler, with an order that follows from the seed and the epoch, as accelerate's."""

@@ -12,9 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import _is_peft_model
 
 from torchacc.data import tree
-
-IGNORED = -100
-"""A label that no loss counts."""
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 
 LossOf = Callable[[dict[str, Any], float], float]
 """Returns this process's own loss of inputs, given a number of items. Collective."""
@@ -49,7 +47,7 @@ class MeanOf(Enum):
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         """Return how many labels count."""
         counted = labels[..., 1:] if self is MeanOf.NEXT_LABELS else labels
-        return counted.ne(IGNORED).sum()
+        return counted.ne(IGNORE_INDEX).sum()
 
 
 def are_classes(labels: Any) -> bool:
@@ -69,7 +67,7 @@ def find_mean(loss_of: LossOf, inputs: dict[str, Any], label_names: Sequence[str
     names = [name for name in (*label_names, "shift_labels") if name in inputs]
     labels = inputs.get("labels")
     if torch.is_tensor(labels) and not labels.is_floating_point():
-        inputs = {**inputs, "labels": labels.masked_fill(labels == IGNORED, 0)}  # any class will do
+        inputs = {**inputs, "labels": labels.masked_fill(labels == IGNORE_INDEX, 0)}  # any class will do
     full = loss_of(inputs, 1.0)
     if "labels" in inputs:
         kind = _sum_divided(full, loss_of(inputs, 2.0), loss_of(inputs, 4.0))
@@ -103,7 +101,7 @@ def _label_means(full: float, loss_of: LossOf, inputs: dict[str, Any]) -> list[M
     is_first[:, 0] = True
     in_part = is_first.clone()
     in_part[0, : grid.shape[1] // 2 + is_sequence] = True
-    masked = [labels.masked_fill(~chosen.view_as(labels), IGNORED) for chosen in (is_first, in_part, ~in_part)]
+    masked = [labels.masked_fill(~chosen.view_as(labels), IGNORE_INDEX) for chosen in (is_first, in_part, ~in_part)]
     of_first, *of_parts = [loss_of({**inputs, "labels": part}, 1.0) for part in masked]
     counts_first = math.isfinite(of_first) and of_first != 0
     kind = MeanOf.LABELS if counts_first or not is_sequence else MeanOf.NEXT_LABELS

@@ -13,7 +13,7 @@ from torchacc import api, arguments
 from torchacc.config import Config
 from torchacc.data import AsyncLoader, tree
 from torchacc.engines import registry
-from torchacc.engines.device_losses import kept_by_devices, weighed
+from torchacc.engines.device_losses import local_losses, weighed
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.env import read_job
 from torchacc.errors import ConfigError
@@ -88,9 +88,9 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         self._class_name = class_name(model)
         api.accelerate(model, config=self._config, optimizer=self._given_optimizer)
         # compute_loss() weighs the losses, or what a script has in its place.
-        model.forward = kept_by_devices()(model.forward)
+        model.forward = local_losses()(model.forward)
         self.accelerator.sharded = sharded_model(model)
-        self.args._devices = Devices(self._engine.device, self._engine.mesh.num_data_shards)
+        self.args._devices = Devices(self._engine.device, self._engine.mesh.data_parallel_size)
 
     # ---- Data
 
@@ -129,7 +129,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         loader = self._train_loader if is_training else self.callback_handler.eval_dataloader
         of_arguments = self._train_batch_size if is_training else self.args.eval_batch_size
         of_device: int = getattr(loader, "batch_size", None) or of_arguments
-        return of_device * len(self._engine.data_shards)
+        return of_device * len(self._engine.data_parallel_ranks)
 
     def _has_rows_of_pairs(self, inputs: Any, *, is_training: bool) -> bool:
         """Tell whether a batch has more rows than examples, as one of answers that were chosen and rejected."""
@@ -162,7 +162,7 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
             raise uneven("they have no labels, by which a loss could leave them out")
         if num_filling and self._mean_of.get(True) is MeanOf.ROWS:
             loss = self._loss_of_rows(model, inputs, num_filling)
-        return self.accelerator.mean(loss).repeat(len(self._engine.data_shards)), logits, labels
+        return self.accelerator.mean(loss).repeat(len(self._engine.data_parallel_ranks)), logits, labels
 
     @weighed()
     def compute_loss(
@@ -179,7 +179,8 @@ class ShardedTrainer(_Above):  # type: ignore[misc]
         """
         compute_loss = super().compute_loss
         if self._num_losses == 1:
-            if len(self._engine.data_shards) > 1 and self._has_rows_of_pairs(inputs, is_training=model.training):
+            has_pairs = self._has_rows_of_pairs(inputs, is_training=model.training)
+            if has_pairs and len(self._engine.data_parallel_ranks) > 1:
                 raise ConfigError(
                     f"the batches of {type(self).__name__} have several rows for each example, and one process that "
                     "drives all devices (dist.fsdp.use_spmd=True) puts the devices' rows one after another, so that "

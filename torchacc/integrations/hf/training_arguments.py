@@ -27,7 +27,7 @@ class Devices:
 
     device: torch.device
     """Where the batches of this process lie."""
-    num_data_shards: int
+    data_parallel_size: int
     """Devices that see different data, of the whole job."""
 
 
@@ -59,7 +59,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     @property
     def world_size(self) -> int:
         """The number of devices that see different data; before the model is sharded, of processes."""
-        return self._devices.num_data_shards if self._devices is not None else read_job().num_processes
+        return self._devices.data_parallel_size if self._devices is not None else read_job().num_processes
 
     @property
     def process_index(self) -> int:

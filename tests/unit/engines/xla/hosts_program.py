@@ -108,12 +108,12 @@ def main() -> None:
     found["resumed"] = again.train(again.batches(), STEPS_AFTER)
     found["of_full_states"] = through_full_states(run, folder)
     engine = sharded_model(run.model).engine
-    found["data_shards"] = list(engine.data_shards)
+    found["data_parallel_ranks"] = list(engine.data_parallel_ranks)
     found["held"] = sum(part.numel for each in sharded_model(run.model).local_shards.values() for part in each.slices)
-    rows = torch.arange(2.0 * len(engine.data_shards)).view(-1, 1) + 100 * job.rank
+    rows = torch.arange(2.0 * len(engine.data_parallel_ranks)).view(-1, 1) + 100 * job.rank
     found["gathered"] = torchacc.dist.all_gather(rows).view(-1).tolist()
     if job.launched:
-        ids = torch.zeros(2 * len(engine.data_shards), 4 + job.rank, dtype=torch.long)
+        ids = torch.zeros(2 * len(engine.data_parallel_ranks), 4 + job.rank, dtype=torch.long)
         found["in_order"] = [each["xla"] for each in engine.group.all_gather_objects(engine.random_state())]
         found["of_other_shapes"] = refused(lambda: run.model(input_ids=ids))
         with torch.set_grad_enabled(job.rank == 0):

@@ -156,10 +156,13 @@ def test_two_hosts_train_save_and_load_as_one_does(runs, layout):
 @pytest.mark.xla
 def test_each_host_feeds_and_holds_what_its_devices_do(runs):
     (alone,), of_hosts = runs("fsdp", 0), runs("fsdp", 2)
-    assert [found["data_shards"] for found in of_hosts] == [[1, 2], [0, 3]]
+    assert [found["data_parallel_ranks"] for found in of_hosts] == [[1, 2], [0, 3]]
     assert all(found["held"] < 0.51 * alone["held"] for found in of_hosts)
     assert all(found["gathered"] == [100, 101, 0, 1, 2, 3, 102, 103] for found in of_hosts)
-    assert [found["data_shards"] for found in runs("tp", 2)] == [[0, 1], [0, 1]]  # which have other parts of layers
+    assert [found["data_parallel_ranks"] for found in runs("tp", 2)] == [
+        [0, 1],
+        [0, 1],
+    ]  # which have other parts of layers
 
 
 @pytest.mark.slow

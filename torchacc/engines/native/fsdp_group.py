@@ -14,13 +14,13 @@ from torchacc.engines.patches.private_names import FSDPParam, FSDPParamGroup, Tr
 from torchacc.errors import EngineError
 
 if TYPE_CHECKING:
-    from torchacc.engines.native.parameter_groups import Groups
+    from torchacc.engines.native.fsdp_groups import FSDPGroups
 
 TIMES_DATA = "_torchacc_times_data"
 """The attribute that counts how often a script has got a parameter's `data`."""
 
 
-class Group(FSDPParamGroup):
+class FSDPGroup(FSDPParamGroup):
     """The parameters of one unit."""
 
     _waits = False
@@ -33,7 +33,7 @@ class Group(FSDPParamGroup):
     """Whether no more gradients of this backward are to come."""
     number: int
     """Which of the model's groups it is."""
-    owner: "Groups"
+    owner: "FSDPGroups"
     _in_window: set[FSDPParam]
     """The parameters of which any process may hold gradients of an accumulation window."""
     _watched: WeakSet[FSDPParam]
@@ -62,7 +62,7 @@ class Group(FSDPParamGroup):
             if self._all_gather_result is not None and self._has_weights:
                 in_backward = self._training_state is TrainingState.PRE_BACKWARD
                 for parameter in self.fsdp_params:
-                    full_shards.show(parameter, in_backward=in_backward)
+                    full_shards.register_unsharded(parameter, in_backward=in_backward)
                 self._to_unsharded()
                 self._all_gather_result = None
                 return
@@ -71,18 +71,18 @@ class Group(FSDPParamGroup):
     @cached_property
     def _has_weights(self) -> bool:
         """Whether the shards are full weights, as no other process has a part of them."""
-        return full_shards.are_weights(self)
+        return full_shards.are_full_weights(self)
 
     def reshard(self) -> None:
         """Let modules show their shards; keep unsharded weights only where backward may use them."""
         if self._keeps:
-            self._hide()
+            self._register_sharded()
         elif self._training_state is not TrainingState.FORWARD:
             super().reshard()
         elif self._is_done_after_forward():
             self._to_sharded()
         else:
-            self._hide()
+            self._register_sharded()
 
     def _may_reuse(self) -> bool:
         """Return whether unsharded weights that wait may be used now, if they are current."""
@@ -152,7 +152,7 @@ class Group(FSDPParamGroup):
         used = self.owner.agree_on([int(has_gradient(each)) for each in trained])
         return [each for each, is_used in zip(trained, used, strict=True) if is_used]
 
-    def rest(self) -> None:
+    def free_unsharded(self) -> None:
         """Free unsharded weights, and those that were gathered ahead and not used."""
         self._training_state = TrainingState.IDLE
         self.finalize_backward()
@@ -178,7 +178,7 @@ class Group(FSDPParamGroup):
                     "create_graph=True), which gives full ones"
                 )
 
-    def _hide(self) -> None:
+    def _register_sharded(self) -> None:
         if self.is_unsharded:
             self._waits = True
             for parameter in self.fsdp_params:
@@ -200,7 +200,7 @@ class Group(FSDPParamGroup):
 
     def _to_sharded(self) -> None:
         if self._keeps and self._versions == self.versions_now():
-            self._hide()
+            self._register_sharded()
             return
         self._waits = self._keeps = False
         super()._to_sharded()

@@ -180,7 +180,7 @@ def _samples(parameter: nn.Parameter, num_backwards: int) -> torch.Tensor:
     return elements[first::step][:NUM_SAMPLES]
 
 
-class AveragedGradients:
+class GradientReducer:
     """The gradients of one model.
 
     Args:
@@ -385,7 +385,7 @@ class AveragedGradients:
             bucket.clear()
 
 
-_all: "WeakSet[AveragedGradients]" = WeakSet()
+_all: "WeakSet[GradientReducer]" = WeakSet()
 
 
 def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:
@@ -395,7 +395,7 @@ def mean_over_processes(tensor: torch.Tensor) -> torch.Tensor:
     return found / dist.get_world_size()
 
 
-def _tell(average: "ref[AveragedGradients]", parameter: nn.Parameter) -> None:
+def _tell(average: "ref[GradientReducer]", parameter: nn.Parameter) -> None:
     found = average()
     if found is not None:
         found.on_gradient(parameter)

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from torchacc.engines.native import shard_arithmetic
+from torchacc.engines.native.fsdp_group import TIMES_DATA, FSDPGroup, drop_gradient, has_gradient, no_inference_mode
 from torchacc.engines.native.gradients import accumulates, take_part_in_backward
 from torchacc.engines.native.shard_arithmetic import OWNER
-from torchacc.engines.native.unit_parameters import TIMES_DATA, Group, drop_gradient, has_gradient, no_inference_mode
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.patches.private_names import FSDPParam, TrainingState
 from torchacc.errors import EngineError
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 Agree = Callable[[Sequence[int]], list[int]]
 
 
-class Groups:
+class FSDPGroups:
     """All groups of a model."""
 
-    group_class: type[Group] = Group
+    group_class: type[FSDPGroup] = FSDPGroup
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Groups:
     def abandon_backward(self) -> None:
         """Forget the backward that runs, before it raises."""
         self.drop_gradients()
-        self._rest()
+        self._free_unsharded()
 
     def _gather_for_recorded(self, model: nn.Module) -> None:
         """Gather a unit whose gradient begins inside of it, at a tensor that transformers records and returns."""
@@ -236,7 +236,7 @@ class Groups:
             found = self._by_parameter[id(parameter)]
         return found
 
-    def _all_groups(self) -> Iterator[Group]:
+    def _all_groups(self) -> Iterator[FSDPGroup]:
         return (state._fsdp_param_group for state in self._states if state._fsdp_param_group is not None)
 
     def _prepare(self) -> None:
@@ -259,7 +259,7 @@ class Groups:
         if _is_in_backward():  # the model is recomputed
             return
         self.end_failed_backward()
-        self._rest()
+        self._free_unsharded()
         self._update_scales()
 
     def _update_scales(self) -> None:
@@ -290,9 +290,9 @@ class Groups:
     def _end(self, module: nn.Module | None, args: Any, output: Any) -> None:
         has_begun = self._root._is_root is not None
         if has_begun and not _is_in_backward() and not _has_graph(output):  # None after an error
-            self._rest()
+            self._free_unsharded()
 
-    def _rest(self) -> None:
+    def _free_unsharded(self) -> None:
         context, streams = self._root._state_ctx, self._root._comm_ctx
         context.iter_forward_root = None
         context.post_backward_final_callback_queued = False
@@ -301,7 +301,7 @@ class Groups:
         for state in self._states:
             state._training_state = TrainingState.IDLE
         for group in self._all_groups():
-            group.rest()
+            group.free_unsharded()
 
 
 @cache

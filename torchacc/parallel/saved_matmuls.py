@@ -27,7 +27,7 @@ _DIFFERS = "nondeterministic or depend on global state"
 """What PyTorch says, from 2.13 on, of any operation that forward did not have, also of those that gather a unit."""
 
 
-class KeptProducts:
+class SavedMatmuls:
     """The policy of one forward of a module: called with each operation, in forward and again in backward.
 
     PyTorch hands out what is kept in the order in which it was kept, so that a forward which does not compute the same
@@ -98,7 +98,7 @@ class KeptProducts:
 class _Watched(ExitStack):
     """Lets a module be recomputed in PyTorch's context, and watches it: from 2.13 on it asks no policy then."""
 
-    def __init__(self, again: Any, products: KeptProducts) -> None:
+    def __init__(self, again: Any, products: SavedMatmuls) -> None:
         super().__init__()
         self._again, self._products = again, products
 
@@ -111,7 +111,7 @@ class _Watched(ExitStack):
 class _Watch(TorchDispatchMode):
     """Tells of each operation that is recomputed."""
 
-    def __init__(self, products: KeptProducts) -> None:
+    def __init__(self, products: SavedMatmuls) -> None:
         super().__init__()
         self._products = products
 

@@ -17,17 +17,17 @@ from torchacc.engines.gloo import gloo_silenced
 from torchacc.engines.initial_values import materialise_parameters, move_buffers
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
-from torchacc.engines.native.averaged_gradients import AveragedGradients
+from torchacc.engines.native.gradient_reducer import GradientReducer
 from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_model import NativeModel
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 
 
-class PlainModel(NativeModel):
+class ReplicatedModel(NativeModel):
     """A model whose parameters are ordinary tensors."""
 
-    _average: AveragedGradients | None = None
+    _average: GradientReducer | None = None
     """What averages gradients, where there are other devices."""
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
@@ -46,9 +46,9 @@ class PlainModel(NativeModel):
             parameter.grad = None  # as of a parameter that a shard replaces
             vars(parameter).update({key: value for key, value in vars(original).items() if key not in vars(parameter)})
         if self.engine.job.num_processes > 1:
-            self._average = AveragedGradients(dict(self.model.named_parameters()), self.status, make_group())
+            self._average = GradientReducer(dict(self.model.named_parameters()), self.status, make_group())
         if torch_patches.knows_clipping():
-            self._note_total_norm()
+            self._register_total_norm()
         if self.plan.recomputed:
             install_recompute(self.model, self.plan, self._compiled)
         return moved

@@ -8,7 +8,7 @@ import torch
 _MANUAL = 4  # torch_xla.distributed.spmd.ShardingType: of what each device has for itself
 
 
-def on_each_device(
+def shard_map(
     function: Callable[..., Sequence[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
     parts: Sequence[int],
