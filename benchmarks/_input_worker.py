@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import torchacc
-from torchacc.train.blocks import IGNORED, StreamedBlocks
+from torchacc.parallel.sequence_split import IGNORE_INDEX
+from torchacc.train.blocks import StreamedBlocks
 
 
 def run(case: Case) -> None:
@@ -96,7 +97,7 @@ def collate(rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Pad documents to the longest of them, as most do."""
     ids = pad_sequence(list(rows), batch_first=True, padding_value=PAD)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
 
 
 def make_config(case: Case) -> torchacc.Config:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 import torchacc
+from torchacc.parallel.sequence_split import IGNORE_INDEX
 from torchacc.train import train_production_mode
-from torchacc.train.blocks import IGNORED
 from torchacc.train.config import TextConfig
 from torchacc.train.models import model_config
 from torchacc.train.text import load_text
@@ -155,7 +155,7 @@ def _hf(case: Case, folder: Path, total_steps: int) -> None:
 
 def _without_first(labels: torch.Tensor) -> torch.Tensor:
     """Mark the first label as none: it has no prediction, and transformers would divide the loss by it, too."""
-    return torch.cat([torch.full_like(labels[:1], IGNORED), labels[1:]])
+    return torch.cat([torch.full_like(labels[:1], IGNORE_INDEX), labels[1:]])
 
 
 RUNNERS: dict[str, Callable[[Case, Path, int], None]] = {"staged": _staged, "bare": _bare, "hf": _hf}

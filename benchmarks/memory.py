@@ -103,7 +103,7 @@ class Worker(Team):
 
 @contextmanager
 def started() -> Iterator[Worker]:
-    """Hold a context with a worker."""
+    """Context manager with a worker."""
     with tempfile.TemporaryDirectory(prefix="memory_") as folder:
         worker = Worker(Path(folder))
         with running([worker]):

@@ -82,7 +82,7 @@ class Walk:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Hold a context that is noted."""
+        """Context manager that is noted."""
         self.start()
         try:
             yield

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """Hold a context with the messages that are logged in it, from a level on."""
+    """Context manager with the messages that are logged in it, from a level on."""
     messages: list[str] = []
     listener = logging.Handler(level)
     listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -161,7 +161,7 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
 
 @contextmanager
 def replaced_parameters_refused(model: nn.Module) -> Iterator[None]:
-    """Hold a context in which a model is sharded: the parameters that it had before then refuse to be used."""
+    """Context manager in which a model is sharded: the parameters that it had before then refuse to be used."""
     # Weakly, so that what nobody else holds goes as soon as its shard is there.
     before = [TensorWeakRef(parameter) for parameter in model.parameters()]
     yield

@@ -255,7 +255,7 @@ def _run(
 
 @contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """Hold a context in which SIGTERM ends this process as an error does, so that nothing of it stays."""
+    """Context manager in which SIGTERM ends this process as an error does, so that nothing of it stays."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,12 @@ from torchacc.checkpoint.model_tensors import ModelTensors, check_tensors, find_
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
 from torchacc.checkpoint.own_format.manifest import token_of
-from torchacc.checkpoint.run_state import check_alike, check_random_states, making_sense, set_random_state
+from torchacc.checkpoint.run_state import (
+    check_random_states,
+    check_same_structure,
+    reraise_as_corrupt,
+    set_random_state,
+)
 from torchacc.engines import quantized_state
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.sharded_model import ShardedModel, sharded_model
@@ -86,7 +91,7 @@ def verify(path: str | PathLike[str]) -> None:
     while True:
         before = token_of(target)
         try:
-            with CheckpointFolder(target) as folder, making_sense(target):
+            with CheckpointFolder(target) as folder, reraise_as_corrupt(target):
                 return folder.verify()
         except CheckpointError:
             now = token_of(target)
@@ -196,7 +201,7 @@ class _LoadPlan:
         for name in ("scheduler", "loader"):
             part = getattr(self.parts, name)
             if part is not None:
-                with making_sense(f"{self.folder.path / 'state.json'}: the state of the {name}"):
+                with reraise_as_corrupt(f"{self.folder.path / 'state.json'}: the state of the {name}"):
                     part.load_state_dict(self.run[name])
 
 
@@ -221,7 +226,7 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
         CheckpointError: It is not whole, or does not fit.
     """
     folder = CheckpointFolder(path)
-    with making_sense(folder.path):
+    with reraise_as_corrupt(folder.path):
         described = _described(folder, parts)
         tensors = {name: stored.read() for name, stored in folder.state.items()}
         run = _checked_run(sharded, folder, described.get("state.json"), tensors, parts)
@@ -310,7 +315,7 @@ def _checked_run(
     for name in ("scheduler", "loader"):
         part = getattr(parts, name)
         if part is not None:
-            check_alike(path, name, part.state_dict(), run[name])
+            check_same_structure(path, name, part.state_dict(), run[name])
     return run
 
 
@@ -318,7 +323,7 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
     """Plan to load an optimizer's groups and states."""
     for own, saved in zip(optimizer.param_groups, described["groups"], strict=False):
         own = {name: value for name, value in own.items() if name not in ("params", "param_names")}
-        check_alike(plan.folder.path / "optimizer.json", "optimizer", own, saved)
+        check_same_structure(plan.folder.path / "optimizer.json", "optimizer", own, saved)
         _say_what_counts(own, saved)
     names = [group["parameters"] for group in described["groups"]]
     groups = optimizer_state.match_groups(plan.sharded, optimizer, names)

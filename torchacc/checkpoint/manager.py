@@ -25,7 +25,7 @@ from torchacc.checkpoint.late_evaluation import LateEvaluation
 from torchacc.checkpoint.loader import load, verify
 from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
-from torchacc.checkpoint.own_format.removal import foreign_names, remove, settle
+from torchacc.checkpoint.own_format.removal import foreign_names, recover_interrupted, remove
 from torchacc.checkpoint.saver import free_copies, save_silently, snapshot
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError, ConfigError, listed
@@ -333,7 +333,7 @@ class CheckpointManager:
         for name in filter(_PRUNED.fullmatch, found):
             remove(self.folder / name)
         for name in dict.fromkeys(match[1] for match in map(_INTERRUPTED.fullmatch, found) if match):
-            settle(self.folder / name)
+            recover_interrupted(self.folder / name)
             if not (self.folder / name).exists():
                 _log.warning("%s is not complete: its save was cut short, and what there was of it is removed", name)
 

@@ -125,8 +125,8 @@ def set_random_state(sharded: ShardedModel, saved: Sequence[Mapping[str, Any]]) 
 
 
 @contextmanager
-def making_sense(what: object) -> Iterator[None]:
-    """Say of errors of what a file holds that it is the file which makes no sense.
+def reraise_as_corrupt(what: object) -> Iterator[None]:
+    """Context manager that turns errors in decoding a file into a CheckpointError that names the file.
 
     Args:
         what: The file or folder.
@@ -142,7 +142,7 @@ def making_sense(what: object) -> Iterator[None]:
         ) from error
 
 
-def check_alike(path: Path, part: str, own: Any, saved: Any) -> None:
+def check_same_structure(path: Path, part: str, own: Any, saved: Any) -> None:
     """Refuse a saved state whose values are of other kinds than those of the same names now; None goes for any.
 
     Raises:

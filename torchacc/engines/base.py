@@ -36,7 +36,7 @@ class Engine(ABC):
     is_lazy: ClassVar[bool] = False
     """Whether operations are recorded, and run together at `sync()`, as PyTorch's lazy tensors are."""
     drives_all_devices: ClassVar[bool] = False
-    """Whether one program runs on all devices, and a process drives those of its machine, and not each process one."""
+    """Whether the engine is SPMD: one program runs on all devices, and each process drives those of its host."""
     no_effect: ClassVar[Mapping[str, str]] = {}
     """Options that mean nothing here: dotted path -> why. One that the user changed is listed in a log line."""
 
@@ -106,7 +106,7 @@ class Engine(ABC):
 
     @property
     def num_batch_devices(self) -> int:
-        """How many data-parallel devices the rows that a model is called with are of."""
+        """Number of data-parallel devices whose samples are in the batch that a model is called with."""
         return len(self.data_parallel_ranks)
 
     @property
@@ -134,12 +134,12 @@ class Engine(ABC):
         return None if any(tensor.is_meta for tensor in tensors) else [tensor.cpu() for tensor in tensors]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all data-parallel devices. Collective: every process; see `torchacc.dist.all_gather()`."""
+        """Return the samples of all data-parallel devices. Collective; see `torchacc.dist.all_gather()`."""
         return self.sample_gatherer(tensor)
 
     @cached_property
     def sample_gatherer(self) -> SampleGatherer:
-        """The collectives of rows between processes. Made by a collective: every process."""
+        """Gathers samples between processes. Made by a collective: every process."""
         return SampleGatherer(self.group, self.mesh)
 
     def with_whole_rows(self, tensor: torch.Tensor) -> torch.Tensor:

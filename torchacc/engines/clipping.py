@@ -16,11 +16,11 @@ TotalNorm = Callable[[Sequence[torch.Tensor], float], torch.Tensor | None]
 """Returns the norm of full gradients, of an order, from their shards; None where they belong to another engine."""
 
 _norms: WeakKeyDictionary[ShardedModel, tuple[bool, TotalNorm]] = WeakKeyDictionary()
-"""For each model the norm, and whether it is asked after others, as it takes all shards for its own."""
+"""For each model its norm, and whether others are asked first: such a norm takes any shard for one of its model."""
 
 
 def register_total_norm(model: ShardedModel, total_norm: TotalNorm, *, knows_its_own: bool = False) -> None:
-    """Let PyTorch's clipping, however a script has imported it, take the norm of a model's gradients from their shards.
+    """Patch PyTorch's clipping, however a script has imported it, to take the norm of a model's gradients from shards.
 
     Args:
         model: The model.

@@ -20,14 +20,14 @@ _weighed: ContextVar[bool] = ContextVar("weighed", default=False)
 
 @contextmanager
 def local_losses() -> Iterator[None]:
-    """Hold a context, or decorate a function, in which scalars that models return are each device's own."""
+    """Context manager, or decorator of a function, in which scalars that models return are each device's own."""
     with _set(_kept):
         yield
 
 
 @contextmanager
 def weighed() -> Iterator[None]:
-    """Hold a context, or decorate a function, which weighs the losses that models return by their labels."""
+    """Context manager, or decorator of a function, that weighs the losses that models return by their labels."""
     with _set(_weighed):
         yield
 

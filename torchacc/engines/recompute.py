@@ -82,7 +82,7 @@ def runs_through(module: nn.Module) -> bool:
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Hold a context in which a module's forward does not count a batch in the statistics of its norms again."""
+    """Context manager in which a module's forward does not count a batch in the statistics of its norms again."""
     norms = [norm for norm in module.modules() if isinstance(norm, NormBase) and norm.track_running_stats]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
@@ -205,7 +205,7 @@ def _copies(buffers: Mapping[_Buffer, torch.Tensor | None]) -> dict[_Buffer, tor
 
 @contextmanager
 def _buffers_replaced(values: Mapping[_Buffer, torch.Tensor | None]) -> Iterator[None]:
-    """Hold a context in which buffers have other values, which may be written to."""
+    """Context manager in which buffers have other values, which may be written to."""
     kept = {(part, name): part._buffers.get(name) for part, name in values}
     for (part, name), value in _copies(values).items():
         part._buffers[name] = value

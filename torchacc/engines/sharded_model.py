@@ -214,7 +214,7 @@ class ShardedModel(ABC):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Hold a context in which backward() adds to the gradients without making them ready for a step."""
+        """Context manager in which backward() adds to the gradients without making them ready for a step."""
         with self.status.accumulating(), self._hold_gradients():
             yield
 

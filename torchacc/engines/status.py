@@ -76,7 +76,7 @@ class ModelStatus:
 
     @contextmanager
     def loading(self, source: object, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Hold a context in which weights, and an optimizer's state, are replaced; where it raises, neither is usable.
+        """Context manager in which weights, and an optimizer's state, are replaced; where it raises, neither is usable.
 
         Args:
             source: Where they come from, for the message.
@@ -116,7 +116,7 @@ class ModelStatus:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Hold a context whose backwards leave the window open."""
+        """Context manager whose backwards leave the window open."""
         self.refuse_gradients("torchacc.accumulate()")
         self._is_accumulating = True
         try:

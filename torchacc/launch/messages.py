@@ -78,7 +78,7 @@ def hang(statuses: Sequence[RankStatus], *, is_alone: bool) -> None:
     )
 
 
-def apart(places: Mapping[int, Progress], before: str) -> None:
+def diverged(places: Mapping[int, Progress], before: str) -> None:
     """Tell where ranks are that have not made the same calls, as far as is known.
 
     Args:
@@ -94,7 +94,7 @@ def apart(places: Mapping[int, Progress], before: str) -> None:
     )
 
 
-def left() -> None:
+def peer_lost() -> None:
     """Tell that the processes of this node have lost one of another."""
     lost = f"those on {hostname()} have lost a rank of another node: see what its launcher says"
     say(f"{lost}; one that says nothing was killed itself, or its machine is gone")
@@ -136,7 +136,7 @@ def waiting(options: LaunchOptions, secs: float) -> None:
     )
 
 
-def alone(options: LaunchOptions, secs: float) -> None:
+def peers_missing(options: LaunchOptions, secs: float) -> None:
     """Tell that the other nodes have not come."""
     say(
         f"not all launchers of {options.num_nodes} nodes came to {options.master_addr}:{options.master_port} within "

@@ -34,7 +34,7 @@ class LaunchOptions:
     max_restarts: int = 0
     """How often a job that failed is started again."""
     min_processes: int | None = None
-    """With how many processes at least it is, where devices are lost or it does not get on; None for as many as before.
+    """Minimum number of processes of an elastic restart, after lost devices or a hang; None for as many as before.
     On a single node."""
     heartbeat_secs: float | None = None
     """Seconds without progress after which a job hangs; None for ever. Longer than anything between two steps, such as

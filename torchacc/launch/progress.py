@@ -146,7 +146,7 @@ def resumed(step: int) -> None:
 
 @contextmanager
 def during(phase: Phase) -> Iterator[None]:
-    """Hold a context for a phase; after it the process is where it was."""
+    """Context manager for a phase; after it the process is where it was."""
     before = _ProgressFile.active.phase if _ProgressFile.active is not None else phase
     mark(phase)
     try:

@@ -110,15 +110,15 @@ class _Reason(Enum):
 
     ENDED = auto()
     """By itself."""
-    ASKED = auto()
+    SIGNALLED = auto()
     """By a signal to the launcher."""
     FAILED = auto()
     """A process has failed."""
     HUNG = auto()
     """No process gets on."""
-    LEFT = auto()
+    PEER_LOST = auto()
     """The processes have lost one of another node."""
-    ALONE = auto()
+    PEERS_MISSING = auto()
     """The other nodes have not come."""
 
 
@@ -147,17 +147,17 @@ def _run_once(command: Sequence[str], options: LaunchOptions, folder: Path, sign
         is_out_of_memory = messages.count_oom_kills() > oom_kills
         messages.failure(first.rank, status, output, gone=gone, is_out_of_memory=is_out_of_memory)
         if status == -signal.SIGABRT and hang.are_apart(places.values()):
-            messages.apart(places, "the ranks may have been in different collectives")
+            messages.diverged(places, "the ranks may have been in different collectives")
         return Ended(_as_exit_status(status), step, is_fault=is_fault(first))
-    if reason is _Reason.LEFT:
-        messages.left()
+    if reason is _Reason.PEER_LOST:
+        messages.peer_lost()
         return Ended(1, step, is_fault=True)
     others = attempt.other_nodes
     if others.failed:
         messages.failed_elsewhere(others.failed)
         return Ended(1, step, is_fault=others.is_fault)
-    if reason is _Reason.ALONE:
-        messages.alone(options, _MEETING_SECS)
+    if reason is _Reason.PEERS_MISSING:
+        messages.peers_missing(options, _MEETING_SECS)
         return Ended(1, step)
     if others.are_unknown:
         messages.without_first()
@@ -177,14 +177,14 @@ def _watch(attempt: "Attempt", options: LaunchOptions, signals: list[int]) -> _R
         notices.look(now)
         if len(signals) > 1 or now > deadline or (signals and not attempt.running):
             return reason
-        if signals and reason is not _Reason.ASKED:
-            reason, deadline = _Reason.ASKED, now + options.grace_secs
+        if signals and reason is not _Reason.SIGNALLED:
+            reason, deadline = _Reason.SIGNALLED, now + options.grace_secs
             messages.say(f"{signal.Signals(signals[0]).name}: all processes are asked to save and end; again to kill")
         elif reason is _Reason.ENDED:
             reason = _trouble(attempt, options, now)
             if reason is not _Reason.ENDED:
-                deadline = now + (0 if reason in (_Reason.HUNG, _Reason.ALONE) else _FOLLOW_SECS)
-        if reason in (_Reason.ASKED, _Reason.FAILED):
+                deadline = now + (0 if reason in (_Reason.HUNG, _Reason.PEERS_MISSING) else _FOLLOW_SECS)
+        if reason in (_Reason.SIGNALLED, _Reason.FAILED):
             attempt.ask_to_end()
         time.sleep(_LOOK_SECS)
     if reason is _Reason.ENDED and attempt.processes:
@@ -228,7 +228,7 @@ class _Notices:
         limit = _APART_SECS if hang.are_apart(records) else _STILL_SECS
         if math.isfinite(now) and hang.is_stuck(records, now, limit):
             found = f"no rank has gone on for {limit:.0f} s (--heartbeat-secs ends such a job)"
-            self._say(messages.apart, self._attempt.places, found)
+            self._say(messages.diverged, self._attempt.places, found)
 
     def _say(self, message: Callable[..., None], *given: object) -> None:
         """Say a message, once."""
@@ -246,9 +246,9 @@ def _trouble(attempt: "Attempt", options: LaunchOptions, now: float) -> _Reason:
     if attempt.failed:
         return _Reason.FAILED
     if options.num_nodes > 1 and not attempt.processes and now - attempt.began > _MEETING_SECS:
-        return _Reason.ALONE
+        return _Reason.PEERS_MISSING
     if options.num_nodes > 1 and any(record.phase is Phase.FOLLOWING for record in attempt.progress):
-        return _Reason.LEFT
+        return _Reason.PEER_LOST
     if options.heartbeat_secs is not None and hang.is_stuck(attempt.progress, now, options.heartbeat_secs):
         return _Reason.HUNG
     return _Reason.ENDED
@@ -269,7 +269,7 @@ def _await_closed_port(options: LaunchOptions) -> None:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Hold a context with a list, to which signals that ask the job to end are added."""
+    """Context manager with a list, to which signals that ask the job to end are added."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came

@@ -44,7 +44,7 @@ DEVICES: Mapping[str, DeviceSpeeds] = {
     "h200": DeviceSpeeds("H200 SXM", 989e12, 4800e9, 450e9, 50e9, 8, 67 / 989, memory_bytes=141 * 10**9),
     "b200": DeviceSpeeds("B200", 2250e12, 8000e9, 900e9, 50e9, 8, 75 / 2250, memory_bytes=180 * 10**9),
 }
-"""By the names that `--device` takes: NVIDIA's published figures, of dense products, with one network card of 200
+"""By the names that `--device` takes: NVIDIA's published figures, of dense matmuls, with one network card of 200
 (A100) or 400 Gbit/s for each GPU."""
 
 
@@ -53,7 +53,7 @@ def find_device(name: str, option: str = "--device") -> DeviceSpeeds:
 
     Args:
         name: One of `DEVICES`, or `FLOPS,MEMORY,NEAR,FAR,PER_MACHINE`, each per second, such as `9e10,1e10,1e9,1e9,4`:
-            a device whose products have these FLOP/s in every dtype, and that sends through gloo, as processes on
+            a device whose matmuls have these FLOP/s in every dtype, and that sends through gloo, as processes on
             CPUs do: only while it does not compute, and to reduce gradients as much as all of them twice.
             A sixth figure is the seconds that an exchange takes beside its bytes, such as `5e-5`, a seventh how many
             devices share what computes, such as `4` for eight processes on two cores, and an eighth the seconds that

@@ -3,7 +3,7 @@
 What is worth no memory of its own is computed where it is read: a chain of pointwise operations becomes part of the
 operations that read it. This is a model of XLA's rules, not a copy of its code:
 
-- Matrix products, convolutions, lookups and sums over a dimension have a result in memory, and matrix products and
+- Matmuls, convolutions, lookups and sums over a dimension have a result in memory, and matmuls and
   lookups also need what they read there.
 - A pointwise result that several operations read gets memory where computing it again is expensive (`exp`, `tanh` …),
   or where it would keep more alive than it takes itself.

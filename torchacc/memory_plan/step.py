@@ -98,7 +98,7 @@ class Step:
         return self.plan.mesh.num_devices
 
     def on(self, num_devices: int, strategy: str, *, replicas: int = 1) -> DeviceBytes:
-        """Return what the device needs that needs the most.
+        """Return the memory of the device that needs the most.
 
         Args:
             num_devices: All devices.
@@ -111,7 +111,7 @@ class Step:
         return self.needed_by(self.plan_on(num_devices, strategy, replicas=replicas))
 
     def needed_by(self, plan: ShardingPlan) -> DeviceBytes:
-        """Return what the device needs that needs the most, by a plan of `plan_on()`."""
+        """Return the memory of the device that needs the most, by a plan of `plan_on()`."""
         found = [
             self.backend.count(
                 each.plan_of(plan), [stage.lifetimes for stage in each.stages], self.num_states, each.batch_bytes
@@ -201,8 +201,8 @@ def study(
 
     Args:
         model: On the meta device, in training mode, with a `loss` among what it returns.
-        batch: The batch of one device, on the meta device; of those that share samples or layers, or are stages of one
-            another, the one that they all see.
+        batch: The batch of one device, on the meta device; where devices compute parts of one step, the batch that they
+            share.
         config: Precision, units, recompute, and sizes of axes along which devices compute other parts of one step. Over
             how many others it is sharded is asked of the step.
         num_states: Tensors in a parameter's shape that the optimizer keeps for it; `count_states()` tells.

@@ -118,10 +118,10 @@ def record(
     Args:
         model: On the meta device, in training mode.
         batch: Keyword arguments of its forward, on the meta device; among them what makes it return a `loss`.
-        dtype: Of matrix products, where they are not run eagerly; then they are in the model's.
+        dtype: Of matmuls, where they are not run eagerly; then they are in the model's.
         recomputed: Names of the modules that are recomputed in backward.
-        saves_matmuls: Whether the results of their matrix products are kept.
-        eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has products and a softmax.
+        saves_matmuls: Whether the results of their matmuls are kept.
+        eager: Whether PyTorch's own kernels run, of which attention keeps no scores; XLA has matmuls and a softmax.
         platform: Of the device: XLA's CPU client holds bfloat16 in float32, and PyTorch's autocast computes some
             functions in float32 on a GPU.
         chunked_loss: The value of `compute.chunked_loss`.
@@ -258,7 +258,7 @@ class _Recorder(WithoutValues):
 class _ProductsIn(TorchFunctionMode):
     """While entered, matrix products are in a lower dtype, as autocast has them, which the meta device has not.
 
-    A tensor is cast once for all products that read it, as equal operations are one under XLA.
+    A tensor is cast once for all matmuls that read it, as equal operations are one under XLA.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -286,7 +286,7 @@ class _Kernels(TorchFunctionMode):
     """While entered, attention is PyTorch's kernel that keeps a number for each row of scores, and no scores.
 
     Experts compute equally many tokens each. Where the dtype is lower than float32, some functions are in float32 all
-    the same, as autocast has them on a GPU, and matrix products are not.
+    the same, as autocast has them on a GPU, and matmuls are not.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -342,9 +342,9 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     name = func._schema.name
     if name.startswith(_ATTENTION):
         query, key = (args[0], args[1]) if not name.endswith("_backward") else (args[1], args[2])
-        products = 2 if not name.endswith("_backward") else 5
+        matmuls = 2 if not name.endswith("_backward") else 5
         scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        return int(products * scores * query.shape[3])  # a causal mask leaves half of 2 x that
+        return int(matmuls * scores * query.shape[3])  # a causal mask leaves half of 2 x that
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
 
@@ -390,7 +390,7 @@ def _recomputing(
 
 @contextmanager
 def _with_loss(model: nn.Module, chunked_loss: bool | int) -> Iterator[Callable[..., Any]]:
-    """Hold a context with what runs the model, and computes its loss in chunks where that is asked for."""
+    """Context manager with what runs the model, and computes its loss in chunks where that is asked for."""
     if not chunked_loss:
         yield model
         return

@@ -17,7 +17,7 @@ class Role(Enum):
     SHARD = "shard"
     """Parameters, gradients and optimizer state are sharded over them."""
     TENSOR = "tensor"
-    """Each layer's products are split over them."""
+    """Each layer's matmuls are split over them."""
     SEQUENCE = "sequence"
     """Each sample is split over them, along its length. (`tp.sequence_parallel` is another thing, along TENSOR.)"""
     EXPERT = "expert"
@@ -35,7 +35,7 @@ AXES: Mapping[str, frozenset[Role]] = {
     "ep": frozenset({Role.BATCH, Role.SHARD, Role.EXPERT}),
 }
 """The axes by the names of their sections in `config.dist`; of those with the role BATCH the first is the slowest in
-the order of the data."""
+the order of the data. (Devices are numbered in another order: `Axis` in `config/option_types.py`.)"""
 
 MODEL_PARALLEL = (Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)
 """The roles of axes along which devices compute different parts of one step."""
@@ -53,7 +53,7 @@ def axes_with(*roles: Role) -> tuple[str, ...]:
 
 
 def axis_with(*roles: Role) -> str:
-    """Return the name of the one axis that has all of these roles, and no other."""
+    """Return the name of the axis with exactly these roles, of which there is one."""
     (name,) = (name for name, own in AXES.items() if own == frozenset(roles))
     return name
 

@@ -80,7 +80,7 @@ class Hosts:
         Args:
             name: The parameter's original name.
             shape: Its full shape.
-            spec: What each dimension is split over, which divides.
+            spec: The axes that shard each dimension; their sizes divide it.
             rank: The process.
         """
         holders = self._holders_of(spec)

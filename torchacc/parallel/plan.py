@@ -143,7 +143,7 @@ class ShardingPlan:
         return is_replicated and not is_cast and not self.shards_on_host
 
     def is_resharded_after_forward(self, unit: Unit) -> bool:
-        """Return whether a unit's weights are freed after its forward: the model's own are where backward starts."""
+        """Return whether a unit is resharded after its forward. The root is not: backward starts there."""
         return self.reshard_after_forward and bool(unit.name)
 
     @property

@@ -1,6 +1,6 @@
 """What is kept of a module that is recomputed in backward: what costs the most time to compute.
 
-Kept are the results of matrix products, convolutions and fused attention. Products of batches (`bmm`) are not: they are
+Kept are the results of matmuls, convolutions and fused attention. Batched matmuls (`bmm`) are not: they are
 mostly the scores of attention, which grow with the square of a sample's length, and are why one recomputes.
 """
 
@@ -31,7 +31,7 @@ class SavedMatmuls:
     """The policy of one forward of a module: called with each operation, in forward and again in backward.
 
     PyTorch hands out what is kept in the order in which it was kept, so that a forward which does not compute the same
-    products again would take wrong ones for them. It is refused.
+    matmuls again would take wrong ones for them. It is refused.
     """
 
     def __init__(self, name: str) -> None:
@@ -98,26 +98,26 @@ class SavedMatmuls:
 class _Watched(ExitStack):
     """Lets a module be recomputed in PyTorch's context, and watches it: from 2.13 on it asks no policy then."""
 
-    def __init__(self, again: Any, products: SavedMatmuls) -> None:
+    def __init__(self, again: Any, matmuls: SavedMatmuls) -> None:
         super().__init__()
-        self._again, self._products = again, products
+        self._again, self._matmuls = again, matmuls
 
     def __enter__(self) -> Self:
         self.enter_context(self._again)
-        self.enter_context(_Watch(self._products))
+        self.enter_context(_Watch(self._matmuls))
         return self
 
 
 class _Watch(TorchDispatchMode):
     """Tells of each operation that is recomputed."""
 
-    def __init__(self, products: SavedMatmuls) -> None:
+    def __init__(self, matmuls: SavedMatmuls) -> None:
         super().__init__()
-        self._products = products
+        self._matmuls = matmuls
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._products.use(op, args, kwargs)
+        self._matmuls.use(op, args, kwargs)
         return op(*args, **kwargs)
 
 

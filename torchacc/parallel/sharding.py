@@ -26,7 +26,7 @@ from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named
 from torchacc.parallel.mesh import Mesh
 
 TORCH_XLA_MULTIPLE = 128
-"""Of so many elements torch_xla's `XlaFullyShardedDataParallel` makes the shards of what it flattens a multiple."""
+"""torch_xla's `XlaFullyShardedDataParallel` pads each shard of a flat parameter to a multiple of so many elements."""
 
 
 def chunk(length: int, count: int, index: int) -> range:

@@ -162,7 +162,7 @@ def _section(cls: type[S], values: Any, at: str) -> S:
 
 @contextmanager
 def _below(parents: str, relative_to: str = "") -> Iterator[None]:
-    """Hold a context whose errors begin with a section's place in the file.
+    """Context manager whose errors begin with a section's place in the file.
 
     Args:
         parents: The place, dotted.

@@ -66,7 +66,7 @@ def _is_log(path: Path) -> bool:
 
 @contextmanager
 def log_files(folder: Path, options: LoggingConfig, *, rank: int) -> Iterator[None]:
-    """Hold a context in which this process logs as one of a stage's does; afterwards logging is as it was.
+    """Context manager in which this process logs as one of a stage's does; afterwards logging is as it was.
 
     On the terminal rank 0 shows the package's lines and what libraries say; the other ranks show warnings of the
     package only, as a library says the same in each process. Files get both, and the traceback that ends the context.

@@ -144,8 +144,8 @@ class RunLog:
     moments the host runs ahead of the device. Every process fetches, so that the same tensors live in all of them and
     an XLA program is the same everywhere.
 
-    Rates (tokens/s, MFU, data wait) are those of the interval, without its compile seconds, without what `aside()`
-    holds, and without the first two steps of the process.
+    Rates (tokens/s, MFU, data wait) are those of the interval, without its compile seconds, what runs in
+    `aside()`, and the first two steps of the process.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class RunLog:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Hold a context for what is no training, such as an evaluation or a checkpoint: it is in no rate.
+        """Context manager for what is no training, such as an evaluation or a checkpoint: it is in no rate.
 
         What was measured before is fetched and written first, so that a run that goes on from a checkpoint saved here
         has all of it.

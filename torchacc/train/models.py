@@ -153,7 +153,7 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any], divisor: torch.Tensor | 
 
 @contextmanager
 def scaling_added_losses(model: nn.Module, factor: float) -> Iterator[None]:
-    """Hold a context in which a model scales what it adds to the loss of the targets, as to balance experts.
+    """Context manager in which a model scales what it adds to the loss of the targets, as to balance experts.
 
     The model adds it to the loss of each micro-batch, and divides the targets' part alone by those of the step.
 

@@ -162,7 +162,7 @@ def drop_replaced(run: "StageRun") -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a context in which no other run trains in a folder that exists; it ends with the process at the latest.
+    """Context manager in which no other run trains in a folder that exists; it ends with the process at the latest.
 
     Raises:
         ConfigError: Another one does.

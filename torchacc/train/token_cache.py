@@ -174,7 +174,7 @@ def _fingerprint(documents: "datasets.Dataset", *facts: Any) -> str:
 
 @contextmanager
 def _one_process(path: Path) -> Iterator[None]:
-    """Hold a context that one process at a time is in."""
+    """Context manager that one process at a time is in."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path.with_suffix(".lock"))

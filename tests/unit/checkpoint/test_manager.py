@@ -253,7 +253,7 @@ def test_what_a_dead_run_has_left_is_removed(tmp_path, caplog):
         manager.save(1)
     for name in (".step-00000002.0badc0de.incomplete", ".step-00000001.0badc0de.incomplete", ".step-00000009.pruned"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
-        removal.announce(tmp_path / name, names(tmp_path / name))
+        removal.write_save_intent(tmp_path / name, names(tmp_path / name))
         (tmp_path / name / "manifest.json").unlink()
     (tmp_path / ".mine.incomplete").mkdir()
     with Run(tmp_path).manager as manager:

@@ -56,7 +56,7 @@ def test_what_lies_in_the_folder_of_a_dead_save_stays(tmp_path, caplog):
     left.mkdir()
     (left / "model.safetensors").write_text("half")
     (left / "notes.txt").write_text("mine")
-    removal.announce(left, ["model.safetensors", "state.json"])
+    removal.write_save_intent(left, ["model.safetensors", "state.json"])
     with Run(tmp_path).manager:
         assert names(tmp_path) == [".step-00000002.0badc0de.removed"]
     assert names(tmp_path / ".step-00000002.0badc0de.removed") == ["notes.txt"]

@@ -45,7 +45,7 @@ def test_ranks_that_are_apart_are_told_with_what_to_write(capsys):
         rank: Progress(step=2, own_steps=2, phase=phase, since=0.0)
         for rank, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, *[Phase.BACKWARD] * 9))
     }
-    messages.apart(places, "no rank has gone on")
+    messages.diverged(places, "no rank has gone on")
     said = capsys.readouterr().err
     assert "no rank has gone on: rank 0 in the forward pass of step 3 for" in said
     assert "rank 1 between the forward pass and the optimizer's step of step 3 for" in said

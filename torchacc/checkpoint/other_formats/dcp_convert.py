@@ -20,7 +20,7 @@ from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, S
 from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.own_format.unfinished import unfinished_paths
-from torchacc.checkpoint.run_state import making_sense
+from torchacc.checkpoint.run_state import reraise_as_corrupt
 from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite, index_files
 from torchacc.checkpoint.saver import PendingSave
 from torchacc.engines import quantized_state
@@ -65,7 +65,7 @@ def export_dcp(
     with CheckpointFolder(checkpoint) as folder, unfinished_paths([target], *FILES) as [path]:
         path.mkdir()
         stored: _Stored = {}
-        with making_sense(folder.path):
+        with reraise_as_corrupt(folder.path):
             state: dict[str, Any] = {"model": _model_state(folder, {**_aliases(folder), **(tied or {})}, stored)}
             if folder.has("optimizer.json"):
                 state["optim"] = _optimizer_state(folder, stored)

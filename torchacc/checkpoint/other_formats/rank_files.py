@@ -329,7 +329,7 @@ def _check_moment(files: Sequence[RankFile]) -> None:
 
 
 def _alike(file: RankFile) -> Any:
-    """Return what every rank's optimizer has alike: all but the tensors with dimensions."""
+    """Return the part of an optimizer's state that is the same on all ranks: all but tensors with dimensions."""
 
     def read(region: FileRegion) -> bytes | None:
         return None if region.shape else b"".join(map(bytes, read_chunks(region, 0, region.numel)))

@@ -18,8 +18,8 @@ from typing_extensions import Self
 from torchacc.checkpoint.own_format.manifest import (
     MANIFEST,
     Segment,
-    beside,
     digest,
+    hint_of_others,
     is_incomplete,
     locate,
     read_manifest,
@@ -187,7 +187,7 @@ class CheckpointFolder:
         return header, segments[-1].start + segments[-1].size
 
     def _incomplete(self) -> str:
-        return f"the checkpoint is not complete, as where a save or a copy was cut off{beside(self.path)}"
+        return f"the checkpoint is not complete, as where a save or a copy was cut off{hint_of_others(self.path)}"
 
     def _nothing(self) -> str:
         below = sorted(path.parent.name for path in self.path.glob(f"*/{MANIFEST}"))

@@ -26,7 +26,13 @@ from torchacc.checkpoint.own_format.manifest import (
     token_of,
 )
 from torchacc.checkpoint.own_format.regular_files import sync_folder, write_synced
-from torchacc.checkpoint.own_format.removal import announce, foreign_names, forget_announcement, remove, settle
+from torchacc.checkpoint.own_format.removal import (
+    foreign_names,
+    recover_interrupted,
+    remove,
+    remove_save_intent,
+    write_save_intent,
+)
 from torchacc.checkpoint.own_format.safetensors_files import FileRegion, as_bytes, preallocate, write_exactly
 from torchacc.errors import CheckpointError, listed
 
@@ -89,7 +95,7 @@ class FolderWriter:
                     "another folder, or empty it"
                 )
             _refuse_foreign(self.final, names)
-            settle(self.final)
+            recover_interrupted(self.final)
             needed, free = sum(size for _, size in files.values()), shutil.disk_usage(self.final.parent).free
             if needed > free:
                 raise CheckpointError(
@@ -97,7 +103,7 @@ class FolderWriter:
                     "nothing was written"
                 )
             self.folder.mkdir()
-            announce(self.folder, names)
+            write_save_intent(self.folder, names)
             for name, (header, size) in files.items():
                 preallocate(self.folder / name, header, size)
                 self._note(name, 0, header)
@@ -225,7 +231,7 @@ class FolderWriter:
             _check_cover(self.folder / name, segments, size)
             entries[name] = {"size": size, "segments": [[segment.size, segment.digest] for segment in segments]}
         write_synced(self.folder / MANIFEST, render_manifest({"token": self.token, "files": entries}))
-        forget_announcement(self.folder)
+        remove_save_intent(self.folder)
         sync_folder(self.folder)
         if self.final.exists():
             self.final.rename(aside(self.final, self.token))

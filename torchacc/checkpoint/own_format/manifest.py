@@ -99,11 +99,11 @@ def locate(path: Path) -> Path:
         if (other / MANIFEST).exists():
             return other
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise CheckpointError(f"there is no checkpoint {path}{where}{beside(path)}")
+    raise CheckpointError(f"there is no checkpoint {path}{where}{hint_of_others(path)}")
 
 
-def beside(path: Path) -> str:
-    """Return what the error of a checkpoint says of whole ones in the same folder: nothing where there are none."""
+def hint_of_others(path: Path) -> str:
+    """Return a hint for an error that names complete checkpoints in the same folder; empty where there are none."""
     folders = {file.parent for file in path.parent.glob(f"[!.]*/{MANIFEST}")} - {path}
     names = sorted(folder.name for folder in folders if _is_whole(folder))
     return f"; in the same folder there is {', '.join(names[-3:])}" if names else ""

@@ -20,13 +20,13 @@ _SAVE = "torchacc-save.json"
 _MARK = re.compile(r"rank-\d+\.(writing|done|failed)")
 
 
-def announce(folder: Path, names: Iterable[str]) -> None:
+def write_save_intent(folder: Path, names: Iterable[str]) -> None:
     """Note in a new folder what a save is going to write there, so that it can be told apart if it is cut short."""
     (folder / _SAVE).write_text(json.dumps(sorted(names)), encoding="utf-8")
 
 
-def forget_announcement(folder: Path) -> None:
-    """Remove what `announce()` has written, and the marks of the ranks, once a manifest says what is in the folder."""
+def remove_save_intent(folder: Path) -> None:
+    """Remove what `write_save_intent()` wrote, and the marks of ranks, once a manifest says what is in the folder."""
     for name in _names(folder):
         if name == _SAVE or _MARK.fullmatch(name):
             (folder / name).unlink()
@@ -79,7 +79,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def settle(path: Path) -> None:
+def recover_interrupted(path: Path) -> None:
     """Complete a replacement that was cut short, and remove what interrupted saves of a path have left."""
     if not path.exists():
         with suppress(CheckpointError):

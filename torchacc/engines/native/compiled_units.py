@@ -102,7 +102,7 @@ class CompiledUnits:
     def __init__(self, model: nn.Module, plan: ShardingPlan, config: Config) -> None:
         """Let the units of a model, and the loss of a transformers model, run compiled. Nothing is compiled yet.
 
-        A loss in chunks is left as it is: what takes its time are products, which need no compiler.
+        A loss in chunks is left as it is: what takes its time are matmuls, which need no compiler.
         """
         compute = config.compute
         self._compile: Callable[..., Any] = functools.partial(
@@ -180,7 +180,7 @@ class CompiledUnits:
 
     @contextmanager
     def of_call(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Hold a context for a forward of the model, which runs eagerly where it returns what its layers note.
+        """Context manager for a forward of the model, which runs eagerly where it returns what its layers note.
 
         A gradient may begin at that, inside of a unit, where no hook could gather the weights of a compiled one.
         """

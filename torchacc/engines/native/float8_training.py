@@ -14,14 +14,14 @@ from torchacc.errors import ConfigError
 from torchacc.parallel.float8_layers import Float8Layers
 
 _OLDEST_GPU = (8, 9)
-"""The compute capability from which on there are products in float8."""
+"""The compute capability from which on there are matmuls in float8."""
 
 
 def check(config: Config, device: torch.device) -> None:
     """Refuse float8 where it cannot be had, before anything is started; for a config with `compute.fp8`.
 
     Raises:
-        ConfigError: It cannot: torchao is not installed, the device has no such products, or the config asks for what
+        ConfigError: It cannot: torchao is not installed, the device has no such matmuls, or the config asks for what
             is not known to be right with it.
     """
     if config.dist.tp.size > 1:

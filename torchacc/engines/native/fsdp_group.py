@@ -241,7 +241,7 @@ def no_inference_mode() -> Iterator[None]:
 
 
 def _without_own_functions() -> Any:
-    """Hold a context of PyTorch's own work with shards, which `shard_arithmetic.call()` would only make slower."""
+    """Context manager of PyTorch's own work with shards, which `shard_arithmetic.call()` would only make slower."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

@@ -127,7 +127,7 @@ class FSDPGroups:
 
     @contextmanager
     def holding_gradients(self) -> Iterator[None]:
-        """Hold a context whose backwards keep full gradients, until the first one after it reduces their sum."""
+        """Context manager whose backwards keep full gradients, until the first one after it reduces their sum."""
         self._set_reducing(False)
         try:
             yield
@@ -275,7 +275,7 @@ class FSDPGroups:
 
     @contextmanager
     def ending_interrupted(self) -> Iterator[None]:
-        """Hold a context in which the model's forward runs, and end it where it is interrupted, as by Ctrl-C.
+        """Context manager in which the model's forward runs, and end it where it is interrupted, as by Ctrl-C.
 
         Of other errors PyTorch calls the hook.
         """

@@ -26,7 +26,7 @@ def take_gradients(group: FSDPParamGroup) -> bool:
 
 
 def register_unsharded(parameter: FSDPParam, *, in_backward: bool) -> None:
-    """Let modules compute with a shard: by the same tensor each time, as graphs know it, with a version of its own.
+    """Register a shard as the weight that modules compute with: the same tensor each time, with a version of its own.
 
     Raises:
         EngineError: A script has given a weight of split layers other memory between a forward and its backward, whose

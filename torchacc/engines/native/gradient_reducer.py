@@ -216,7 +216,7 @@ class GradientReducer:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold a context whose backwards leave their gradients to the first one after it."""
+        """Context manager whose backwards reduce nothing, as DDP's `no_sync()`; the next backward reduces the sum."""
         self._holds = True
         self._in_window.update(self._trained())
         try:

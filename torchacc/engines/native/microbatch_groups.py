@@ -45,7 +45,7 @@ class MicrobatchGroups(FSDPGroups):
 
     @contextmanager
     def keeping_weights(self, *, until_backward: bool, ahead: bool) -> Iterator[None]:
-        """Hold a context in which each unit is gathered once, for all forwards and backwards in it.
+        """Context manager in which each unit is gathered once, for all forwards and backwards in it.
 
         Args:
             until_backward: Whether weights that are not freed after a forward wait for the backward that follows.

@@ -152,7 +152,7 @@ class NativeEngine(Engine):
 
     @cached_property
     def device_mesh(self) -> Any:
-        """The DeviceMesh (replicate, shard), with the processes where the mesh has them; (shard,) without replicas.
+        """FSDP2's DeviceMesh: (replicate, shard), or (shard,) where there is one replica.
 
         On a mesh with a single replica, FSDP2 would still reduce each gradient over it.
         """

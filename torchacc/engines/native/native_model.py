@@ -217,7 +217,7 @@ class NativeModel(ShardedModel):
 
     @contextmanager
     def _on_device(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Hold a context with full parameters on the device, contiguous, while fully_shard() cuts them."""
+        """Context manager with full parameters on the device, contiguous, while fully_shard() cuts them."""
         parameters = [parameter for parameter in parameters if not hasattr(parameter, "to_local")]  # DTensors are there
         before = [parameter.data for parameter in parameters]
         for parameter in parameters:

@@ -203,7 +203,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def keeping_weights(self, *, until_backward: bool, ahead: bool) -> Iterator[None]:
-        """Hold a context in which each unit is gathered once, for all microbatches: see `MicrobatchGroups`."""
+        """Context manager in which each unit is gathered once, for all microbatches: see `MicrobatchGroups`."""
         with self._groups.keeping_weights(until_backward=until_backward, ahead=ahead):
             yield
 
@@ -254,7 +254,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def splitting_backward(self, number: int) -> Iterator[None]:
-        """Hold a context in which the backward of a microbatch leaves what `compute_weight_gradients()` computes."""
+        """Context manager in which the backward of a microbatch leaves what `compute_weight_gradients()` computes."""
         with nullcontext() if self._split_backward is None else self._split_backward.splitting(number):
             yield
 
@@ -273,7 +273,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def _summing_tied(self) -> Iterator[None]:
-        """Hold a context of a backward; sum its gradients of tied parameters over the stages that hold them."""
+        """Context manager of a backward; sum its gradients of tied parameters over the stages that hold them."""
         # What is frozen by now may have gradients of a window's earlier backwards.
         tied = [each for each in self._tied if each.requires_grad or self._groups.holds_gradient(each)]
         with self._setting_aside(tied) as computed:
@@ -285,7 +285,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def _setting_aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Hold a context in which parameters have no gradients at first; collect those that they have at its end.
+        """Context manager in which parameters have no gradients at first; collect those that they have at its end.
 
         Yields:
             What is collected; `parameter.grad` is as it was afterwards.
@@ -312,7 +312,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def computing_gradients(self) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Hold a context in which backward runs inside of a forward; collect what it has computed at its end.
+        """Context manager in which backward runs inside of a forward; collect what it has computed at its end.
 
         Yields:
             What will be the gradient of each parameter of this stage; `parameter.grad` is as it was afterwards.

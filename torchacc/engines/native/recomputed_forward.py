@@ -1,4 +1,4 @@
-"""Recompute by PyTorch's non-reentrant checkpoint: of all that a module computes, or of all but its matrix products."""
+"""Recompute by PyTorch's non-reentrant checkpoint: of all that a module computes, or of all but its matmuls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,12 +48,12 @@ def checkpointed(module: nn.Module, forward: Forward, args: Sequence[Any], kwarg
 def checkpointed_except_matmuls(
     module: nn.Module, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run a module's forward, and have all of it but its matrix products recomputed in backward.
+    """Run a module's forward, and have all of it but its matmuls recomputed in backward.
 
     Raises:
-        EngineError: In backward: the module writes over what is kept, or computes other products the second time.
+        EngineError: In backward: the module writes over what is kept, or computes other matmuls the second time.
     """
-    products = SavedMatmuls(type(module).__name__)
+    matmuls = SavedMatmuls(type(module).__name__)
     runs = 0
 
     def run(*args: Any) -> Any:
@@ -71,12 +71,12 @@ def checkpointed_except_matmuls(
             with recompute.statistics_kept(module):
                 output = forward(*args, **kwargs)
         except RuntimeError as error:
-            explained = products.explain(error)
+            explained = matmuls.explain(error)
             if explained is None:
                 raise
             raise explained from error
-        products.check_all_used()
+        matmuls.check_all_used()
         return output
 
-    with set_checkpoint_early_stop(False):  # else the last products would not be looked at
-        return checkpoint(run, *args, use_reentrant=False, context_fn=products.contexts)
+    with set_checkpoint_early_stop(False):  # else the last matmuls would not be looked at
+        return checkpoint(run, *args, use_reentrant=False, context_fn=matmuls.contexts)

@@ -86,7 +86,7 @@ class ReplicatedModel(NativeModel):
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
-        """Hold a context whose backwards leave this process's own gradients in the parameters."""
+        """Context manager whose backwards leave this process's own gradients in the parameters."""
         with nullcontext() if self._average is None else self._average.holding():
             yield
 

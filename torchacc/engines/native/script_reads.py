@@ -40,7 +40,7 @@ def end() -> None:
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """Hold a context for what every process makes."""
+    """Context manager for what every process makes."""
     before, _reads.is_inside = _reads.is_inside, True
     try:
         yield

@@ -1,6 +1,6 @@
 """Backwards in two passes: what the stage before waits for at once, the gradients of linear layers' weights later.
 
-A linear layer needs two products in backward. That for its input goes on through the graph; that for its weight is kept
+A linear layer needs two matmuls in backward. That for its input goes on through the graph; that for its weight is kept
 here until a schedule has time for it, as in Qi et al., "Zero Bubble Pipeline Parallelism" (https://arxiv.org/abs/2401.10241).
 Until then the layer's input and the gradient of its output stay.
 """
@@ -41,7 +41,7 @@ class SplitBackward:
 
     @contextmanager
     def splitting(self, number: int) -> Iterator[None]:
-        """Hold a context in which the backward of a microbatch leaves gradients for `compute()`.
+        """Context manager in which the backward of a microbatch leaves gradients for `compute()`.
 
         Args:
             number: The number of the microbatch.

@@ -175,7 +175,7 @@ class StageModules:
 
     @contextmanager
     def computing(self, stage: int) -> Iterator[None]:
-        """Hold a context in which a forward of the model is that of one of this device's stages."""
+        """Context manager in which a forward of the model is that of one of this device's stages."""
         self._running = self._layers[stage]
         own = [(parent, leaf, parent.get_submodule(leaf)) for parent, leaf, _ in self._others[stage]]
         for parent, leaf, module in self._others[stage]:

@@ -1,7 +1,7 @@
 """What experts of transformers compute, with each of them computing all tokens: shapes do not depend on the data.
 
 Of a token that has not chosen an expert only zeros go through its activation, so that nothing of it reaches a loss or a
-gradient, also where its first product overflows.
+gradient, also where its first matmul overflows.
 """
 
 import sys
@@ -21,7 +21,7 @@ COPYING = "batched_mm"
 
 @contextmanager
 def without_copies() -> Iterator[None]:
-    """Hold a context in which experts compute all tokens where `batched_mm` would copy more weights than there are."""
+    """Context manager in which experts compute all tokens where `batched_mm` would copy more weights than there are."""
     moe = sys.modules.get("transformers.integrations.moe")  # which a model with experts has imported
     if moe is None or not is_for_installed("dense_experts"):
         yield
@@ -86,7 +86,7 @@ def compute_all(
     if experts.has_bias:
         hidden = hidden + getattr(experts, f"{first}_bias").to(hidden.dtype)
     hidden = activate(torch.where(is_chosen[:, :, None], hidden, 0.0))
-    # Weighed before the product, so that it sums over experts, too, and their outputs need not exist one by one.
+    # Weighed before the matmul, so that it sums over experts, too, and their outputs need not exist one by one.
     output = torch.einsum(down, *in_autocast_dtype(constrain(hidden * weights[:, :, None]), experts.down_proj))
     if experts.has_bias:
         output = output + torch.einsum("te,eh->th", *in_autocast_dtype(weights, experts.down_proj_bias))

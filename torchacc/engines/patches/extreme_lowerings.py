@@ -13,7 +13,7 @@ _searches_nan: bool = True
 
 @contextmanager
 def nan_shows_anyway() -> Iterator[None]:
-    """Hold a context in which the largest values may lack a NaN, as it is found again in what is made of them."""
+    """Context manager in which the largest values may lack a NaN, as it is found again in what is made of them."""
     global _searches_nan
     was, _searches_nan = _searches_nan, False
     try:

@@ -102,7 +102,7 @@ def _use_static_experts(model: nn.Module, others: Collection[nn.Module]) -> None
 def _keep_samples_and_tokens_apart(model: nn.Module) -> None:
     """Compute transformers' Conv1D, the linear layer of GPT-2, without joining samples and tokens into one dimension.
 
-    Between a product of joined ones and a sum over a token's features XLA does not fuse, and writes what it could keep.
+    Between a matmul of joined ones and a sum over a token's features XLA does not fuse, and writes what it could keep.
     """
     for module in model.modules():
         if (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):

@@ -76,7 +76,7 @@ _running: ContextVar[SplitForward | str | None] = ContextVar("sequence", default
 
 @contextmanager
 def running(forward: SplitForward | str) -> Iterator[None]:
-    """Hold a context in which a model's forward runs on its part, or on `UNSPLIT` samples."""
+    """Context manager in which a model's forward runs on its part, or on `UNSPLIT` samples."""
     token = _running.set(forward)
     try:
         yield

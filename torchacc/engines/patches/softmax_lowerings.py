@@ -11,7 +11,7 @@ _all_rows_see: bool = False
 
 @contextmanager
 def all_rows_see_something() -> Iterator[None]:
-    """Hold a context in which no row of scores is masked as a whole, as where there is no mask, or a causal one alone.
+    """Context manager in which no row of scores is masked as a whole, as where there is no mask, or a causal one alone.
 
     PyTorch's formula puts zeros into such rows. To find them XLA reads all scores once more, and keeps them for that.
     """

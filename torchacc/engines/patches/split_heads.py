@@ -1,7 +1,7 @@
 """Attention whose heads stay split over devices.
 
 PyTorch multiplies stacks of matrices with their batch and head dimensions joined into one. XLA cannot split that one as
-the two were split, and would gather the activations of all heads in every layer; a product that keeps the two apart
+the two were split, and would gather the activations of all heads in every layer; a matmul that keeps the two apart
 needs no communication.
 """
 

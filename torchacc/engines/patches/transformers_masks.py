@@ -43,7 +43,7 @@ class Answers:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Hold a context in which answers are noted."""
+        """Context manager in which answers are noted."""
         _noting.append(self._given)
         try:
             yield
@@ -52,7 +52,7 @@ class Answers:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Hold a context in which they are given again, in their order."""
+        """Context manager in which they are given again, in their order."""
         _repeating.append(iter(self._given))
         try:
             yield
@@ -76,7 +76,7 @@ def documents_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 @contextmanager
 def without_questions() -> Iterator[None]:
-    """Hold a context in which transformers builds masks without waiting for the device."""
+    """Context manager in which transformers builds masks without waiting for the device."""
     masking_utils = sys.modules.get("transformers.masking_utils")  # which a model of transformers has imported
     if masking_utils is None or not is_for_installed("transformers_masks"):
         yield

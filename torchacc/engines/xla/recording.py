@@ -107,7 +107,7 @@ class RecordingEngine(SpmdEngine):
 
 @contextmanager
 def named_operations(model: nn.Module) -> Iterator[None]:
-    """Hold a context in which what a module's forward records bears the module's name."""
+    """Context manager in which what a module's forward records bears the module's name."""
     from torch_xla import _XLAC
 
     scopes: list[Any] = []

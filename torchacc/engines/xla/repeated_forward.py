@@ -46,7 +46,7 @@ class Recompute:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold a context in which functions that the model has recomputed are run here."""
+        """Context manager in which functions that the model has recomputed are run here."""
         _running.append(self)
         try:
             yield

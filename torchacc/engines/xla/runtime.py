@@ -43,7 +43,7 @@ _PLAIN_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 _KEEP_NAN = "--xla_cpu_enable_fast_min_max=false"
 
 # XLA:CPU lets XNNPACK multiply by an input of a program, and keeps what XNNPACK has packed of it by its address. Other
-# weights that come to lie there later, as gathered ones do in each step, are not read: the product is that of the old.
+# weights that come to lie there later, as gathered ones do in each step, are not read: the matmul is that of the old.
 _READ_WEIGHTS = "--xla_cpu_use_xnnpack=false"
 
 # Autograd makes its device queues at the first backward of the process, for the devices that it then knows.
@@ -423,7 +423,7 @@ def note_random_seed() -> None:
 
 @contextmanager
 def random_numbers_from(seed: int) -> Iterator[None]:
-    """Hold a context in which the random numbers that followed a seed are drawn again.
+    """Context manager in which the random numbers that followed a seed are drawn again.
 
     Afterwards the others go on where they were. torch_xla derives the next program's seed from the one that was set
     last; `sync()` sees to it that it is the one of `note_random_seed()` again.

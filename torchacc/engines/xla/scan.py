@@ -114,7 +114,7 @@ class LayerScan:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold a context in which the model's forward finds the loop in the place of the layers."""
+        """Context manager in which the model's forward finds the loop in the place of the layers."""
         was, self.is_running = self.is_running, True
         try:
             yield

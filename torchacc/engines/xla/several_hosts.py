@@ -49,9 +49,9 @@ class HostShare:
         if not tensor.dim() or tensor.shape[0] % len(self.data_parallel_ranks):
             raise DataError(
                 f"a tensor of shape {tuple(tensor.shape)} on one of {self._group.job.num_processes} hosts, which feeds "
-                f"{len(self.data_parallel_ranks)} data-parallel devices: nothing says that the other hosts have the same, so "
-                "give a row for each sample of this host, as value.expand(rows, …), or a number that is the same on "
-                "all hosts, as value.item()"
+                f"{len(self.data_parallel_ranks)} data-parallel devices: nothing says that the other hosts have the "
+                "same, so give a row for each sample of this host, as value.expand(rows, …), or a number that is the "
+                "same on all hosts, as value.item()"
             )
         return self.hosts.whole_rows(tensor, self._rank)
 
@@ -81,7 +81,7 @@ class HostShare:
         )
 
     def own_elements(self, pieces: Mapping[Box, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Return what this process has of a tensor, flat, in the full tensor's order.
+        """Return this process's elements of a tensor, flattened, in the full tensor's order.
 
         Args:
             pieces: What its devices have, as `local_pieces()` gives it.

@@ -3,7 +3,7 @@
 A script sees the unsharded tensor's shape, and PyTorch's functions do one of these:
 
 - What goes element by element, as optimizers, clipping, averages of weights and changes in place do, runs on the shard.
-- What else reads a value, such as a norm, a product with activations or an index, gets the unsharded tensor. That is
+- What else reads a value, such as a norm, a matmul with activations or an index, gets the unsharded tensor. That is
   collective: every process has to do the same.
 - What else changes values in place is refused, as a copy would be changed.
 """

@@ -14,8 +14,8 @@ PLATFORM = "TPU"
 
 _VARIABLE = "LIBTPU_INIT_ARGS"
 FLAGS: Mapping[str, str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""Options of the compiler of TPUs. By itself it makes a loop of each large product whose result is summed up over the
-devices, to send beside the parts of the product; it copies what goes into the loop, and puts the loops of all layers'
+"""Options of the compiler of TPUs. By itself it makes a loop of each large matmul whose result is summed up over the
+devices, to send beside the parts of the matmul; it copies what goes into the loop, and puts the loops of all layers'
 weight gradients behind the whole backward, so that each layer's activations and gradients wait for them."""
 _OF_TORCH_XLA = {
     "xla_tpu_use_enhanced_launch_barrier": "false",

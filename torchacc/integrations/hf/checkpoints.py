@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, _is_peft_model, so
 from torchacc import api, checkpoint
 from torchacc.checkpoint import model_state
 from torchacc.checkpoint.own_format.manifest import MANIFEST
-from torchacc.checkpoint.own_format.removal import settle
+from torchacc.checkpoint.own_format.removal import recover_interrupted
 from torchacc.checkpoint.run_state import random_state, set_random_state
 from torchacc.engines.sharded_model import sharded_model
 from torchacc.errors import CheckpointError
@@ -79,7 +79,7 @@ def newest(output_dir: Path) -> Path:
         CheckpointError: There is none.
     """
     for leftover in output_dir.glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
-        settle(output_dir / leftover.name.split(".")[1])
+        recover_interrupted(output_dir / leftover.name.split(".")[1])
     torn = []
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         reason = _why_torn(folder)

@@ -14,7 +14,7 @@ from torchacc.checkpoint.own_format import folder_writer
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder
 from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 from torchacc.checkpoint.own_format.manifest import locate, read_manifest, render_manifest
-from torchacc.checkpoint.own_format.removal import settle
+from torchacc.checkpoint.own_format.removal import recover_interrupted
 from torchacc.checkpoint.own_format.safetensors_files import as_bytes, plan_safetensors, read_regions, safetensors_index
 from torchacc.errors import CheckpointError
 
@@ -151,7 +151,7 @@ def test_a_replacement_that_was_cut_short_is_found(tmp_path):
     write(tmp_path / "c")
     (tmp_path / "c").rename(tmp_path / ".c.t9.replaced")
     assert locate(tmp_path / "c").name == ".c.t9.replaced"
-    settle(tmp_path / "c")
+    recover_interrupted(tmp_path / "c")
     check(tmp_path / "c")
 
 
@@ -159,7 +159,7 @@ def test_leftovers_of_another_checkpoint_are_left_alone(tmp_path):
     write(tmp_path / "c")
     other = tmp_path / ".c.old.t1.incomplete"  # of "c.old"
     other.mkdir()
-    settle(tmp_path / "c")
+    recover_interrupted(tmp_path / "c")
     assert other.is_dir()
 
 
