@@ -127,7 +127,7 @@ def check_gradients(model: nn.Module) -> None:
 
 
 def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:
-    """Let a sharded model refuse to be copied, moved, pickled, resized or wrapped.
+    """Make a sharded model refuse to be copied, moved, pickled, resized or wrapped.
 
     Args:
         model: The model.

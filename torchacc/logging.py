@@ -30,7 +30,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def start_logging(rank: int) -> None:
-    """Let rank 0 report from INFO on, and the others what is wrong there alone, unless the user has set logging up.
+    """Log from INFO on rank 0, and from WARNING on the others what concerns them alone, unless the user set logging up.
 
     Args:
         rank: This process's rank.

@@ -80,7 +80,7 @@ def record_step(
 
 
 def _give_buffers_values(model: nn.Module) -> None:
-    """Let buffers be zeros on the host, from where they are moved to each device, such as those of rotary positions."""
+    """Make buffers, such as those of rotary positions, zeros on the host, from where they are moved to each device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

@@ -30,12 +30,12 @@ class LateEvaluation:
             AsyncLoader.listeners.add(self)
 
     def on_save(self, step: int) -> None:
-        """Note a save after a step."""
+        """Record a save after a step."""
         if self._loader is not None:
             self._saved, self._step, self._has_begun = self._loader.place_in_loop, step, False
 
     def on_loop(self, loader: AsyncLoader) -> None:
-        """Note that a loop over a loader begins."""
+        """Record that a loop over a loader begins."""
         if self._loader is not None and loader is not self._loader and self._saved == self._loader.place_in_loop:
             self._has_begun = True
 

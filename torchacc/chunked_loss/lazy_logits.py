@@ -63,7 +63,7 @@ class LazyLogits:
         source.note(self)
 
     def release(self) -> None:
-        """Let go of the hidden states, once the forward has ended."""
+        """Free the hidden states, once the forward has ended."""
         self.hidden, self.steps = torch.empty(self.hidden.shape, device="meta"), ()
 
     @property
@@ -175,7 +175,7 @@ class LazyLogits:
         raise lazy._refused(f"{name}()")
 
     def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "LazyLogits":
-        """Note an operation with numbers, or with tensors that are alike for all tokens."""
+        """Record an operation with numbers, or with tensors that are alike for all tokens."""
         others = [*(value for value in args if value is not self), *kwargs.values()]
         tensors = [other for other in others if isinstance(other, torch.Tensor)]
         if len(others) + 1 != len(args) + len(kwargs) or any(isinstance(other, LazyLogits) for other in others):

@@ -1,4 +1,4 @@
-"""Let a model compute its loss in chunks: its head gives lazy logits in a forward that is given labels."""
+"""Compute a model's loss in chunks: its head gives lazy logits in a forward that is given labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,11 +160,11 @@ class ModelLoss:
             )
 
     def note(self, lazy: LazyLogits) -> None:
-        """Note lazy logits, which hold hidden states as long as the forward runs."""
+        """Record lazy logits, which hold hidden states as long as the forward runs."""
         self._given.append(lazy)
 
     def note_operands(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note tensors that the model computes its logits with outside of its head."""
+        """Record tensors that the model computes its logits with outside of its head."""
         self._operands += tensors
 
     def explain(self, what: str) -> str:
@@ -223,7 +223,7 @@ class ModelLoss:
 
     @contextmanager
     def _standing_in(self, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Let the head's modules find the stand-ins in the place of their parameters, or unsharded weights."""
+        """Replace the parameters, or unsharded weights, of the head's modules by the stand-ins."""
         missing = object()
         owners = [(owner, name) for owner in self._head.modules() for name in owner._parameters]
         before = [vars(owner).get(name, missing) for owner, name in owners]

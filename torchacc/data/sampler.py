@@ -139,7 +139,7 @@ class ShardSampler:
 
     @contextmanager
     def _agreed_draws(self, at: Position) -> Iterator[None]:
-        """Let the user's sampler draw what rank 0's draws, or, once an epoch is set, what the epoch decides.
+        """Seed the user's sampler to draw what rank 0's draws, or, once an epoch is set, what the epoch decides.
 
         A rank whose global generator was in another state gets that state back.
         """

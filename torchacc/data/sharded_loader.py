@@ -212,7 +212,7 @@ class ShardedLoader(ABC):
         return replace(at, loader=self._traits() | ({} if devices is None else {_DEVICES: devices}))
 
     def resume(self, state: Any) -> None:
-        """Let the next `iter()` go on from a position.
+        """Set the position from which the next `iter()` goes on.
 
         Args:
             state: `Position.to_json()`, the same on every process.

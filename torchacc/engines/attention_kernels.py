@@ -159,7 +159,7 @@ def check_model(config: Config, model: nn.Module) -> None:
 
 
 def install(config: Config, model: nn.Module, recomputed: Iterable[str]) -> None:
-    """Let a model compute its attention by the kernel that a config asks for.
+    """Set the attention kernel of a model to the one that a config asks for.
 
     Args:
         config: A resolved config that `check_device()` and `check_model()` have passed.

@@ -1,4 +1,4 @@
-"""Let PyTorch's own clipping see full gradients where each process holds a shard of them."""
+"""Take the norms of full gradients in PyTorch's own clipping, where each process holds a shard of them."""
 
 import functools
 from collections.abc import Callable, Sequence

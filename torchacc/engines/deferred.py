@@ -244,7 +244,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what is done to a deferred tensor, and let all else be done at once."""
+        """Record what is done to a deferred tensor, and let all else be done at once."""
         with DisableTorchFunction():  # here a deferred tensor is seen as what it is
             return self._dispatch(func, args, dict(kwargs or {}))
 

@@ -35,7 +35,7 @@ def wait_for_all(job: Job, call: str) -> None:
 
 
 def tell_end() -> None:
-    """Note that this process comes to no more calls."""
+    """Record that this process comes to no more calls."""
     with suppress(RuntimeError):  # the process that keeps the store has ended before
         _get_default_store().set(_ended(dist.get_rank()), "")
 

@@ -34,7 +34,7 @@ _batches = _Batches()
 
 
 def note_batch() -> None:
-    """Note that a loader of ours gives the script a batch, for whichever of its models."""
+    """Record that a loader of ours gives the script a batch, for whichever of its models."""
     _batches.num_delivered += 1
 
 
@@ -89,7 +89,7 @@ class FirstSteps:
         """Whether a loader of ours has given a batch for this step: what is made beside it, as noise, may be alike."""
 
     def see(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note what a forward in training is called with.
+        """Record what a forward in training is called with.
 
         Args:
             args: Its positional arguments.

@@ -37,7 +37,7 @@ def faster_choice(optimizer: torch.optim.Optimizer, device: torch.device) -> str
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Let an optimizer of a script that chose no implementation step in PyTorch's fused kernel.
+    """Switch an optimizer for which the script chose no implementation to PyTorch's fused kernel.
 
     Only on a CPU: elsewhere the default is not a loop, and the numbers of steps would have to move to the device.
 
@@ -68,7 +68,7 @@ def _goes_through_one_kernel(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def leave_out_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Let an optimizer step without PyTorch's fused kernels, and return whether it would have used them.
+    """Switch an optimizer's fused kernels off, and return whether it would have used them.
 
     A script asks for them, or a checkpoint that was saved natively.
     """

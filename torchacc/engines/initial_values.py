@@ -138,7 +138,7 @@ def materialise_parameters(
 
 
 def align_replicas(model: nn.Module, group: ProcessGroup, *, broadcast: bool) -> None:
-    """Let all processes start from rank 0's parameters and buffers. Collective: every process.
+    """Broadcast rank 0's parameters and buffers to all processes. Collective: every process.
 
     Args:
         model: The model on the host.

@@ -37,7 +37,7 @@ def memory_of_process() -> Memory | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, for the next step to take, in blocks of up to 32 MB.
+    """Keep freed memory in this process for the next step, in blocks of up to 32 MB.
 
     As it is, glibc gives memory back to the system at the end of a step, which then zeroes each page of it for the next
     one, and more or less of it as the blocks happen to lie. For the process as a whole, as there is one heap.

@@ -95,7 +95,7 @@ def remap_optimizer(
     shards: Mapping[torch.Tensor, nn.Parameter],
     shard_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Let an optimizer that was made before sharding hold the shards, in the same groups.
+    """Replace parameters by their shards in an optimizer that was made before sharding, in the same groups.
 
     Args:
         optimizer: The optimizer; its state, if it has any, is sharded too.

@@ -42,7 +42,7 @@ _noted = _Noted()
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note the gradients that an optimizer steps with which holds no parameter of a sharded model."""
+    """Record the gradients that an optimizer steps with which holds no parameter of a sharded model."""
     left = _noted.left.setdefault(optimizer, _STEPS)
     if left and len(_noted.gradients) < _STEPS:
         _noted.left[optimizer] = left - 1

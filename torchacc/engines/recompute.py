@@ -1,4 +1,4 @@
-"""Let modules of a model be recomputed in backward, by the engine's own function."""
+"""Recompute modules of a model in backward, by the engine's own function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ Checkpoint = Callable[[nn.Module, Forward, Sequence[Any], Mapping[str, Any]], An
 
 
 def install(model: nn.Module, names: Sequence[str], checkpoint: Checkpoint) -> None:
-    """Let modules run through `checkpoint`.
+    """Wrap the forwards of modules in `checkpoint`.
 
     Their forwards are replaced, not their calls, so that hooks, such as those that gather weights, run once and outside
     of it.

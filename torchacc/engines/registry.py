@@ -153,7 +153,7 @@ class Finding:
 
 
 def survey(timeout_secs: float = _SURVEY_SECS) -> list[Finding]:
-    """Let each engine look for its devices, and return what it found.
+    """Return the devices that each engine finds.
 
     Args:
         timeout_secs: How long each may take.

@@ -344,7 +344,7 @@ class ShardedModel(ABC):
         """Prepare an optimizer for its first step, or refuse it."""
 
     def on_unscale(self) -> None:
-        """Note that PyTorch's own `GradScaler` is about to unscale the gradients of one of this model's optimizers."""
+        """Record that PyTorch's own `GradScaler` is about to unscale gradients of one of this model's optimizers."""
         self.status.note_scaler()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ class ModelStatus:
     """The part of a `ShardedModel` that changes while it trains. Each change is a method; a `check_…` raises."""
 
     def __init__(self, *, has_weights: bool) -> None:
-        """Note whether the model can run at all.
+        """Record whether the model can run at all.
 
         Args:
             has_weights: Whether its weights are there, and not to be loaded yet.
@@ -92,15 +92,15 @@ class ModelStatus:
             self.mark_optimizer_loaded(optimizer)
 
     def mark_partly_stepped(self) -> None:
-        """Note that a backward has raised that steps weights, when it had stepped some of them."""
+        """Record that a backward has raised that steps weights, when it had stepped some of them."""
         self._unusable = _PARTLY_STEPPED
 
     def mark_weights_loaded(self) -> None:
-        """Note that all weights have been loaded."""
+        """Record that all weights have been loaded."""
         self._unusable = None
 
     def mark_optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that all of an optimizer's state has been loaded."""
+        """Record that all of an optimizer's state has been loaded."""
         self._incomplete.discard(optimizer)
 
     # ---- Losses and gradients
@@ -111,7 +111,7 @@ class ModelStatus:
         return self._has_scaler
 
     def note_scaler(self) -> None:
-        """Note that a `GradScaler` scales the model's losses."""
+        """Record that a `GradScaler` scales the model's losses."""
         self._has_scaler = True
 
     @contextmanager
@@ -125,7 +125,7 @@ class ModelStatus:
             self._is_accumulating = False
 
     def on_backward(self) -> None:
-        """Note that a backward runs: inside of `accumulating()` it opens the window, outside it completes it."""
+        """Record that a backward runs: inside of `accumulating()` it opens the window, outside it completes it."""
         if self._steps_in_backward is not None:
             self._steps_in_backward.on_backward()
         self._window_is_open = self._is_accumulating
@@ -137,11 +137,11 @@ class ModelStatus:
         return self._window_is_open or self._has_failed
 
     def on_failed_backward(self) -> None:
-        """Note that a backward has raised, and has left in the gradients what is not reduced over the devices."""
+        """Record that a backward has raised, and has left in the gradients what is not reduced over the devices."""
         self._has_failed = True
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
-        """Note that gradients are dropped.
+        """Record that gradients are dropped.
 
         Args:
             optimizer: Whose they are; None for all of the model's.
@@ -170,7 +170,7 @@ class ModelStatus:
             )
 
     def step_in_backward(self, steps: "StepInBackward") -> None:
-        """Note what steps the weights inside of backward."""
+        """Record what steps the weights inside of backward."""
         self._steps_in_backward = steps
 
     def check_complete(self) -> None:

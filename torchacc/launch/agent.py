@@ -439,7 +439,7 @@ def _text(path: Path) -> str:
 
 @contextmanager
 def _by_lines(stream: TextIO) -> Iterator[None]:
-    """Let lines that the agent copies appear at once, also where they go to a pipe or a file."""
+    """Flush each line that the agent copies, also where it goes to a pipe or a file."""
     if not isinstance(stream, TextIOWrapper) or stream.line_buffering:
         yield
         return

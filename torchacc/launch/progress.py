@@ -112,7 +112,7 @@ def start() -> None:
 
 
 def mark(phase: Phase) -> None:
-    """Note that this process has come to a phase."""
+    """Record that this process has come to a phase."""
     file = _ProgressFile.active
     if file is not None:
         file.phase = phase
@@ -120,7 +120,7 @@ def mark(phase: Phase) -> None:
 
 
 def stepped() -> None:
-    """Note that an optimizer has stepped. Several in a row, with no forward between them, are one step."""
+    """Record that an optimizer has stepped. Several in a row, with no forward between them, are one step."""
     file = _ProgressFile.active
     if file is None:
         return
@@ -133,13 +133,13 @@ def stepped() -> None:
 
 
 def stepping() -> None:
-    """Note that an optimizer is about to step."""
+    """Record that an optimizer is about to step."""
     if _ProgressFile.active is not None and _ProgressFile.active.phase != Phase.STEPPED:
         mark(Phase.OPTIMIZER)
 
 
 def resumed(step: int) -> None:
-    """Note how many steps the run had made when it was saved."""
+    """Record how many steps the run had made when it was saved."""
     if _ProgressFile.active is not None:
         _ProgressFile.active.step = step
 

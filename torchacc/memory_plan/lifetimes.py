@@ -267,7 +267,7 @@ class _Fusion:
             self._reads.setdefault(source, []).append(time)
 
     def _complete(self, name: str, value: int) -> int:
-        """Note that the optimizer reads a gradient as soon as all of it is there, and return when that is."""
+        """Record that the optimizer reads a gradient as soon as all of it is there, and return when that is."""
         sources = self._sources.get(value, ())
         for source in sources:
             buffer = self._buffers[source]

@@ -45,7 +45,7 @@ class Traffic:
         self.found: list[Sent] = []
 
     def note(self, role: Role, nbytes: int) -> None:
-        """Note one exchange."""
+        """Record one exchange."""
         self.found.append(Sent(role, nbytes))
 
 
@@ -171,7 +171,7 @@ def _put_together(part: torch.Tensor, mesh: _LayersWithoutProcesses, dim: int, *
 
 
 def _split_samples(model: Any, plan: ShardingPlan, traffic: Traffic) -> None:
-    """Let a model take whole samples, and compute the first part of each, as `split_sequence` does."""
+    """Replace a model's forward: it takes whole samples, and computes the first part of each, as `split_sequence`."""
     heads, size = model.config.num_attention_heads, plan.mesh.size(Role.SEQUENCE)
     num_parts = head_parts([heads], size, plan.mesh.size(Role.TENSOR), plan.ring_size)
     ring = Ring(size // num_parts, 0, partial(_pass_on, traffic))
@@ -249,7 +249,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _spread_experts(module: Any, experts: Experts, num_sharing: int, traffic: Traffic) -> None:
-    """Let a module compute as many tokens as it is sent where all experts have equally many, with its own experts.
+    """Replace a module's forward: it computes as many tokens as it is sent where all experts have equally many.
 
     Args:
         module: The module, which is changed in place.
@@ -337,7 +337,7 @@ class _SentRows(torch.autograd.Function):
 
 
 def _run_stage(model: Any, plan: ShardingPlan, stage: int, dtype: torch.dtype, traffic: Traffic) -> None:
-    """Let a model take a microbatch, and compute one stage of it, as `pipelined_model` does."""
+    """Replace a model's forward: it takes a microbatch, and computes one stage of it, as `pipelined_model`."""
     pipeline = plan.pipeline
     modules, last = StageModules(model, pipeline, stage % pipeline.num_devices, dtype), pipeline.size - 1
     anchor = torch.zeros((), device="meta", requires_grad=True)

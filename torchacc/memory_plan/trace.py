@@ -226,7 +226,7 @@ class _Recorder(WithoutValues):
 
     @contextmanager
     def after(self, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Note of all operations while the context is entered that they wait for gradients."""
+        """Context manager that records of all operations while the context is entered that they wait for gradients."""
         before, self._after = self._after, tuple(self.find(gradient) for gradient in gradients)
         try:
             yield
@@ -358,7 +358,7 @@ def _recomputing(
     *,
     saves_matmuls: bool,
 ) -> Iterator[None]:
-    """Let modules be recomputed in backward, in the mode of forward, while the context is entered."""
+    """Context manager in which modules are recomputed in backward, in the mode of forward."""
     modules = [model.get_submodule(name) for name in names]
     for module in modules:
         forward = module.forward

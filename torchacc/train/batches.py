@@ -142,7 +142,7 @@ class ElasticPosition:
         return {**state, "loader": traits, "order": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the loader go on from a position."""
+        """Set the position from which the loader goes on."""
         self._loader.load_state_dict(state)
 
 

@@ -54,7 +54,7 @@ class EarlyStopping:
         return self._config is not None and self._waited >= self._config.patience
 
     def see(self, loss: float) -> None:
-        """Note an evaluation's loss."""
+        """Record an evaluation's loss."""
         if self._config is not None and loss < self._best - self._config.min_delta:
             self._best, self._waited = loss, 0
         else:

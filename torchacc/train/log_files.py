@@ -140,7 +140,7 @@ def _changed(
 
 @contextmanager
 def _libraries_in(files: Sequence[logging.Handler], *, speak: bool) -> Iterator[None]:
-    """Let libraries log to files as well, and without `speak` to nothing else; progress bars are for a terminal."""
+    """Add log files to libraries' loggers, and without `speak` remove all else; progress bars are for a terminal."""
     with ExitStack() as stack:
         if not speak or not sys.stderr.isatty():
             stack.enter_context(_no_progress_bars())

@@ -112,7 +112,7 @@ def _memory(runs: Runs, planned: Mapping[str, int]) -> list[str]:
 
 
 def _from_zero(axes: Axes) -> None:
-    """Let an axis begin at 0, with room above also where the values are all alike."""
+    """Set an axis to begin at 0, with room above also where the values are all alike."""
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
 
 

@@ -74,7 +74,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def mark_finished(folder: Path, facts: dict[str, Any]) -> None:
-    """Note that a run has come to its end, with what is worth knowing of it. By one process."""
+    """Record that a run has come to its end, with what is worth knowing of it. By one process."""
     _write(folder / FINISHED, {"at": _now(), **facts})
 
 

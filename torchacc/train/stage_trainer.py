@@ -300,7 +300,7 @@ class StageTrainer:
         return shard_loader(completed, self.model)
 
     def _seed(self) -> None:
-        """Let every random number from here on follow from the stage's seed."""
+        """Seed every generator from the stage's seed."""
         _set_seeds(self.run.training.seed)
         self._sharded.engine.seed(self.run.training.seed)
 

@@ -88,7 +88,7 @@ class FolderLock:
         self._is_held = True
 
     def release(self) -> None:
-        """Let go, if this one holds it."""
+        """Release the lock, if this one holds it."""
         key = os.getpid(), self._path
         if not self._is_held or key not in self._held:
             return

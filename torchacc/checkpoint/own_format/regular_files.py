@@ -70,7 +70,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Let what was made or renamed in a folder reach the disk."""
+    """Sync a folder to the disk, with the names of what was made or renamed in it."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -21,7 +21,7 @@ _MARK = re.compile(r"rank-\d+\.(writing|done|failed)")
 
 
 def write_save_intent(folder: Path, names: Iterable[str]) -> None:
-    """Note in a new folder what a save is going to write there, so that it can be told apart if it is cut short."""
+    """Record in a new folder what a save is going to write there, so that it can be told apart if it is cut short."""
     (folder / _SAVE).write_text(json.dumps(sorted(names)), encoding="utf-8")
 
 

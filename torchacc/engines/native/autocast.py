@@ -36,7 +36,7 @@ def _warn(asked: torch.dtype) -> None:
 
 @functools.cache
 def _keep_out_of_backward() -> None:
-    """Let a backward inside of a script's autocast compute in the dtypes of its forward, until the process ends."""
+    """Run backwards inside of a script's autocast in the dtypes of their forwards, until the process ends."""
     torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_without_autocast))
 
 

@@ -100,7 +100,7 @@ class CompiledUnits:
     """The compiled functions of one model."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, config: Config) -> None:
-        """Let the units of a model, and the loss of a transformers model, run compiled. Nothing is compiled yet.
+        """Wrap the forwards of units, and a transformers model's loss, in `torch.compile`. Nothing is compiled yet.
 
         A loss in chunks is left as it is: what takes its time are matmuls, which need no compiler.
         """
@@ -142,7 +142,7 @@ class CompiledUnits:
         return run
 
     def recompute_inside(self, name: str) -> None:
-        """Let a module that is recomputed in backward be so inside of its graph, which takes the host less time.
+        """Recompute a module inside of its graph, which takes the host less time.
 
         Where it cannot be one graph, it stays as it is: compiled, and recomputed by PyTorch's checkpoint around it.
         """

@@ -64,7 +64,7 @@ def make_mesh(mesh: Mesh, device_type: str, group: ProcessGroup) -> Any:
 
 
 def install(module: nn.Module, experts: Experts, mesh: Any, sharing: dist.ProcessGroup | None) -> None:
-    """Let a module's forward send tokens to the devices of their experts, and bring back what these compute.
+    """Replace a module's forward by one that sends tokens to the devices of their experts, and brings results back.
 
     Args:
         module: The module, which is changed in place.
@@ -169,7 +169,7 @@ def keep_own(module: nn.Module, experts: Experts, mesh: Any) -> None:
 
 
 def finish(module: Any, parameters: tuple[PlannedParameter, ...], mesh: Any, num_different: int) -> None:
-    """Let a module that `fully_shard()` has sharded show shards of the full parameters, and average their gradients.
+    """Register shards of the full parameters on a module that `fully_shard()` has sharded; average their gradients.
 
     Its shards are those: which rows a device has of the experts that are gathered here is which it has of all.
 

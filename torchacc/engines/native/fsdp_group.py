@@ -74,7 +74,7 @@ class FSDPGroup(FSDPParamGroup):
         return full_shards.are_full_weights(self)
 
     def reshard(self) -> None:
-        """Let modules show their shards; keep unsharded weights only where backward may use them."""
+        """Register the shards on the modules; keep unsharded weights only where backward may use them."""
         if self._keeps:
             self._register_sharded()
         elif self._training_state is not TrainingState.FORWARD:

@@ -107,7 +107,7 @@ class FSDPGroups:
         return list(numbers) if self._agree is None else self._agree(numbers)
 
     def note_filled_in(self, parameter: FSDPParam) -> None:
-        """Note that a parameter has zeros, which count as its gradient if one comes to the shard itself after them.
+        """Record that a parameter has zeros, which count as its gradient if one comes to the shard itself after them.
 
         So it does where the parameter is used outside of its unit's forward.
         """
@@ -121,7 +121,7 @@ class FSDPGroups:
                 self._filled_in[parameter] = parameter.sharded_param.register_hook(note)
 
     def note_gather(self, number: int) -> None:
-        """Note that a group is gathered, where others have to do the same: one may evaluate its copy alone."""
+        """Record that a group is gathered, where others have to do the same: one may evaluate its copy alone."""
         if self._is_split:
             self._gathered = zlib.crc32(number.to_bytes(4, "little"), self._gathered)
 
@@ -154,7 +154,7 @@ class FSDPGroups:
             group.drop_gradients()
 
     def on_data(self, parameter: torch.Tensor) -> None:
-        """Note that a script holds a parameter's `data`, which it may write to without FSDP2's knowledge."""
+        """Record that a script holds a parameter's `data`, which it may write to without FSDP2's knowledge."""
         vars(parameter)[TIMES_DATA] = vars(parameter).get(TIMES_DATA, 0) + 1
 
     def on_rebound(self, parameter: torch.Tensor) -> None:

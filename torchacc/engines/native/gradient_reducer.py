@@ -76,7 +76,7 @@ class Bucket:
         return self._work is not None
 
     def begin(self) -> None:
-        """Note which parameters have gradients from before this backward."""
+        """Record which parameters have gradients from before this backward."""
         self._had = {parameter for parameter in self.parameters if parameter.grad is not None}
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -230,7 +230,7 @@ class GradientReducer:
         self._in_window.clear()
 
     def begin(self) -> None:
-        """Note that a backward of the model runs, and see to it that it ends with the means."""
+        """Record that a backward of the model runs, and see to it that it ends with the means."""
         if self._holds:
             self._status.on_backward()
         if self._holds or self._task is not None:

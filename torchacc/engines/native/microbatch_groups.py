@@ -20,7 +20,7 @@ class MicrobatchGroup(FSDPGroup):
             super().unshard(async_op)
 
     def reshard(self) -> None:
-        """Let modules show their shards, unless unsharded weights stay for the next microbatch."""
+        """Register the shards on the modules, unless unsharded weights stay for the next microbatch."""
         if not self.owner.keeps_weights:
             super().reshard()
 

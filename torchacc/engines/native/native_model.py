@@ -74,7 +74,7 @@ class NativeModel(ShardedModel):
         return self.model.get_submodule(unit.name) if unit.name else self._root
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let each of the sharded parameters step as soon as backward has its gradient."""
+        """Step each sharded parameter as soon as backward has its gradient."""
         self._fuse_if_compiled(optimizer)  # the first backward is a step already
         self._steps = step_in_backward.StepInBackward(self.model, optimizer, self.status)
 
@@ -132,7 +132,7 @@ class NativeModel(ShardedModel):
             scalar_parameters.replicate(self.model, self.plan, self.engine.device_mesh, self.engine.device)
 
     def _register_total_norm(self) -> None:
-        """Let PyTorch's own clipping take norms over all shards."""
+        """Register the norm over all shards with PyTorch's own clipping."""
         from torchacc.engines.native.gradients import total_norm
 
         register_total_norm(self, total_norm)
@@ -291,7 +291,7 @@ class NativeModel(ShardedModel):
         script_reads.begin()
 
     def _fuse_if_compiled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let a compiled model's optimizer update all parameters of a group in one kernel."""
+        """Switch a compiled model's optimizer to one kernel for all parameters of a group."""
         if self._compiled is not None and self.plan.compute_dtype != "float16" and fuse(optimizer, self.engine.device):
             name = type(optimizer).__name__
             _log.info(
@@ -305,7 +305,7 @@ class NativeModel(ShardedModel):
         return mean_of_closure(closure, self.engine.group.all_reduce_mean) if self.engine.job.launched else closure
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let autograd notice the new weights, which fused optimizers do not do; warn of what was compiled again."""
+        """Bump the weights' versions, which fused optimizers do not do; warn of what was compiled again."""
         script_reads.end()
         fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
         increment_version([each for group in fused for each in group if each.grad is not None])
@@ -313,7 +313,7 @@ class NativeModel(ShardedModel):
             compiled_units.watch.after_step(optimizer)
 
     def on_unscale(self) -> None:
-        """Note that PyTorch's own `GradScaler` unscales gradients; refuse it where they are gone."""
+        """Record that PyTorch's own `GradScaler` unscales gradients; refuse it where they are gone."""
         self.status.refuse_gradients("a GradScaler")
         super().on_unscale()
 

@@ -9,7 +9,7 @@ from torchacc.engines.patches.private_names import NormBase
 
 
 def keep_precision_of_statistics(model: nn.Module) -> None:
-    """Let norms with running statistics scale and shift in the statistics' dtype, as PyTorch's kernels ask for.
+    """Cast scale and shift of norms with running statistics to the statistics' dtype, as PyTorch's kernels need it.
 
     FSDP2 lowers a unit's parameters together. For the time of such a norm's forward they are cast up again, as instance
     attributes, which hide registered parameters of the same names.
@@ -21,7 +21,7 @@ def keep_precision_of_statistics(model: nn.Module) -> None:
 
 
 def lower_inputs_of_norms(model: nn.Module, lowered: torch.dtype) -> None:
-    """Let norms take inputs in float32, which PyTorch's kernels for a CPU refuse beside lowered weights.
+    """Cast float32 inputs of norms down, which PyTorch's CPU kernels refuse beside lowered weights.
 
     Elsewhere autocast computes such norms in float32.
     """

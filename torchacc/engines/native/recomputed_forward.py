@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def install_recompute(model: nn.Module, plan: ShardingPlan, compiled: CompiledUnits | None) -> None:
-    """Let the modules that a plan names be recomputed in backward, by its policy.
+    """Recompute the modules that a plan names in backward, by its policy.
 
     Args:
         model: The model, which is changed in place.

@@ -29,12 +29,12 @@ _reads = _Reads()
 
 
 def begin() -> None:
-    """Note that what follows is part of a step that every process makes."""
+    """Record that what follows is part of a step that every process makes."""
     _reads.is_inside = True
 
 
 def end() -> None:
-    """Note that the script goes on."""
+    """Record that the script goes on."""
     _reads.is_inside = False
 
 
@@ -78,7 +78,7 @@ _stages: "dict[Any, StageLink]" = {}
 
 
 def note_stages(mesh: Any, link: "StageLink") -> None:
-    """Note that parameters without elements on a mesh are those of other stages."""
+    """Record that parameters without elements on a mesh are those of other stages."""
     _stages[mesh] = link
 
 
@@ -88,7 +88,7 @@ def is_of_other_stage(shard: Any) -> bool:
 
 
 def note_other_stage(shard: Any, shape: Sequence[int]) -> None:
-    """Note the shape that another stage's tensor has there."""
+    """Record the shape that another stage's tensor has there."""
     vars(shard)[_SHAPE] = tuple(shape)
 
 

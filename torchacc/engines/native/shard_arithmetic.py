@@ -1,4 +1,4 @@
-"""Let a script's own computations with shards give the numbers of full tensors.
+"""Give a script's own computations with shards the numbers of full tensors.
 
 PyTorch's distributed tensors give other numbers where parts of a sum meet an addition (`w.norm() + 1`) or shards are
 uneven (`w.mean()`), lose what is written to a view of them, and refuse to meet an ordinary tensor. Here only what is
@@ -41,7 +41,7 @@ _USED = "_torchacc_used"
 
 @functools.cache
 def install() -> None:
-    """Let functions of PyTorch's distributed tensors go through `call()`, until the process ends."""
+    """Route functions of PyTorch's distributed tensors through `call()`, until the process ends."""
     torch_patches.hold_until_exit(torch_patches.functions_of_dtensors(call))
 
 
@@ -106,7 +106,7 @@ def call(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def _lists_may_be_unknown() -> Iterator[None]:
-    """Let PyTorch say so as of other functions where it knows no way for lists, in which it has not even looked."""
+    """Raise PyTorch's usual error where it has no sharding rule for a function of lists."""
     try:
         yield
     except AssertionError as error:

@@ -23,7 +23,7 @@ _KNOWN = {f"{prefix}{name.lower()}" for prefix in _PREFIXES for name in ELEMENTW
 
 @functools.cache
 def install() -> None:
-    """Let torch.optim update shards, until the process ends."""
+    """Patch torch.optim to update local shards, until the process ends."""
     torch_patches.hold_until_exit(torch_patches.updates_through(_update, _PREFIXES))
 
 

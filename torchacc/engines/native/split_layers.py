@@ -33,7 +33,7 @@ _HEAD_WIDTHS = ("n_heads", "split_size")
 
 
 def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compiled: bool) -> None:
-    """Let layers compute with their parts, send what the others need, and see ordinary tensors.
+    """Install hooks by which layers compute with their parts as ordinary tensors, and exchange what others need.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ def split_forwards(model: nn.Module, plan: ShardingPlan, mesh: Any, *, is_compil
 
 
 def _split_head_counts(model: nn.Module, styles: Mapping[nn.Module, str], tp: TensorParallelPlan) -> None:
-    """Let attention count the heads of its part.
+    """Set the number of heads of attention modules to that of this device's part.
 
     Args:
         model: The model.
@@ -158,7 +158,7 @@ def _let_compute_with_part(module: Any, style: str, layer: Any, parent: Any, mes
 
 
 def _wrap(module: Any, run: Callable[..., Any], *args: Any) -> None:
-    """Let a function run in the place of a module's forward: it is called with that, `args`, and what that is given."""
+    """Replace a module's forward by a function, which is called with that forward, `args`, and its inputs."""
     forward = module.forward
     module.forward = functools.wraps(forward)(functools.partial(run, forward, *args))
 
@@ -241,7 +241,7 @@ def _hooks(mesh: Any, style: str, number: int) -> tuple[Any, Any]:
         return own
 
     def after_latent(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Let the columns of keys that all heads share have the gradients of all heads; the rest get them later."""
+        """Sum the gradients of all heads in the columns of keys that they share; the rest get them later."""
         shared = _relaid(output[..., -number:], mesh, *_COPY)
         return torch.cat([output[..., :-number], shared], -1)
 

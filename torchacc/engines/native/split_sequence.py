@@ -150,7 +150,7 @@ def install(
     ring_size: int | None,
     returns_outputs: Callable[[], bool],
 ) -> str | None:
-    """Let the models of transformers in a model run on this device's part of each sample, in place. Collective.
+    """Replace the forwards of transformers' models by ones on this device's part of each sample. Collective.
 
     Args:
         model: A model that `check()` has passed.
@@ -199,7 +199,7 @@ def _attention_groups(model: nn.Module, mesh: Mesh, processes: ProcessGroup, rin
 
 
 def choose_attention(model: nn.Module, name: str) -> None:
-    """Let the models of transformers in a model compute attention by the implementation that `install()` returned."""
+    """Set the attention of transformers' models to the implementation that `install()` returned."""
     for each in transformers_attention.models_of(model):
         transformers_attention.choose(each, name)
 

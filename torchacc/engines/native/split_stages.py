@@ -219,7 +219,7 @@ class _StandIn(nn.Module):
 
 
 def _refuse_by_itself(module: Any) -> None:
-    """Let a module raise that this device has not, where it is called other than by what stands in for it."""
+    """Make a module of another stage raise where it is called other than by what stands in for it."""
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise EngineError(

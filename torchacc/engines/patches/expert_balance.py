@@ -31,7 +31,7 @@ def modules_with_balance(model: nn.Module) -> list[ModuleType]:
 def balanced_over_devices(
     modules: Sequence[ModuleType], all_gather: Callable[[torch.Tensor], torch.Tensor], group: ProcessGroup
 ) -> Iterator[None]:
-    """Let the function have the routers' logits of all devices, for one forward.
+    """Context manager that gives the function the routers' logits of all devices, for one forward.
 
     Args:
         modules: Those that have it.

@@ -76,7 +76,7 @@ class Float8Gathers:
     """All weights of a model that are gathered in float8."""
 
     def __init__(self, parameters: Sequence[FSDPParam], group: Any) -> None:
-        """Let FSDP2 gather weights in float8.
+        """Extend FSDP2 to gather weights in float8.
 
         Args:
             parameters: FSDP2's; at least one.

@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def counter_has_32_bits() -> Iterator[None]:
-    """Let torch_xla's scan count in 32 bits.
+    """Patch torch_xla's scan to count in 32 bits.
 
     A TPU has no numbers of 64: its compiler makes two of each, and then does not see how often the loop runs, which it
     has to know to send beside the work of another layer.

@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def seed_is_recognised() -> Iterator[None]:
-    """Let torch_xla's scan find the seed among the data that a loop's body uses, and give each layer one of its own.
+    """Patch torch_xla's scan to find the seed among the data of a loop's body, and to give each layer its own.
 
     It looks for a mark on the seed, which is lost when the seed is laid out for several devices. There it is known by
     its value.

@@ -86,7 +86,7 @@ def chooses_experts(module: nn.Module) -> bool:
 
 
 def _use_static_experts(model: nn.Module, others: Collection[nn.Module]) -> None:
-    """Let mixtures of experts run with shapes that do not depend on the data, which would compile at every step.
+    """Switch mixtures of experts to shapes that do not depend on the data: others would compile at every step.
 
     Also those of a model inside of another, which transformers tells nothing of the inner one's experts. But for models
     that have some of the `others`.

@@ -1,4 +1,4 @@
-"""Let modules change a state as they do in PyTorch's own `state_dict()` and `load_state_dict()`.
+"""Run modules' hooks and overrides on a state as PyTorch's own `state_dict()` and `load_state_dict()` do.
 
 By hooks, by methods of theirs in place of PyTorch's, and by the versions that a state's metadata has.
 """
@@ -15,7 +15,7 @@ _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 @contextmanager
 def saving_full(model: nn.Module, full: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Let the `state_dict()` of a model and of modules in it have full tensors in place of parameters.
+    """Context manager in which `state_dict()` of a model and its modules has full tensors in place of parameters.
 
     Args:
         model: The model.
@@ -47,7 +47,7 @@ def saving_full(model: nn.Module, full: Mapping[str, torch.Tensor]) -> Iterator[
 
 @contextmanager
 def loading_through(model: nn.Module, load: Callable[..., Any]) -> Iterator[None]:
-    """Let a `load_state_dict()` that a model's class has in place of PyTorch's end in another function than that.
+    """Context manager in which a model's own `load_state_dict()` ends in another function than PyTorch's.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Let safetensors refuse sharded tensors by what to write; its own error is about the pointer of a storage."""
+"""Refuse sharded tensors in safetensors by what to write; its own error is about the pointer of a storage."""
 
 import functools
 from collections.abc import Mapping

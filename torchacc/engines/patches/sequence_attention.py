@@ -1,4 +1,4 @@
-"""Let models of transformers whose samples are split over devices attend to all of their tokens.
+"""Attention over all tokens for models of transformers whose samples are split over devices.
 
 Each device computes some of the heads for all tokens (DeepSpeed-Ulysses, Jacobs et al., 2023): queries, keys and values
 come with a part of the tokens and all heads, and are exchanged. Where there are more devices than heads are split over,
@@ -101,7 +101,7 @@ def register(groups: AttentionGroups) -> str:
 
 
 def make_masks_of_all_tokens(model: nn.Module) -> None:
-    """Let transformers make masks of all tokens in the modules of a model's classes, for our implementation."""
+    """Patch transformers to make masks of all tokens for our implementation, in the modules of a model's classes."""
     for module in {sys.modules[base.__module__] for part in model.modules() for base in type(part).__mro__}:
         if module.__name__.startswith("transformers.models."):
             _replace_makers(module)

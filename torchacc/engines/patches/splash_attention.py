@@ -135,7 +135,7 @@ class _SplashAttention(torch.autograd.Function):
 
 
 def _run(direction: str, is_causal: bool, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Let a part of the program be the kernel's, for tensors as they are on one device."""
+    """Record the kernel as one operation of the program, for tensors as they are on one device."""
     from torch_xla import _XLAC
 
     (samples, heads, length, size), key_heads = tensors[0].shape, tensors[1].shape[1]

@@ -87,7 +87,7 @@ def why_it_cannot(device: torch.device) -> str | None:
 
 
 def prepare() -> None:
-    """Let torch.compile remember what it compiles, and keep graphs usable for a second backward (`retain_graph`)."""
+    """Patch torch.compile to count what it compiles, and to keep graphs for a second backward (`retain_graph`)."""
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.utils import set_compilation_metrics_limit
     from torch._functorch import config
@@ -101,7 +101,7 @@ def prepare() -> None:
 
 
 def _try_vector_code_without_import() -> None:
-    """Let PyTorch try each kind of a CPU's vector code in a process that loads its library, and does not import it.
+    """Patch PyTorch to try each kind of a CPU's vector code in a process that loads its library without an import.
 
     It tries them when a process first compiles, also where all that is to be compiled is on disk, and importing PyTorch
     anew for each takes seconds. Newer versions do not import it either.
@@ -121,7 +121,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def keep_programs_in(folder: Path) -> Path:
-    """Let torch.compile's own backend keep what it compiles in a folder, unless the environment names another.
+    """Set the folder in which inductor keeps what it compiles, unless the environment names another.
 
     Returns:
         The folder in which it will.

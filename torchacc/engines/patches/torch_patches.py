@@ -25,7 +25,7 @@ def hold_until_exit(patch: AbstractContextManager[None]) -> None:
 
 @contextmanager
 def cuda_autocast_is_optional() -> Iterator[None]:
-    """Let `torch.cuda.amp.autocast(dtype=torch.bfloat16)` do nothing, with PyTorch's warning, where there is no CUDA.
+    """Patch `torch.cuda.amp.autocast(dtype=torch.bfloat16)` to do nothing but warn where there is no CUDA.
 
     So it is on a machine without torch_xla. With torch_xla installed, PyTorch takes CUDA's autocast for available
     (`torch/cuda/amp/common.py`), and raises that the device does not support bfloat16. The precision of a script
@@ -53,7 +53,7 @@ def knows_clipping() -> bool:
 def total_norm_over_shards(
     total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Let `torch.nn.utils.clip_grad_norm_()` and `get_total_norm()` take the norm of full gradients from their shards.
+    """Patch `torch.nn.utils.clip_grad_norm_()` and `get_total_norm()` to take norms of full gradients from shards.
 
     The latter is a closure, of which a script may have a name of its own: what it calls is replaced.
 
@@ -95,7 +95,7 @@ def total_norm_over_shards(
 
 @contextmanager
 def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Let PyTorch's functions that clip gradients be noticed before they do, however a script has imported them.
+    """Patch PyTorch's functions that clip gradients to call a hook first, however a script has imported them.
 
     Each is a closure, which calls the function that it holds without gradients.
 
@@ -128,7 +128,7 @@ def clipping_of_gradients(notice: Callable[[Sequence[torch.Tensor]], None]) -> I
 
 @contextmanager
 def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
-    """Let `torch.utils.checkpoint.checkpoint()` be another function, however a script has imported it.
+    """Replace `torch.utils.checkpoint.checkpoint()`, however a script has imported it.
 
     What a script has is a function that looks up, as an attribute of the one that it wraps, what to call.
 
@@ -148,7 +148,7 @@ def checkpoint_through(run: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def inference_mode_is_no_grad() -> Iterator[None]:
-    """Let `torch.inference_mode()` be `torch.no_grad()`.
+    """Replace `torch.inference_mode()` by `torch.no_grad()`.
 
     In inference mode PyTorch leaves out the dispatcher's key of autograd, and with it what `xla_lowerings.py` registers
     there: such an evaluation has other numbers than training, and its tensors are lost to training.
@@ -175,7 +175,7 @@ def inference_mode_is_no_grad() -> Iterator[None]:
 
 @contextmanager
 def ranges_while_profiling() -> Iterator[None]:
-    """Let FSDP2 name the parts of its work around each unit only while a profiler runs that would show the names.
+    """Patch FSDP2 to name the parts of its work only while a profiler runs that would show the names.
 
     Otherwise naming them takes as long as the rest of that work, where a unit has nothing to gather.
     """
@@ -197,7 +197,7 @@ def ranges_while_profiling() -> Iterator[None]:
 
 @contextmanager
 def functions_of_dtensors(call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Let PyTorch's functions of distributed tensors be called by another function.
+    """Patch DTensor to route PyTorch's functions through another function.
 
     Args:
         call: Called with the function, its positional and its keyword arguments.
@@ -219,7 +219,7 @@ def functions_of_dtensors(call: Callable[[Callable[..., Any], tuple[Any, ...], d
 
 @contextmanager
 def runs_of_graphs(run: Callable[..., Any]) -> Iterator[None]:
-    """Let another function run autograd's graphs, for `backward()` and `torch.autograd.grad()`, wherever they are from.
+    """Replace the function that runs autograd's graphs for `backward()` and `torch.autograd.grad()`.
 
     Args:
         run: Called with PyTorch's own function and its arguments: the outputs, their gradients, whether to keep the
@@ -309,7 +309,7 @@ def unscaling_of_gradients(notice: Callable[[torch.optim.Optimizer], None]) -> I
 
 @contextmanager
 def updates_through(run: Callable[..., None], prefixes: tuple[str, ...]) -> Iterator[None]:
-    """Let another function run the functions with which torch.optim's optimizers update a group of parameters.
+    """Patch the functions with which torch.optim updates a group of parameters to run through another function.
 
     Args:
         run: Called with such a function and its arguments, of which the first are the parameters.

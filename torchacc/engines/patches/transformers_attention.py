@@ -1,4 +1,4 @@
-"""Let models of transformers compute attention by another kernel, through transformers' attention interface."""
+"""Set other attention kernels in models of transformers, through transformers' attention interface."""
 
 import importlib
 import inspect
@@ -120,7 +120,7 @@ def dropout_of(model: Any) -> str | None:
 
 
 def choose(model: Any, name: str) -> None:
-    """Let a model of transformers compute attention by an implementation from here on, all models in it included."""
+    """Set the attention implementation of a model of transformers, and of all models in it."""
     model.set_attn_implementation(name)
     if name == FLEX:
         _trace_scores_outside_of_recompute()
@@ -190,7 +190,7 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 @cache
 def _trace_scores_outside_of_recompute() -> None:
-    """Let PyTorch differentiate a change of scores, such as a soft cap, also while a module is to be recomputed.
+    """Patch PyTorch to differentiate a change of scores, such as a soft cap, also in a module that is recomputed.
 
     It runs forward and backward of the change to see what they are. In such a module its saved tensors would be dropped
     as the module's own are, and the module be recomputed to have them back, in the midst of its first run.

@@ -140,7 +140,7 @@ def _skipped_without_padding(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _with_documents(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note the documents on the function that makes the mask, where it makes a causal one of each."""
+    """Record the documents on the function that makes the mask, where it makes a causal one of each."""
 
     def combine(mask_function: Any, position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
         combined = original(mask_function, position_ids, documents)
@@ -152,7 +152,7 @@ def _with_documents(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remembering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the mask remember what the function that makes it does, if nothing is padded."""
+    """Attach to the mask what the function that makes it does, if nothing is padded."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         mask = original(*args, **kwargs)

@@ -59,11 +59,11 @@ class CompileWatch:
         )
 
     def note(self, text: str) -> None:
-        """Note why something compiles more than once."""
+        """Record why something compiles more than once."""
         self._notes[text] = None
 
     def on_forward(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], *, num_lengths: int) -> None:
-        """Note the inputs that a model is called with.
+        """Record the inputs that a model is called with.
 
         Args:
             model: The model.
@@ -92,7 +92,7 @@ class CompileWatch:
         known.append(inputs)
 
     def before_step(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        """Note what an optimizer's step depends on.
+        """Record what an optimizer's step depends on.
 
         Args:
             optimizer: The optimizer.

@@ -93,7 +93,7 @@ def client_options(memory: MemoryConfig, *, drives_all: bool) -> dict[str, Any]:
 
 
 def register(options: dict[str, Any]) -> None:
-    """Let torch_xla's client be the plugin's.
+    """Register the plugin's client with torch_xla.
 
     Raises:
         ConfigError: There is no plugin that fits.

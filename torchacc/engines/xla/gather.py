@@ -168,7 +168,7 @@ class UnitHooks:
         return [(weight, full) for weight, full, before in gathered if storage_and_edits(full) != before]
 
     def unshard(self, full: list[torch.Tensor]) -> None:
-        """Let modules find unsharded weights in the place of the shards."""
+        """Register the unsharded weights on the modules."""
         self.unsharded = full
         self._as_gathered = [storage_and_edits(tensor) for tensor in full]
         for weight, tensor in zip(self.gatherer.weights, full, strict=True):
@@ -177,7 +177,7 @@ class UnitHooks:
                 _refresh_rnn(owner)
 
     def reshard(self) -> None:
-        """Let modules find the shards again."""
+        """Register the shards on the modules again."""
         self.unsharded, self._as_gathered = [], []
         for weight in self.gatherer.weights:
             for owner, name in weight.owners:
@@ -190,7 +190,7 @@ class UnitHooks:
 
 
 def _save_notes(gatherer: Gatherer, full: Sequence[torch.Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Let autograd save a note of the shard wherever it would save an unsharded weight, or a view of one."""
+    """Context manager in which autograd saves a reference to the shard in place of an unsharded weight or its view."""
     # Private to torch 2.9, the only one that torch_xla 2.9 loads with.
     from torch._C._functionalization import apply_view_meta_sequence, get_view_meta_sequence
 

@@ -89,7 +89,7 @@ class HostCollectives(Collectives):
         return shard.div_(self.num_devices)
 
     def queue_reduction(self) -> None:
-        """Let autograd reduce the gradients when the backward that runs now is done."""
+        """Queue a callback of autograd that reduces the gradients at the end of the running backward."""
         if not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)

@@ -109,7 +109,7 @@ _running: list[Recompute] = []
 
 @functools.cache
 def know_checkpoint() -> None:
-    """Let PyTorch's `checkpoint()` run on XLA devices, inside of a sharded model and outside."""
+    """Patch PyTorch's `checkpoint()` to run on XLA devices, inside of a sharded model and outside."""
     torch_patches.hold_until_exit(torch_patches.checkpoint_through(_checkpoint))
 
 
@@ -156,7 +156,7 @@ class _Call:
         patches: Callable[[], AbstractContextManager[None]],
         zero: torch.Tensor | None,
     ) -> None:
-        """Note all that the repetition needs.
+        """Record all that the repetition needs.
 
         Args:
             function: A module's forward, or another function.
@@ -263,7 +263,7 @@ class _Call:
 
     @contextmanager
     def _gathering_for_own_units(self) -> Iterator[None]:
-        """Let the units within the function gather through this object, and save nothing for backward."""
+        """Context manager in which units gather through this object, and save nothing for backward."""
         around = [unit.within for unit in self._own]
         for unit in self._own:
             unit.within = self

@@ -103,7 +103,7 @@ def is_installed() -> bool:
 
 
 def use_gpu_plugin(memory: MemoryConfig, *, drives_all: bool) -> None:
-    """Let the runtime find NVIDIA GPUs, where those are its devices. Called before it is asked for any device.
+    """Make NVIDIA GPUs known to the runtime, where those are its devices. Called before it is asked for any device.
 
     Args:
         memory: What the config says of a device's memory.
@@ -236,7 +236,7 @@ def _explained() -> Iterator[None]:
 
 
 def _connect(job: Job) -> None:
-    """Let PJRT connect the devices of all processes, as torch_xla does in those that it starts itself.
+    """Configure PJRT to connect the devices of all processes, as torch_xla does in those that it starts itself.
 
     Raises:
         EngineError: It does not connect those that the launcher started: each would train alone.

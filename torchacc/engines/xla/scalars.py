@@ -1,4 +1,4 @@
-"""Let the numbers of an optimizer's step be inputs of its program, whatever their values are.
+"""Make the hyperparameters of an optimizer's step inputs of its program, whatever their values are.
 
 torch_xla writes 0 and 1 into a program as constants, and makes one input of numbers that are equal. So a learning rate
 of 0, the rates of two groups that meet, or a bias correction that has grown to 1 would be another program, compiled
@@ -56,7 +56,7 @@ class UpdateNumbers:
 
     @contextmanager
     def on_device(self, update: str) -> Iterator[None]:
-        """Let functions of device tensors take their numbers from the device, in one update of the group.
+        """Context manager in which functions of device tensors take scalars from the device, for one update.
 
         Args:
             update: The name of the function that updates it.

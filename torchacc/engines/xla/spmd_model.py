@@ -102,7 +102,7 @@ class SpmdModel(XlaModel):
             yield
 
     def _make_scan(self, name: str) -> LayerScan:
-        """Let a list of layers run as a loop."""
+        """Replace a list of layers by a loop."""
         layers = self.model.get_submodule(name)
         first = dict(layers[0].named_parameters())  # type: ignore[index]
         inner = set(layers[0].modules())  # type: ignore[index]

@@ -41,7 +41,7 @@ def check(config: Config, mesh: Mesh, model: nn.Module) -> None:
 
 
 def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
-    """Let each device compute its experts of a module, whose gathered weights stay split by experts.
+    """Replace a module's forward: each device computes its own experts, whose gathered weights stay split.
 
     Args:
         module: The module, which is changed in place.

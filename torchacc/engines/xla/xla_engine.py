@@ -262,7 +262,7 @@ class XlaModel(ShardedModel):
         self._units.append(install_unit(module, gatherer))
 
     def _install_recompute(self) -> None:
-        """Let the plan's modules be recomputed in backward, once their units are installed."""
+        """Recompute the plan's modules in backward, once their units are installed."""
         if self.plan.recomputed:
             recompute.install(self.model, self.plan.recomputed, self._recompute)
 
@@ -390,7 +390,7 @@ class XlaModel(ShardedModel):
         return self._numbers.setdefault(parameters[0], UpdateNumbers(self._to_device)).on_device(update)
 
     def on_zero_grad(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Note that the script clears its gradients."""
+        """Record that the script clears its gradients."""
         super().on_zero_grad(optimizer)
         self._freed.clear()
         if optimizer is None:

@@ -92,7 +92,7 @@ class Loop(_Theirs):  # type: ignore[misc]
         return super()._finalize_training(*args, **kwargs)
 
     def _empty_loss(self) -> None:
-        """Let the sum of losses lie as a step leaves it: otherwise the next step's program would be another one."""
+        """Lay the sum of losses out as a step leaves it: otherwise the next step's program would be another one."""
         self._tr_loss.data = self._engine.to_device(torch.zeros(()))
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:

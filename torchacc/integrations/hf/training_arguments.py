@@ -73,7 +73,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let rank 0 run a block before the others do. Collective: every process.
+        """Context manager that rank 0 runs before the others do. Collective: every process.
 
         Args:
             local: Whether it is the first process of each machine.
@@ -114,7 +114,7 @@ def adopt(args: Any, config: Config) -> tuple[TrainingArguments, Config]:
 
 
 def _recompute(args: TrainingArguments, config: Config) -> None:
-    """Let the engine recompute instead of the model, which knows no shards."""
+    """Set recompute in the engine's config in place of the model's, which knows no shards."""
     options = dict(args.activation_checkpointing_kwargs or {})
     options.pop("use_reentrant", None)
     every = options.pop("every_n_layers", None)
