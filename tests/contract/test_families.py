@@ -17,7 +17,7 @@ from family_table import ENGINES, table
 from split_families import PAGE
 from sweep import sweep
 
-from torchacc.engines.native.verified_plans import PROVED_PLANS, fingerprint
+from torchacc.engines.native.verified_plans import VERIFIED_PLANS, fingerprint
 from torchacc.parallel.tensor_parallel import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -85,6 +85,6 @@ def test_the_page_has_the_plans_that_are_carried_out_natively():
     if f"With transformers {transformers.__version__}: " not in page:
         pytest.skip("the page is of another version of transformers")
     refused = set(re.findall(r"\| `([a-z0-9_]+)` \| (?:differs|fails|refused)", page))
-    assert not refused.intersection(PROVED_PLANS)
-    assert {name: fingerprint(CONFIG_MAPPING[name]) for name in PROVED_PLANS} == PROVED_PLANS
-    assert all(f"`{name}`" in page for name in (*PROVED_PLANS, *FAMILIES))
+    assert not refused.intersection(VERIFIED_PLANS)
+    assert {name: fingerprint(CONFIG_MAPPING[name]) for name in VERIFIED_PLANS} == VERIFIED_PLANS
+    assert all(f"`{name}`" in page for name in (*VERIFIED_PLANS, *FAMILIES))

@@ -21,7 +21,7 @@ from torch import nn
 from typing_extensions import Self
 
 from torchacc.checkpoint.call_checks import path_first
-from torchacc.checkpoint.late_evaluation import LateEvaluation
+from torchacc.checkpoint.evaluation_after_save import EvaluationAfterSave
 from torchacc.checkpoint.loader import load, verify
 from torchacc.checkpoint.own_format.locks import FolderLock
 from torchacc.checkpoint.own_format.manifest import MANIFEST, read_manifest
@@ -125,7 +125,7 @@ class CheckpointManager:
         self.keep = keep
         self.async_save = async_save
         self._contents = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-        self._late_evaluation = LateEvaluation(loader)
+        self._late_evaluation = EvaluationAfterSave(loader)
         self._tokenizer = tokenizer
         self._group = sharded_model(model).engine.group
         self._is_rank0 = self._group.job.rank == 0

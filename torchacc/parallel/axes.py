@@ -58,12 +58,12 @@ def axis_with(*roles: Role) -> str:
     return name
 
 
-def named(entry: AxisNames) -> tuple[str, ...]:
+def axes_in(entry: AxisNames) -> tuple[str, ...]:
     """Return the axes in one entry of a spec."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def joined(names: Iterable[str]) -> AxisNames:
+def entry_of(names: Iterable[str]) -> AxisNames:
     """Return the entry of a spec for these axes."""
     found = tuple(names)
     return found if len(found) > 1 else found[0] if found else None
@@ -72,10 +72,10 @@ def joined(names: Iterable[str]) -> AxisNames:
 def dim_over(spec: ParameterSpec, role: Role) -> int | None:
     """Return the first dimension that a spec splits over an axis with this role; None where there is none."""
     names = set(axes_with(role))
-    return next((dim for dim, entry in enumerate(spec) if names.intersection(named(entry))), None)
+    return next((dim for dim, entry in enumerate(spec) if names.intersection(axes_in(entry))), None)
 
 
-def restricted(spec: ParameterSpec, *roles: Role) -> ParameterSpec:
+def restricted_to(spec: ParameterSpec, *roles: Role) -> ParameterSpec:
     """Return what a spec says of the axes that have any of these roles."""
     names = axes_with(*roles)
-    return tuple(joined(name for name in named(entry) if name in names) for entry in spec)
+    return tuple(entry_of(name for name in axes_in(entry) if name in names) for entry in spec)

@@ -12,7 +12,7 @@ from math import prod
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import ParameterSpec, Role, axis_with, joined
+from torchacc.parallel.axes import ParameterSpec, Role, axis_with, entry_of
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import chunk
 
@@ -102,7 +102,7 @@ def spread_spec(shape: Sequence[int], mesh: Mesh) -> ParameterSpec:
     held = mesh.axes(*EXPERT_SHARDING_ROLES)
     every = (*held, *(axis for axis in mesh.axes(Role.SHARD) if axis not in held))
     divides = shape[0] % prod(map(mesh.axis_size, every)) == 0
-    return (joined(every if divides else held), *[None] * (len(shape) - 1))
+    return (entry_of(every if divides else held), *[None] * (len(shape) - 1))
 
 
 def count_experts(module: nn.Module) -> int | None:

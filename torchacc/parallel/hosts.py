@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from torchacc.parallel.axes import ParameterSpec, named
+from torchacc.parallel.axes import ParameterSpec, axes_in
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import LocalShard, TensorSlice, partitioned_shape
 
@@ -24,7 +24,7 @@ _Holders = Mapping[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class HeldTiles(LocalShard):
+class LocalTiles(LocalShard):
     """What a process holds of one tensor that is cut into tiles: those of its devices, in the full tensor's order."""
 
     runs: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
@@ -51,13 +51,13 @@ class Hosts:
     """The processes of a job, each of which drives some of the mesh's devices."""
 
     mesh: Mesh
-    drivers: tuple[int, ...]
+    process_of_device: tuple[int, ...]
     """The rank of the process that drives each device, by its number on the mesh."""
     _holders: dict[ParameterSpec, _Holders] = field(default_factory=dict, compare=False)
 
     def data_parallel_ranks(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel devices, by index, that a process feeds, in ascending order."""
-        driven = (device for device, driver in enumerate(self.drivers) if driver == rank)
+        driven = (device for device, driver in enumerate(self.process_of_device) if driver == rank)
         return tuple(sorted({self.mesh.data_parallel_rank(device) for device in driven}))
 
     def whole_rows(self, own: torch.Tensor, rank: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Hosts:
             full[shard * each : (shard + 1) * each] = rows
         return full
 
-    def held(self, name: str, shape: tuple[int, ...], spec: ParameterSpec, rank: int) -> HeldTiles:
+    def held(self, name: str, shape: tuple[int, ...], spec: ParameterSpec, rank: int) -> LocalTiles:
         """Return what a process holds of a parameter.
 
         Args:
@@ -92,14 +92,14 @@ class Hosts:
                 boxes.setdefault(ranks, []).append(box)
         runs = [(start, stop, ranks) for ranks, own in boxes.items() for start, stop in element_runs(shape, own)]
         most = max(Counter(each for ranks in holders.values() for each in ranks).values())
-        return HeldTiles(name, ((name, shape),), prod(tile_shape) * most, rank, runs=tuple(sorted(runs)))
+        return LocalTiles(name, ((name, shape),), prod(tile_shape) * most, rank, runs=tuple(sorted(runs)))
 
     def _holders_of(self, spec: ParameterSpec) -> _Holders:
         """Return the processes that hold each tile of a tensor, by the tile's place along each dimension."""
         if spec not in self._holders:
             found: dict[tuple[int, ...], set[int]] = {}
-            for device, rank in enumerate(self.drivers):
-                tile = tuple(self.mesh.index_along(device, named(entry)) for entry in spec)
+            for device, rank in enumerate(self.process_of_device):
+                tile = tuple(self.mesh.index_along(device, axes_in(entry)) for entry in spec)
                 found.setdefault(tile, set()).add(rank)
             self._holders[spec] = {tile: tuple(sorted(ranks)) for tile, ranks in found.items()}
         return self._holders[spec]

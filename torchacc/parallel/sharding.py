@@ -22,7 +22,7 @@ from math import prod
 
 import torch
 
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined, named
+from torchacc.parallel.axes import ParameterSpec, Role, axes_in, dim_over, entry_of
 from torchacc.parallel.mesh import Mesh
 
 TORCH_XLA_MULTIPLE = 128
@@ -288,20 +288,23 @@ def partition_spec(shape: Sequence[int], mesh: Mesh, planned: ParameterSpec = ()
             dimension that is left and divides.
     """
     spec = [
-        joined(axis for axis in named(entry) if mesh.axis_size(axis) > 1) for entry in planned or (None,) * len(shape)
+        entry_of(axis for axis in axes_in(entry) if mesh.axis_size(axis) > 1)
+        for entry in planned or (None,) * len(shape)
     ]
-    used = {axis for entry in spec for axis in named(entry)}
+    used = {axis for entry in spec for axis in axes_in(entry)}
     left = [axis for axis in mesh.axes(Role.SHARD) if mesh.axis_size(axis) > 1 and axis not in used]
     taken = frozenset(dim for dim, entry in enumerate(spec) if entry is not None)
     dim = DivisibleDimLayout(tuple(shape), prod(mesh.axis_size(axis) for axis in left), taken).dim
     if dim is not None:
-        spec[dim] = joined(left)
+        spec[dim] = entry_of(left)
     return tuple(spec)
 
 
 def partitioned_shape(shape: Sequence[int], mesh: Mesh, spec: ParameterSpec) -> tuple[int, ...]:
     """Return the shape of what each device holds of a parameter that is split by a spec."""
-    return tuple(n // prod(mesh.axis_size(axis) for axis in named(entry)) for n, entry in zip(shape, spec, strict=True))
+    return tuple(
+        n // prod(mesh.axis_size(axis) for axis in axes_in(entry)) for n, entry in zip(shape, spec, strict=True)
+    )
 
 
 def flat_slices(

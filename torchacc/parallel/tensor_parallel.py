@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import ParameterSpec, Role, axis_with, named
+from torchacc.parallel.axes import ParameterSpec, Role, axes_in, axis_with
 from torchacc.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class TensorParallelPlan:
         lines = [f"  layers split over tp {self.size} by the plan of {self.declared_by}{activations}"]
         lines += _listed(
             {
-                name: f"({', '.join(' '.join(named(entry)) or '-' for entry in spec)})"
+                name: f"({', '.join(' '.join(axes_in(entry)) or '-' for entry in spec)})"
                 for name, spec in self.specs.items()
             }
         )
@@ -317,7 +317,7 @@ def _checked_spec(pattern: str, spec: ParameterSpec, name: str, shape: tuple[int
             r"where it is not split, and let the pattern tell weights from biases, such as '\.weight$'"
         )
     for entry, length in zip(spec, shape, strict=True):
-        for axis in (axis for axis in named(entry) if length % mesh.axis_size(axis)):
+        for axis in (axis for axis in axes_in(entry) if length % mesh.axis_size(axis)):
             raise ConfigError(
                 f"{given} splits {name!r} of shape {shape}, and {length} is not a multiple of {axis}'s "
                 f"{mesh.axis_size(axis)} devices: write None there, or another size"

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tests.logged import heard
-from torchacc.checkpoint.late_evaluation import LateEvaluation
+from torchacc.checkpoint.evaluation_after_save import EvaluationAfterSave
 from torchacc.data import AsyncLoader
 
 WARNING = "an evaluation follows the save of step 2, and draws a random number"
@@ -14,7 +14,7 @@ WARNING = "an evaluation follows the save of step 2, and draws a random number"
 def run(order, prefetch):
     """Train three epochs of two steps; return what was logged."""
     training, evaluation = (AsyncLoader([1, 2], prefetch=prefetch) for _ in range(2))
-    late, step = LateEvaluation(training), 0
+    late, step = EvaluationAfterSave(training), 0
 
     def save_if_due():
         late.on_step(step)
@@ -45,7 +45,7 @@ def test_other_loops_are_not(order, prefetch):
 
 def test_the_last_evaluation_is_not():
     training, evaluation = AsyncLoader([1, 2]), AsyncLoader([1])
-    late = LateEvaluation(training)
+    late = EvaluationAfterSave(training)
     with heard(logging.WARNING) as warned:
         for step, _ in enumerate(training, start=1):
             late.on_step(step)

@@ -12,7 +12,7 @@ from torchacc.config.option_types import Axis
 from torchacc.config.sections import DistConfig
 from torchacc.memory_plan.step import study
 from torchacc.parallel import axes
-from torchacc.parallel.axes import AXES, Role, axes_with, axis_with, dim_over, restricted
+from torchacc.parallel.axes import AXES, Role, axes_with, axis_with, dim_over, restricted_to
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout, local_shard, partition_spec, partitioned_shape
 
@@ -39,10 +39,10 @@ def test_a_spec_is_asked_by_role():
         None,
     ]
     assert dim_over((), Role.TENSOR) is None
-    assert restricted(spec, Role.TENSOR) == (None, "tp", None)
-    assert restricted(spec, Role.SHARD) == (None, None, "fsdp")
-    assert restricted(spec, Role.SHARD, Role.TENSOR) == (None, "tp", "fsdp")
-    assert restricted(spec, Role.BATCH) == spec[:1] + (None,) + spec[2:]
+    assert restricted_to(spec, Role.TENSOR) == (None, "tp", None)
+    assert restricted_to(spec, Role.SHARD) == (None, None, "fsdp")
+    assert restricted_to(spec, Role.SHARD, Role.TENSOR) == (None, "tp", "fsdp")
+    assert restricted_to(spec, Role.BATCH) == spec[:1] + (None,) + spec[2:]
 
 
 @pytest.fixture

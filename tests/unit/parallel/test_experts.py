@@ -4,7 +4,7 @@ from torch import nn
 
 from torchacc.config import Config
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import Role, restricted
+from torchacc.parallel.axes import Role, restricted_to
 from torchacc.parallel.experts import EXPERT_SHARDING_ROLES, Experts, select_experts, spread_spec
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import make_plan
@@ -97,7 +97,7 @@ def test_in_one_program_devices_share_what_they_compute_by_experts_where_there_a
     shape, on = (num_experts, 6, 4), mesh(**sizes)
     spec = partition_spec(shape, on, spread_spec(shape, on))
     assert partitioned_shape(shape, on, spec) == at_rest
-    assert partitioned_shape(shape, on, restricted(spec, *EXPERT_SHARDING_ROLES)) == computed
+    assert partitioned_shape(shape, on, restricted_to(spec, *EXPERT_SHARDING_ROLES)) == computed
 
 
 def test_a_model_without_experts_is_refused_where_they_are_asked_for():

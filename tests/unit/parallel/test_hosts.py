@@ -36,12 +36,12 @@ every_layout = pytest.mark.parametrize(
 
 @every_layout
 def test_each_row_is_fed_by_the_hosts_of_its_devices(hosts):
-    for rank in set(hosts.drivers):
-        own = {hosts.mesh.data_parallel_rank(device) for device in range(8) if hosts.drivers[device] == rank}
+    for rank in set(hosts.process_of_device):
+        own = {hosts.mesh.data_parallel_rank(device) for device in range(8) if hosts.process_of_device[device] == rank}
         assert hosts.data_parallel_ranks(rank) == tuple(sorted(own))
     batch = torch.arange(float(6 * hosts.mesh.data_parallel_size)).view(-1, 3)
     rows = batch.split(2)
-    for rank in set(hosts.drivers):
+    for rank in set(hosts.process_of_device):
         whole = hosts.whole_rows(torch.cat([rows[shard] for shard in hosts.data_parallel_ranks(rank)]), rank)
         assert whole.shape == batch.shape
         for shard in hosts.data_parallel_ranks(rank):
@@ -68,9 +68,9 @@ def test_a_host_holds_what_its_devices_hold_and_each_element_is_written_once(hos
         planned = ()
     spec = partition_spec(shape, hosts.mesh, planned)
     written = Counter()
-    for rank in sorted(set(hosts.drivers)):
+    for rank in sorted(set(hosts.process_of_device)):
         shard = hosts.held("weight", shape, spec, rank)
-        devices = [device for device in range(8) if hosts.drivers[device] == rank]
+        devices = [device for device in range(8) if hosts.process_of_device[device] == rank]
         expected = set().union(*(indices_of(hosts.mesh, device, shape, spec) for device in devices))
         elements = [at for part in shard.slices for at in range(part.start, part.stop)]
         assert elements == sorted(expected)

@@ -4,9 +4,9 @@ import re
 
 from torch import nn
 
-from torchacc.engines.native.verified_plans import PROVED_PLANS, fingerprint
+from torchacc.engines.native.verified_plans import VERIFIED_PLANS, fingerprint
 from torchacc.errors import ConfigError
-from torchacc.parallel.axes import Role, restricted
+from torchacc.parallel.axes import Role, restricted_to
 from torchacc.parallel.plan import ShardingPlan
 from torchacc.parallel.tensor_parallel import (
     BASE_LAYER,
@@ -93,13 +93,13 @@ def _check_family(model: nn.Module, tp: TensorParallelPlan, instead: str) -> Non
         _check_own_plan(model, tp, instead)
         return
     given = f"config.dist.tp.size = {tp.size} by the plan that {tp.declared_by} declares"
-    if tp.declared_by not in PROVED_PLANS:
+    if tp.declared_by not in VERIFIED_PLANS:
         raise ConfigError(
             f"{given}: the native engine splits families for which it was shown that a process computes right with its "
-            f"part of the heads, {', '.join(sorted({*FAMILIES, *PROVED_PLANS}))}. Write a plan of your own into "
+            f"part of the heads, {', '.join(sorted({*FAMILIES, *VERIFIED_PLANS}))}. Write a plan of your own into "
             f"config.dist.tp.plan, which is right for every model and sends more, or {instead}"
         )
-    if PROVED_PLANS[tp.declared_by] != fingerprint(find_config(model)):
+    if VERIFIED_PLANS[tp.declared_by] != fingerprint(find_config(model)):
         raise ConfigError(
             f"{given}: it is another one in this version of transformers than that which was shown to compute right. "
             f"Write a plan of your own into config.dist.tp.plan, or {instead}"
@@ -134,7 +134,7 @@ def _check_own_plan(model: nn.Module, tp: TensorParallelPlan, instead: str) -> N
             f"which may be the output of a split layer: write inplace=False, or {instead}"
         )
     for name, spec in tp.specs.items():
-        if spec != restricted(spec, Role.TENSOR):
+        if spec != restricted_to(spec, Role.TENSOR):
             raise ConfigError(
                 f"config.dist.tp.plan gives {list(spec)} for {name!r}: natively each device's part is sharded over "
                 f"fsdp by its rows. Write None there, or {instead}"

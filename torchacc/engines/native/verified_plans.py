@@ -4,7 +4,7 @@ import json
 import zlib
 from typing import Any
 
-PROVED_PLANS: dict[str, str] = {
+VERIFIED_PLANS: dict[str, str] = {
     "afmoe": "2f09f7db",
     "arcee": "65682b8a",
     "aria_text": "2007fcb0",

@@ -7,7 +7,7 @@ import torch
 
 from torchacc.engines.xla.gather import Gatherer, Weight, lost_edit
 from torchacc.engines.xla.partition import Spec
-from torchacc.parallel.axes import ParameterSpec, Role, restricted
+from torchacc.parallel.axes import ParameterSpec, Role, restricted_to
 
 Annotate = Callable[[torch.Tensor, Spec], None]
 """Says how a tensor of the program is split."""
@@ -57,7 +57,7 @@ class AnnotatedGatherer(Gatherer):
             # Said twice, so that the cast happens before the gather and half as much travels.
             copy = shard.to(weight.dtype)
             self.split(copy, weight)
-        self._annotate(copy, restricted(self._specs[weight.shard], *self._stay))
+        self._annotate(copy, restricted_to(self._specs[weight.shard], *self._stay))
         return copy
 
     def keep_edit(self, weight: Weight, full: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class AnnotatedGatherer(Gatherer):
         """Return the gradient of an unsharded weight as that of its shard."""
         if Role.EXPERT in self._stay:  # or XLA may send activations, and compute experts where they are at rest
             gradient = gradient.clone()
-            self._annotate(gradient, restricted(self._specs[weight.shard], *self._stay))
+            self._annotate(gradient, restricted_to(self._specs[weight.shard], *self._stay))
         gradient = gradient.clone() if gradient.dtype == dtype else gradient.to(dtype)
         self.split(gradient, weight)
         return gradient

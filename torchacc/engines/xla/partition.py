@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchacc.parallel.axes import AxisNames, named
+from torchacc.parallel.axes import AxisNames, axes_in
 
 Spec = Sequence[AxisNames]
 """For each dimension of a tensor what it is split over."""
@@ -50,7 +50,7 @@ def partition(spec: Spec, axes: Mapping[str, int], order: Sequence[int] | None =
         axes: Name and size of each mesh axis, the slowest first.
         order: XLA's number of the device at each place on the mesh, row-major; None for 0, 1, 2 …
     """
-    by_dim = [named(entry) for entry in spec]
+    by_dim = [axes_in(entry) for entry in spec]
     used = [name for names in by_dim for name in names]
     unused = [name for name in axes if name not in used]
     tiles = [prod(axes[name] for name in names) for names in by_dim]

@@ -16,12 +16,12 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.local_pieces import joined_pieces
 from torchacc.errors import DataError
-from torchacc.parallel.hosts import Box, HeldTiles, Hosts, element_runs
+from torchacc.parallel.hosts import Box, Hosts, LocalTiles, element_runs
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import LocalShard
 
 
-class HostShare:
+class HostShards:
     """This process's share of the devices' tensors."""
 
     def __init__(self, group: ProcessGroup, mesh: Mesh, order: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class HostShare:
             full[part.start : part.stop] = local[part.offset : part.offset + part.numel]
         return full
 
-    def joined(self, shard: HeldTiles, of_all: torch.Tensor, spec: Any) -> torch.Tensor:
+    def joined(self, shard: LocalTiles, of_all: torch.Tensor, spec: Any) -> torch.Tensor:
         """Return all elements of a parameter, flat, from what every process holds, each padded to the most."""
         [(name, shape)] = shard.members
         full = of_all.new_empty(prod(shape))

@@ -17,7 +17,7 @@ from torchacc.engines.attention_kernels import IN_BLOCKS
 from torchacc.engines.patches import model_patches
 from torchacc.engines.xla import hardware, runtime, spread_experts
 from torchacc.engines.xla.partition import Partition, Spec, partition
-from torchacc.engines.xla.several_hosts import HostShare
+from torchacc.engines.xla.several_hosts import HostShards
 from torchacc.engines.xla.shard_map import shard_map
 from torchacc.engines.xla.spmd_model import SpmdModel
 from torchacc.engines.xla.tpu import PLATFORM
@@ -25,7 +25,7 @@ from torchacc.engines.xla.xla_engine import XlaEngine
 from torchacc.env import Job
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import Role, joined, named
+from torchacc.parallel.axes import Role, axes_in, entry_of
 from torchacc.parallel.device_order import order_devices
 from torchacc.parallel.plan import ShardingPlan
 
@@ -119,9 +119,9 @@ class SpmdEngine(XlaEngine):
             num_processes=self.job.num_processes,
         )
         if self.job.launched:
-            self._share = HostShare(self.group, self.mesh, self.device_order)
+            self._share = HostShards(self.group, self.mesh, self.device_order)
 
-    _share: HostShare | None = None
+    _share: HostShards | None = None
     """This process's share of the devices' tensors, where there are several processes."""
 
     @property
@@ -210,7 +210,7 @@ class SpmdEngine(XlaEngine):
         if tensor.shape[1] % size:
             _warn_of_length(tensor.shape[1], size)
             return spec
-        return (spec[0], joined(axes), *spec[2:])
+        return (spec[0], entry_of(axes), *spec[2:])
 
     def transfer(self, tensors: Sequence[torch.Tensor], specs: Sequence[Spec | None]) -> list[torch.Tensor]:
         """Move tensors to the devices in one transfer, each split as its spec says; None is a copy on each device."""
@@ -246,8 +246,11 @@ class SpmdEngine(XlaEngine):
             return function(*tensors)
         heads, samples = self.mesh.axes(Role.TENSOR), self.mesh.data_axes
         fits = all(tensor.shape[1] % self.mesh.size(Role.TENSOR) == 0 for tensor in tensors)
-        axes = (joined(samples) if self.batch_spec(tensors[0]) else None, joined(heads) if heads and fits else None)
-        parts = [prod(self.mesh.axis_size(axis) for axis in named(entry)) for entry in axes]
+        axes = (
+            entry_of(samples) if self.batch_spec(tensors[0]) else None,
+            entry_of(heads) if heads and fits else None,
+        )
+        parts = [prod(self.mesh.axis_size(axis) for axis in axes_in(entry)) for entry in axes]
         sharding = lambda num_dims: self._op_sharding((*axes, *[None] * (num_dims - 2)))  # noqa: E731
         return shard_map(function, tensors, parts, sharding)
 

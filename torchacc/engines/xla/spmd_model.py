@@ -22,9 +22,9 @@ from torchacc.engines.xla.split_tokens import TokensStaySplit
 from torchacc.engines.xla.xla_engine import XlaModel
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
-from torchacc.parallel.axes import ParameterSpec, Role, dim_over, joined
+from torchacc.parallel.axes import ParameterSpec, Role, dim_over, entry_of
 from torchacc.parallel.experts import EXPERT_SHARDING_ROLES, spread_spec
-from torchacc.parallel.hosts import HeldTiles
+from torchacc.parallel.hosts import LocalTiles
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
 from torchacc.parallel.sharding import LocalShard, ShardCoordinates, partition_spec, partitioned_shape, unsharded
 
@@ -156,7 +156,7 @@ class SpmdModel(XlaModel):
         if spec is None or tensor.shape[1] % mesh.size(Role.TENSOR) or tensor.shape[2] % mesh.size(Role.SEQUENCE):
             return tensor
         placed = tensor.clone()
-        engine.annotate(placed, (spec[0], joined(heads), joined(tokens) if are_split else None, None))
+        engine.annotate(placed, (spec[0], entry_of(heads), entry_of(tokens) if are_split else None, None))
         return placed
 
     def _constrain_embeddings(self) -> None:
@@ -213,7 +213,7 @@ class SpmdModel(XlaModel):
 
     def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
         """Return for each slice which copy of it this process holds, and how many there are."""
-        return local_shard.replicas if isinstance(local_shard, HeldTiles) else super().replicas_of(local_shard)
+        return local_shard.replicas if isinstance(local_shard, LocalTiles) else super().replicas_of(local_shard)
 
     @property
     def _shard_group(self) -> None:
@@ -222,7 +222,7 @@ class SpmdModel(XlaModel):
     def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
         """Return the full tensor from what all processes hold of it."""
         assert self.engine._share is not None
-        assert isinstance(local_shard, HeldTiles)
+        assert isinstance(local_shard, LocalTiles)
         return self.engine._share.joined(local_shard, shards, self._specs[self.model.get_parameter(local_shard.key)])
 
     def check_parameters(self) -> None:

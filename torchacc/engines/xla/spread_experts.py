@@ -19,7 +19,7 @@ from torchacc.engines.patches import dense_experts
 from torchacc.engines.patches.split_heads import in_autocast_dtype
 from torchacc.engines.xla.annotated_gather import Annotate
 from torchacc.engines.xla.partition import Spec
-from torchacc.parallel.axes import Role, joined
+from torchacc.parallel.axes import Role, entry_of
 from torchacc.parallel.experts import EXPERT_SHARDING_ROLES
 from torchacc.parallel.mesh import Mesh
 
@@ -50,7 +50,7 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
     """
     every = (*mesh.data_axes, *mesh.axes(Role.SEQUENCE))
     held = mesh.axes(*EXPERT_SHARDING_ROLES)
-    shared = joined(axis for axis in every if axis not in held)
+    shared = entry_of(axis for axis in every if axis not in held)
 
     def constrain(tensor: torch.Tensor, specs: Sequence[Spec], of_gradient: Sequence[Spec]) -> torch.Tensor:
         constrained: torch.Tensor = _Constrain.apply(tensor, annotate, specs, of_gradient)
@@ -58,8 +58,8 @@ def install(module: Any, mesh: Mesh, annotate: Annotate) -> None:
 
     def run(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         divides = len(hidden) % prod(map(mesh.axis_size, every)) == 0
-        own, gathered = ((joined(every), None), (shared, None)) if divides else ((None, None), (None, None))
-        by_expert = (gathered[0], joined(held))
+        own, gathered = ((entry_of(every), None), (shared, None)) if divides else ((None, None), (None, None))
+        by_expert = (gathered[0], entry_of(held))
         is_chosen, shares = dense_experts.shares(module.num_experts, chosen, weights)
         tokens = constrain(in_autocast_dtype(hidden)[0], [gathered], [gathered, own])
         output = dense_experts.compute_all(

@@ -12,7 +12,7 @@ from torchacc.logging import get_logger
 _log = get_logger(__name__)
 
 
-class LateEvaluation:
+class EvaluationAfterSave:
     """Warns, once, where a loop over another loader begins after a save, and training goes on."""
 
     def __init__(self, loader: Any) -> None:
