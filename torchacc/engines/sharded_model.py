@@ -161,7 +161,8 @@ class ShardedModel(ABC):
         """
         if self.coordinates.processes_per_replica == 1:
             return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
-        padded = nn.functional.pad(local, (0, local_shard.shard_numel - len(local)))
+        missing = local_shard.shard_numel - len(local)
+        padded = nn.functional.pad(local, (0, missing)) if missing else local
         found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
         return found if found is None else self._joined(local_shard, found)
 
