@@ -23,9 +23,9 @@ LAYOUTS = {
     ALONE: ["default", "grad-op"],
     FOUR: ["hybrid", "replicated", "compiled", *over_axes(4)],
     MULTIPROCESS: ["full-shard", "no-shard", "default"],
-    SPMD: ["full-shard"],
+    SPMD: ["full-shard", "tp", "sp", "ep"],
 }
-NUM_PROGRAMS = {NATIVE: 24, ALONE: 6, FOUR: 12, MULTIPROCESS: 5, SPMD: 6}
+NUM_PROGRAMS = {NATIVE: 24, ALONE: 6, FOUR: 12, MULTIPROCESS: 5, SPMD: 8}
 """So that CI runs some hundred rules, in two minutes of one core: a rule takes a few milliseconds natively, and a
 tenth of a second or two under XLA, where it may have to be compiled."""
 LENGTH = 14
