@@ -44,6 +44,7 @@ FOUND: dict[str, list[Call]] = {
 }
 FOUND_OVER_AXES: dict[str, list[Call]] = {
     "pp-zero-bubble-fsdp": [("forward", 2, 6), ("look_at_state", 0, 0), ("backward", 2, 10)],
+    "dp-pp": [("freeze", 0, 4), ("freeze", 0, 1), ("freeze", 0, 2), ("forward", 0, 0), ("train", 0, 0)],
     "pp": [("accumulate", 1, 8), ("freeze", 0, 1), ("train", 0, 0), ("look_at_gradients", 0, 0)],
 }
 """By layout."""

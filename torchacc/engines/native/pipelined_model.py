@@ -148,6 +148,15 @@ class PipelinedModel(NativeModel):
         return super()._run(functools.partial(self._run_stages, inner), args, kwargs)
 
     def _run_stages(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._is_trained() else torch.no_grad():
+            return self._run_batch(inner, *args, **kwargs)
+
+    def _is_trained(self) -> bool:
+        """Return whether a parameter of any stage is trained; without one the loss has no graph, as in one process."""
+        with torch._C.DisableTorchFunctionSubclass():  # an attribute of a distributed tensor is a call in Python
+            return any(parameter.requires_grad for parameter in self.model.parameters())
+
+    def _run_batch(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._by_name(args, kwargs)
         config = self._language_model.config
         is_tuple = given.pop("return_dict", config.return_dict) is False
