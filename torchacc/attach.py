@@ -23,14 +23,7 @@ def attach(sharded: ShardedModel) -> None:
     """Give the model its new methods, and let the optimizers of its parameters find it."""
     model = sharded.model
     vars(model)[HANDLE] = sharded
-    held = sharded.held_parameters
-
-    def check(*_: Any) -> None:
-        sharded.check_call()
-        if torch._C._current_graph_task_id() == -1:  # else the model is recomputed, and may show unsharded weights
-            held.check()
-
-    model.register_forward_pre_hook(check, prepend=True)
+    model.register_forward_pre_hook(lambda *_: sharded.check_call(), prepend=True)
     model.clip_grad_norm_ = sharded.clip_grad_norm_  # type: ignore[assignment]
     for module in model.modules():
         if module._parameters or module._buffers:  # others may be shared by models, as transformers' own `gelu` is
@@ -93,9 +86,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         outside_gradients.note_step(optimizer)
     for sharded in models:
         progress.stepping()
-        compares = sharded.is_in_first_steps and sharded is models[0]
-        sharded.before_step(optimizer, makes_gradients=closure is not None)
-        if compares:
+        is_among_first = sharded.before_step(optimizer, makes_gradients=closure is not None)
+        if is_among_first and sharded is models[0]:
             outside_gradients.compare(optimizer, sharded.engine)
     if closure is None or not models:
         return None

@@ -82,7 +82,7 @@ def devices_numbered_otherwise() -> Iterator[None]:
         )
         patch.setattr(
             MultiprocessEngine,
-            "sample_gatherer",
+            "_sample_gatherer",
             property(lambda self: DeviceSampleGatherer(self.group, self.mesh, self.ordinals)),
         )
         yield

@@ -135,10 +135,10 @@ class Engine(ABC):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the samples of all data-parallel devices. Collective; see `torchacc.dist.all_gather()`."""
-        return self.sample_gatherer(tensor)
+        return self._sample_gatherer(tensor)
 
     @cached_property
-    def sample_gatherer(self) -> SampleGatherer:
+    def _sample_gatherer(self) -> SampleGatherer:
         """Gathers samples between processes. Made by a collective: every process."""
         return SampleGatherer(self.group, self.mesh)
 

@@ -65,6 +65,7 @@ class ShardedModel(ABC):
         shards = self._shard(optimizer)
         if optimizer is not None:
             remap_optimizer(optimizer, shards, lambda original, full: self._shard_state(shards[original], full))
+        self._held_parameters = HeldParameters(self.model)
 
     @abstractmethod
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
@@ -93,7 +94,8 @@ class ShardedModel(ABC):
         """Check that the model can be called here.
 
         Raises:
-            EngineError: It has no weights yet, or is called inside of a transform of torch.func.
+            EngineError: It has no weights yet, or not the parameters that were sharded, or is called inside of a
+                transform of torch.func.
         """
         self.status.check_usable()
         if torch._C._functorch.peek_interpreter_stack() is not None and not self.plan.is_replicated:
@@ -102,6 +104,8 @@ class ShardedModel(ABC):
                 "cannot follow where weights are gathered: take torch.autograd.grad(), or transform a copy of the "
                 "model that is not sharded, with torchacc.full_state_dict(model) loaded"
             )
+        if torch._C._current_graph_task_id() == -1:  # else the model is recomputed, and may show unsharded weights
+            self._held_parameters.check()
 
     def check_parameters(self) -> None:
         """Check that the model has the parameters that were sharded, before their values are handed out.
@@ -109,12 +113,7 @@ class ShardedModel(ABC):
         Raises:
             EngineError: The script has put another one in the place of one, or given it another shape.
         """
-        self.held_parameters.check()
-
-    @functools.cached_property
-    def held_parameters(self) -> HeldParameters:
-        """The parameters that the model has when this is first asked for, which is when it has been sharded."""
-        return HeldParameters(self.model)
+        self._held_parameters.check()
 
     @abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,13 +142,13 @@ class ShardedModel(ABC):
         """Which shards this process holds; all of them where one process drives all devices."""
         return ShardCoordinates()
 
-    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
+    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
+        """Return for each slice of a parameter's shard which copy of it this process holds, and how many there are."""
+        return [self._replica_of(local_shard)] * len(local_shard.slices)
+
+    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return which copy of a parameter's shard this process holds, and how many there are."""
         return self.coordinates.replica, self.coordinates.num_replicas
-
-    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
-        """Return `replica_of()` for each of the shard's slices."""
-        return [self.replica_of(local_shard)] * len(local_shard.slices)
 
     def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
@@ -311,12 +310,15 @@ class ShardedModel(ABC):
     def _drop_window(self) -> None:
         """Forget the unreduced gradients of an accumulation window that was not completed."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> bool:
         """Make an optimizer of this model ready for its next step.
 
         Args:
             optimizer: The optimizer.
             makes_gradients: Whether the step calls a closure, which computes the gradients.
+
+        Returns:
+            Whether this is one of the first steps, before which what the processes train with is compared.
 
         Raises:
             EngineError: The gradients are those of an accumulation window that was not completed, or the weights or the
@@ -325,17 +327,14 @@ class ShardedModel(ABC):
         self.status.check_usable()
         self.status.check_optimizer(optimizer)
         self.status.check_window("optimizer.step()")
+        is_among_first = self._first_steps is not None
         if self._first_steps is not None and self._first_steps.compare():
             self._first_steps = None
         if optimizer not in self._prepared:
             self._before_first_step(optimizer)
             self._watch_zero_grad(optimizer)
             self._prepared.add(optimizer)
-
-    @property
-    def is_in_first_steps(self) -> bool:
-        """Whether what the processes train with is compared before the next step."""
-        return self._first_steps is not None
+        return is_among_first
 
     def with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure of an optimizer's step with the loss of all devices, where it computes one device's."""

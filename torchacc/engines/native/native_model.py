@@ -282,13 +282,14 @@ class NativeModel(ShardedModel):
         """Refuse what an optimizer cannot do with shards, and say what it does slowly."""
         optimizer_checks.check(self, optimizer)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> bool:
         """Make an optimizer of this model ready for its next step."""
         if self._steps is not None:
             self._steps.on_step(optimizer, has_closure=makes_gradients)
         self._fuse_if_compiled(optimizer)  # each time, as groups are added
-        super().before_step(optimizer, makes_gradients=makes_gradients)
+        is_among_first = super().before_step(optimizer, makes_gradients=makes_gradients)
         script_reads.begin()
+        return is_among_first
 
     def _fuse_if_compiled(self, optimizer: torch.optim.Optimizer) -> None:
         """Switch a compiled model's optimizer to one kernel for all parameters of a group."""
@@ -335,7 +336,7 @@ class NativeModel(ShardedModel):
         is_contiguous = self.plan.tensor_parallel.size == 1
         return ShardCoordinates(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
 
-    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
+    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard."""
         return _place_among(self.engine.mesh, self.engine.job.rank, *sharding.replicated_over(local_shard))
 

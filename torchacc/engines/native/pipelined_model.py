@@ -440,9 +440,9 @@ class PipelinedModel(NativeModel):
     def _names_of(self) -> dict[str, tuple[str, ...]]:
         return {planned.name: planned.names for planned in self.plan.parameters}
 
-    def replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
+    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
         """Return this process's place among those with the same shard, which of a tied parameter are in two stages."""
-        index, count = super().replica_of(local_shard)
+        index, count = super()._replica_of(local_shard)
         places = self.plan.pipeline.places_of(self._names_of[local_shard.names[0]])
         own = places.index(self.link.place) if self.link.place in places else 0
         return index * len(places) + own, count * len(places)

@@ -112,7 +112,7 @@ class MultiprocessEngine(XlaEngine):
         return self.group.all_gather_objects(runtime.ordinal())
 
     @cached_property
-    def sample_gatherer(self) -> SampleGatherer:
+    def _sample_gatherer(self) -> SampleGatherer:
         """The collectives of rows between processes. Made by a collective: every process."""
         if runtime.runs_on_cpu():
             return XlaSampleGatherer(self.group, self.mesh, self._run_recorded)

@@ -349,14 +349,14 @@ class XlaModel(ShardedModel):
             return in_blocks
         return splash_attention.replace(original, in_blocks, self.engine.by_heads)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, makes_gradients: bool = False) -> bool:
         """Make an optimizer of this model ready for its next step, or for the step that this one inherits."""
         if is_of_torchao(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} of torchao is not available under XLA: torchao compiles its step for "
                 "PyTorch's own devices. Use config.backend = 'native', or an optimizer of torch.optim"
             )
-        super().before_step(optimizer, makes_gradients=makes_gradients)
+        is_among_first = super().before_step(optimizer, makes_gradients=makes_gradients)
         if leave_out_fused(optimizer):  # asked each time, as a checkpoint may be loaded between two steps
             _log.info("fused=True has no effect under XLA, which fuses the step of %s itself", type(optimizer).__name__)
         if optimizer not in self._open_steps and not makes_gradients:
@@ -367,6 +367,7 @@ class XlaModel(ShardedModel):
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)
+        return is_among_first
 
     def _place_state(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """Return a flat host tensor of the shape that a parameter has here, so that it lies like the parameter."""
