@@ -19,7 +19,8 @@ from torchacc.errors import ConfigError
 from torchacc.layouts import DeviceSpeeds, PlannedLayout, Search, find_device, search
 from torchacc.layouts.search import grouped
 from torchacc.memory_plan import PLANNED_BACKENDS
-from torchacc.parallel.axes import Role, axes_with, axis_with
+from torchacc.parallel.axes import AXES, Role, axes_with, axis_with
+from torchacc.train.config import StageFSDPConfig
 
 _NOT_BESIDE = ("batch", "strategy", "gc", "platform", "html", "compile_for", *_plan_input.SPLITS)
 """Options that a layout has, or that are of other engines."""
@@ -113,7 +114,11 @@ def _as_lines(
             others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
             lines.append(f"  {labels[0]}{others}: {reason}")
     if found.fitting:
-        lines += ["", "config of the first:", "", _yaml(found.fitting[0], base)]
+        first = found.fitting[0]
+        if args.config is None:
+            lines += ["", "config of the first:", "", _yaml(first, base)]
+        else:
+            lines += ["", f"the first, in the stage's sections of {args.config}:", "", _stage_yaml(first, base)]
     return lines
 
 
@@ -147,6 +152,21 @@ def _seconds(value: float) -> str:
 def _yaml(found: PlannedLayout, base: Config) -> str:
     lines = [f"# samples in each batch of the loader: {found.candidate.rows}"]
     return "\n".join([*lines, yaml.safe_dump(found.candidate.options(base), sort_keys=False).rstrip()])
+
+
+def _stage_yaml(found: PlannedLayout, base: Config) -> str:
+    """Return the sections of a training file's stage that say a layout: what it has beside stays as it is."""
+    options = found.candidate.options(base)
+    dist = {axis: section for axis, section in options.get("dist", {}).items() if axis in AXES}
+    dist.get(axis_with(Role.BATCH, Role.SHARD), {}).pop("sharding_strategy", None)
+    distributed, _, fsdp = StageFSDPConfig.path.partition(".")
+    sections = {
+        "training": {"batch_size": found.candidate.rows},
+        distributed: {"engine": options["backend"], fsdp: {"sharding_strategy": found.candidate.strategy}},
+        "torchacc": {"dist": dist, "memory": {"gc": found.candidate.recompute}},
+    }
+    lines = [f"# with num_nodes x devices = {prod(found.candidate.sizes.values())}"]
+    return "\n".join([*lines, yaml.safe_dump(sections, sort_keys=False).rstrip()])
 
 
 def _as_dict(

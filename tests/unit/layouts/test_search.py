@@ -4,16 +4,20 @@ import json
 
 import pytest
 import torch
+import yaml
 
+from torchacc.cli import _search_layouts
 from torchacc.cli.main import main
 from torchacc.config import Config, resolve
 from torchacc.engines.native.native_engine import check_axes
 from torchacc.env import Job
 from torchacc.errors import ConfigError
-from torchacc.layouts import find_device
+from torchacc.layouts import PlannedLayout, find_device
 from torchacc.layouts.search import Candidate, grouped
 from torchacc.parallel.axes import AXES
 from torchacc.parallel.mesh import from_config
+from torchacc.train.config import DistributedConfig
+from torchacc.train.device_layout import make_layout
 
 pytest.importorskip("transformers.models.llama.modeling_llama")
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -104,6 +108,32 @@ def test_the_config_in_the_text_is_one(run, tmp_path):
     path = tmp_path / "layout.yaml"
     path.write_text(text.partition("config of the first:")[2])
     assert Config.from_yaml(path).backend == "native"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [
+        ({"fsdp": 4}, "SHARD_GRAD_OP"),
+        ({"dp": 4}, "NO_SHARD"),
+        ({"dp": 2, "fsdp": 2}, "HYBRID_SHARD"),
+        ({"fsdp": 2, "tp": 2}, "FULL_SHARD"),
+        ({"pp": 2, "fsdp": 2}, "FULL_SHARD"),
+        ({"sp": 2, "dp": 2}, "FULL_SHARD"),
+    ],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_sections_of_a_training_file_are_the_layout(sizes, strategy, recompute):
+    candidate = Candidate(dict.fromkeys(AXES, 1) | sizes, strategy, recompute, 2, 2)
+    text = _search_layouts._stage_yaml(PlannedLayout(candidate, None, None), Config())
+    sections = yaml.safe_load(text)
+    distributed = DistributedConfig(**sections["distributed"], devices=4)
+    layout = make_layout(distributed, sections["torchacc"], precision=None, launched=None)
+    wanted = candidate.apply(Config())
+    assert sections["training"] == {"batch_size": 2}
+    assert dict(layout.mesh.sizes) == {axis: getattr(wanted.dist, axis).size for axis in AXES}
+    assert layout.config.dist.fsdp.sharding_strategy == strategy
+    assert layout.config.dist.pp.schedule == wanted.dist.pp.schedule
+    assert layout.config.memory.gc == recompute
 
 
 def test_where_nothing_fits_the_nearest_is_named(run):
