@@ -157,22 +157,24 @@ class Side:
     def named(self, which: int) -> list[nn.Parameter]:
         """Return a group of parameters that scripts freeze or edit."""
         model: Any = self.model
-        inner = model.model if self.axes is not None else None
-        groups = [
-            lambda: list(inner.layers[0].parameters()),
-            lambda: [inner.embed_tokens.weight],
-            lambda: [inner.norm.weight],
-            lambda: [inner.layers[1].self_attn.q_proj.weight, inner.layers[0].input_layernorm.weight],
-            lambda: list(inner.layers.parameters()),
-        ]
-        groups_of_small = [
-            lambda: list(model.layers[0].parameters()),
-            lambda: [model.embedding.weight],
-            lambda: [model.scale, model.rows],
-            lambda: [model.layers[1].product.weight, model.fixed],
-            lambda: list(model.layers.parameters()),
-        ]
-        return (groups_of_small if inner is None else groups)[which % len(groups)]()
+        if self.axes is None:
+            groups = [
+                lambda: list(model.layers[0].parameters()),
+                lambda: [model.embedding.weight],
+                lambda: [model.scale, model.rows],
+                lambda: [model.layers[1].product.weight, model.fixed],
+                lambda: list(model.layers.parameters()),
+            ]
+        else:
+            inner = model.model
+            groups = [
+                lambda: list(inner.layers[0].parameters()),
+                lambda: [inner.embed_tokens.weight],
+                lambda: [inner.norm.weight],
+                lambda: [inner.layers[1].self_attn.q_proj.weight, inner.layers[0].input_layernorm.weight],
+                lambda: list(inner.layers.parameters()),
+            ]
+        return groups[which % len(groups)]()
 
     def has_logits(self, *, beside_loss: bool) -> bool:
         """Return whether a forward gives logits, which of some layouts it does where no gradients are recorded."""

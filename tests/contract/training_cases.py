@@ -99,7 +99,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     }
     if not is_reference:
         found["description"] = asdict(torchacc.describe(model))
-        found |= check_same_call(found)
+        found |= joined(found)
     return found
 
 
@@ -294,7 +294,7 @@ def evaluated(training: Training) -> list[float]:
     return losses
 
 
-def check_same_call(found: dict[str, Any]) -> dict[str, Any]:
+def joined(found: dict[str, Any]) -> dict[str, Any]:
     """Put together what each process has seen. A loss that the script computed itself is the process's own."""
     mine = {key: found[key] for key in ("losses", "norms", "held_out_losses")}
     payloads = torchacc.dist.rendezvous("results", json.dumps(mine).encode())

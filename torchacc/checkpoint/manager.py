@@ -125,7 +125,7 @@ class CheckpointManager:
         self.keep = keep
         self.async_save = async_save
         self._contents = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-        self._late_evaluation = EvaluationAfterSave(loader)
+        self._evaluation_after_save = EvaluationAfterSave(loader)
         self._tokenizer = tokenizer
         self._group = sharded_model(model).engine.group
         self._is_rank0 = self._group.job.rank == 0
@@ -211,7 +211,7 @@ class CheckpointManager:
             CheckpointError: This or the previous checkpoint could not be written.
             SystemExit: With code 143 after a SIGTERM, once the checkpoint is complete.
         """
-        self._late_evaluation.on_step(step)
+        self._evaluation_after_save.on_step(step)
         has_failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
         is_ending, has_failed = self._agreement.hear(self._group, self._signal.came, has_failed)
         if is_ending:
@@ -303,7 +303,7 @@ class CheckpointManager:
             )
             self._restored_step = None
         self._saved_step = step
-        self._late_evaluation.on_save(step)
+        self._evaluation_after_save.on_save(step)
 
     def _log_save(self, message: str) -> None:
         """Log a save, and no more than one in a minute: a run may save after each step."""

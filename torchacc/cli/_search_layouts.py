@@ -156,16 +156,21 @@ def _yaml(found: PlannedLayout, base: Config) -> str:
 
 def _stage_yaml(found: PlannedLayout, base: Config) -> str:
     """Return the sections of a training file's stage that say a layout: what it has beside stays as it is."""
-    options = found.candidate.options(base)
+    candidate = found.candidate
+    options = candidate.options(base)
     dist = {axis: section for axis, section in options.get("dist", {}).items() if axis in AXES}
-    dist.get(axis_with(Role.BATCH, Role.SHARD), {}).pop("sharding_strategy", None)
+    for name in StageFSDPConfig.model_fields:  # which a file has in a section of its own
+        dist.get(axis_with(Role.BATCH, Role.SHARD), {}).pop(name, None)
     distributed, _, fsdp = StageFSDPConfig.path.partition(".")
     sections = {
-        "training": {"batch_size": found.candidate.rows},
-        distributed: {"engine": options["backend"], fsdp: {"sharding_strategy": found.candidate.strategy}},
-        "torchacc": {"dist": dist, "memory": {"gc": found.candidate.recompute}},
+        "training": {"batch_size": candidate.rows},
+        distributed: {
+            "engine": options["backend"],
+            fsdp: {"sharding_strategy": candidate.strategy, "activation_checkpointing": candidate.recompute},
+        },
+        "torchacc": {"dist": dist, "memory": {"gc": candidate.recompute}},
     }
-    lines = [f"# with num_nodes x devices = {prod(found.candidate.sizes.values())}"]
+    lines = [f"# with num_nodes x devices = {prod(candidate.sizes.values())}"]
     return "\n".join([*lines, yaml.safe_dump(sections, sort_keys=False).rstrip()])
 
 

@@ -220,7 +220,7 @@ def _probed(dataset: Any) -> str | None:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Context manager with the same random numbers in each process, and put the generators back."""
+    """Context manager with the same random numbers in each process, which puts the generators back."""
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     kept = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
     try:

@@ -182,13 +182,13 @@ class StageTrainer:
         num_targets = self._sharded.engine.to_device(self._mean_over_processes(window.num_targets))
         self.optimizer.zero_grad()
         losses = []
-        for index, batch in enumerate(window.batches):
-            is_last = index == len(window.batches) - 1
-            with contextlib.nullcontext() if is_last else accumulate(self.model):
-                with scaling_added_losses(self.model, 1 / len(window.batches)):
+        with scaling_added_losses(self.model, 1 / len(window.batches)):
+            for index, batch in enumerate(window.batches):
+                is_last = index == len(window.batches) - 1
+                with contextlib.nullcontext() if is_last else accumulate(self.model):
                     loss = loss_of(self.model, batch, num_targets)
-                losses.append(loss.detach())
-                self._scaler.scale(loss).backward()
+                    losses.append(loss.detach())
+                    self._scaler.scale(loss).backward()
         self._scaler.unscale_(self.optimizer)
         grad_norm = self.model.clip_grad_norm_(self.run.training.max_grad_norm or float("inf"))
         total = sum(losses[1:], losses[0])  # before the step, which ends a program under XLA

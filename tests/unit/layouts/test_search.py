@@ -18,6 +18,7 @@ from torchacc.parallel.axes import AXES
 from torchacc.parallel.mesh import from_config
 from torchacc.train.config import DistributedConfig
 from torchacc.train.device_layout import make_layout
+from torchacc.train.file import TrainFile
 
 pytest.importorskip("transformers.models.llama.modeling_llama")
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,11 +123,15 @@ def test_the_config_in_the_text_is_one(run, tmp_path):
     ],
 )
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_sections_of_a_training_file_are_the_layout(sizes, strategy, recompute):
+def test_the_sections_of_a_training_file_are_the_layout(sizes, strategy, recompute, tmp_path):
     candidate = Candidate(dict.fromkeys(AXES, 1) | sizes, strategy, recompute, 2, 2)
-    text = _search_layouts._stage_yaml(PlannedLayout(candidate, None, None), Config())
+    base = Config.from_dict({"dist": {"fsdp": {"forward_prefetch": True, "wrap_layer_cls": ["Block"]}}})
+    text = _search_layouts._stage_yaml(PlannedLayout(candidate, None, None), base)
     sections = yaml.safe_load(text)
-    distributed = DistributedConfig(**sections["distributed"], devices=4)
+    stage = {"torchacc": sections["torchacc"], "distributed": {**sections["distributed"], "devices": 4}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"training_stages": {"one": stage}}))
+    TrainFile.read(tmp_path / "run.yaml")  # takes them
+    distributed = DistributedConfig(**stage["distributed"])
     layout = make_layout(distributed, sections["torchacc"], precision=None, launched=None)
     wanted = candidate.apply(Config())
     assert sections["training"] == {"batch_size": 2}

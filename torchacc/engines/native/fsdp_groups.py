@@ -275,7 +275,7 @@ class FSDPGroups:
 
     @contextmanager
     def ending_interrupted(self) -> Iterator[None]:
-        """Context manager in which the model's forward runs, and end it where it is interrupted, as by Ctrl-C.
+        """Context manager of the model's forward, which ends it where it is interrupted, as by Ctrl-C.
 
         Of other errors PyTorch calls the hook.
         """

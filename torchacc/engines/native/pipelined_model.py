@@ -282,7 +282,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def _summing_tied(self) -> Iterator[None]:
-        """Context manager of a backward; sum its gradients of tied parameters over the stages that hold them."""
+        """Context manager of a backward, which sums gradients of tied parameters over the stages that hold them."""
         # What is frozen by now may have gradients of a window's earlier backwards.
         tied = [each for each in self._tied if each.requires_grad or self._groups.holds_gradient(each)]
         with self._setting_aside(tied) as computed:
@@ -294,7 +294,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def _setting_aside(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Context manager in which parameters have no gradients at first; collect those that they have at its end.
+        """Context manager in which parameters have no gradients at first; it collects those that they have at its end.
 
         Yields:
             What is collected; `parameter.grad` is as it was afterwards.
@@ -321,7 +321,7 @@ class PipelinedModel(NativeModel):
 
     @contextmanager
     def computing_gradients(self) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Context manager in which backward runs inside of a forward; collect what it has computed at its end.
+        """Context manager in which backward runs inside of a forward; it collects at its end what that has computed.
 
         Yields:
             What will be the gradient of each parameter of this stage; `parameter.grad` is as it was afterwards.
