@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "torchacc"
 FOLDERS = (PACKAGE, "tests", "benchmarks")
-SEAM = ("Engine", "ShardedModel")
+SEAM = ("Engine", "ShardedModel", "ModelShards")
 AXES = {"dp", "fsdp", "pp", "sp", "tp"}
 UNNAMED = {"__init__.py", "__main__.py"}
 """Files whose name says nothing."""

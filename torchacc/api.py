@@ -259,7 +259,7 @@ def describe(model: nn.Module) -> Description:
         num_devices=plan.mesh.num_devices,
         num_parameters=plan.numel,
         num_trained_parameters=plan.num_trained,
-        num_parameters_per_device=sharded.local_numel(),
+        num_parameters_per_device=sharded.shards.local_numel(),
         num_units=len(plan.units),
         compute_dtype=plan.compute_dtype,
     )

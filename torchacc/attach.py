@@ -40,7 +40,7 @@ def attach(sharded: ShardedModel) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model.save_pretrained)  # type: ignore[assignment]
     arguments.refuse_on(model, sharded.engine.device, sharded.plan.master_dtype)
-    for parameter in sharded.local_shards:
+    for parameter in sharded.shards:
         vars(parameter)[HANDLE] = sharded
     _watch_optimizers()
     safetensors_writing.install()

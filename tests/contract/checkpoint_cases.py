@@ -86,12 +86,12 @@ def what_is_fetched_changes_no_random_numbers() -> None:
     model = accelerate(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
     seed = runtime.random_seed()
     consolidated = model.state_dict()
-    sharded_model(model).fetch(list(model.parameters()))
+    sharded_model(model).shards.fetch(list(model.parameters()))
     assert runtime.random_seed() == seed
     with torchacc.accumulate(model):
         model(part(X)).sum().backward()
     seed = runtime.random_seed()
-    sharded_model(model).fetch(list(model.parameters()))
+    sharded_model(model).shards.fetch(list(model.parameters()))
     assert runtime.random_seed() == seed
     assert set(consolidated) == {"0.weight", "0.bias"}
 

@@ -286,9 +286,9 @@ def a_device_holds_and_gathers_its_experts_only() -> None:
 def at_rest_a_device_holds_what_it_would_without_spread_experts() -> None:
     spread, gathered = (accelerate(make(**FAMILIES["mixtral"]), ep=ep) for ep in (2, 1))
     found, expected = sharded_model(spread), sharded_model(gathered)
-    assert found.coordinates == expected.coordinates
+    assert found.shards.coordinates == expected.shards.coordinates
     for parameter, other in zip(spread.parameters(), gathered.parameters(), strict=True):
-        assert found.local_shards[parameter] == expected.local_shards[other]
+        assert found.shards[parameter] == expected.shards[other]
         assert parameter.placements == other.placements
         assert torch.equal(parameter.to_local(), other.to_local())
     optimizer = torch.optim.SGD(gathered.parameters(), lr=0.1)

@@ -328,11 +328,11 @@ class ShardedSide(Side):
     def _whole_gradient(self, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
         if parameter.grad is None:
             return None
-        holding = self.sharded.local_shards.get(parameter)
+        holding = self.sharded.shards.get(parameter)
         assert holding is not None, f"model.parameters() hands out another {name} than the one that is trained"
-        (local,) = self.sharded.fetch([parameter.grad])
+        (local,) = self.sharded.shards.fetch([parameter.grad])
         shape = holding.members[0][1]
-        whole = self.sharded.gather(holding, local, rank0_only=False)
+        whole = self.sharded.shards.gather(holding, local, rank0_only=False)
         return whole.view(shape)
 
     def save(self, slot: int, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:

@@ -370,7 +370,7 @@ def values_that_are_still_computed_are_waited_for():
     plain = copy.deepcopy(wide)
     model, x = accelerate(wide), torch.randn(1024, 512)
     with torch.no_grad():
-        (found,) = sharded_model(model).fetch([model(part(x)).mean()])
+        (found,) = sharded_model(model).shards.fetch([model(part(x)).mean()])
         check_equal(torch.stack(by_rank(found)).mean(), plain(x).mean(), "mean")
 
 

@@ -168,7 +168,7 @@ class _LoadPlan:
         if self.sharded.engine.job.rank == 0:
             self.folder.verify_headers()
         for planned in self.parameters:
-            self.sharded.assign(planned.parameter, planned.read(_host_memory(planned.parameter)))
+            self.sharded.shards.assign(planned.parameter, planned.read(_host_memory(planned.parameter)))
         for buffer, stored in self.buffers:
             buffer.copy_(stored.read())
         if self.parts.optimizer is not None:
@@ -183,14 +183,14 @@ class _LoadPlan:
             # No parameter has two states in memory. Should this fail, the optimizer refuses to step.
             optimizer.state.pop(parameters[own_id], None)
             parameter, values = parameters[own_id], {key: self._value(value) for key, value in entry.items()}
-            local_shard = self.sharded.local_shards[parameter]
+            local_shard = self.sharded.shards[parameter]
             states[own_id] = quantized_state.put_together(optimizer, parameter, local_shard, values)
         optimizer.load_state_dict(optimizer_state.LocalState({"state": states, "param_groups": self.groups}))
 
     def _value(self, planned: Any) -> Any:
         if isinstance(planned, _ShardRead):
             # Into new memory: an earlier state_dict() of the optimizer keeps the old one.
-            return self.sharded.place(planned.parameter, planned.read())
+            return self.sharded.shards.place(planned.parameter, planned.read())
         return planned.read() if isinstance(planned, StoredTensor) else planned
 
     def _load_run(self) -> None:
@@ -233,7 +233,7 @@ def _planned(sharded: ShardedModel, path: str | PathLike[str], parts: _Parts) ->
         stored = _find_tensors(sharded, folder)
         parameters = [
             _ShardRead(parameter, local_shard, stored, parameter.dtype)
-            for parameter, local_shard in sharded.local_shards.items()
+            for parameter, local_shard in sharded.shards.items()
         ]
         own_buffers = model_state.named_buffers(sharded.model)
         buffers = [(buffer, stored[name]) for name, buffer in own_buffers if name in stored]
@@ -336,7 +336,7 @@ def _plan_optimizer(plan: _LoadPlan, optimizer: torch.optim.Optimizer, described
         own_ids = list(itertools.islice(ids, len(group)))
         plan.groups.append({**{k: v for k, v in saved.items() if k != "parameters"}, "params": own_ids})
         for own_id, parameter in zip(own_ids, group, strict=True):
-            local_shard = plan.sharded.local_shards[parameter]
+            local_shard = plan.sharded.shards[parameter]
             members = {name: stored.get(name, {}) | described["values"].get(name, {}) for name in local_shard.names}
             entries = optimizer_state.by_state(local_shard, members)
             _check_quantized(plan, optimizer, parameter, entries)
@@ -363,7 +363,7 @@ def _say_what_counts(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 def _check_quantized(
     plan: _LoadPlan, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, entries: Mapping[str, Any]
 ) -> None:
-    local_shard = plan.sharded.local_shards[parameter]
+    local_shard = plan.sharded.shards[parameter]
     stored = {key: next(iter(values.values())) for key, values in entries.items()}
     shapes = {key: tuple(one.shape) for key, one in stored.items() if isinstance(one, StoredTensor)}
     why = quantized_state.why_it_does_not_fit(optimizer, parameter, local_shard, shapes)

@@ -96,7 +96,7 @@ class StateEntry(NamedTuple):
         """Return what this process holds by the parameters' original names, what is sharded as `TensorShard`s."""
         if not self.is_sharded:
             return {name: self._copy(sharded) for name in self.local_shard.names}
-        local = sharded.fetch([self.value])[0]
+        local = sharded.shards.fetch([self.value])[0]
         held = {name: TensorSlice(name, shape, 0, 0) for name, shape in self.local_shard.members}
         held |= {part.name: part for part in self.local_shard.slices}
         return {
@@ -111,7 +111,7 @@ class StateEntry(NamedTuple):
 def parameter_entries(sharded: ShardedModel) -> Iterator[StateEntry]:
     """Yield the parameters that optimizers see."""
     sharded.check_parameters()
-    for parameter, local_shard in sharded.local_shards.items():
+    for parameter, local_shard in sharded.shards.items():
         yield StateEntry(parameter, local_shard, "", parameter, is_sharded=True)
 
 
@@ -127,7 +127,7 @@ def full_state_dict(sharded: ShardedModel, *, rank0_only: bool = False, cpu_offl
         cpu_offload: Whether the tensors are on the CPU, and not on the engine's device.
     """
     sharded.status.check_usable()
-    sharded.expect_all("torchacc.full_state_dict()")
+    sharded.shards.expect_all("torchacc.full_state_dict()")
     full: dict[str, torch.Tensor] = {}
     for entry in parameter_entries(sharded):
         full |= entry.unsharded(sharded, rank0_only=rank0_only)
@@ -165,7 +165,7 @@ def refuse_split(sharded: ShardedModel, what: str) -> None:
     Raises:
         CheckpointError: They do.
     """
-    if not sharded.coordinates.is_contiguous:
+    if not sharded.shards.coordinates.is_contiguous:
         raise CheckpointError(
             f"{what} is not available in the engine {sharded.engine.name} where config.dist.tp.size splits layers, "
             "config.dist.pp.size the list of them, or one program is for several hosts: a process holds a part of each "
@@ -195,7 +195,7 @@ def note_shards(sharded: ShardedModel, module: nn.Module, state_dict: dict[str, 
     for name, parameter in module._parameters.items():
         given = state_dict.get(prefix + name)
         # The parameter itself, as with keep_vars=True, says whose it is; noted, it would keep itself and its model.
-        if parameter in sharded.local_shards and isinstance(given, torch.Tensor) and given is not parameter:
+        if parameter in sharded.shards and isinstance(given, torch.Tensor) and given is not parameter:
             shards[given] = (sharded, parameter)
 
 
@@ -215,7 +215,7 @@ def to_host(sharded: ShardedModel, tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of what this process keeps of a tensor, in the shape that it has here."""
     if tensor.device.type == "cpu" and not hasattr(tensor, "to_local"):
         return tensor.detach().clone()
-    local = sharded.fetch([tensor])[0].clone()
+    local = sharded.shards.fetch([tensor])[0].clone()
     shape = tensor.to_local().shape if hasattr(tensor, "to_local") else tensor.shape
     return local.view(shape)
 
@@ -273,7 +273,7 @@ def _load_state_dict(
     # All has been checked: from here on the model is changed.
     with torch.no_grad():
         for parameter, shard in new:
-            sharded.assign(parameter, shard.to(parameter.dtype))
+            sharded.shards.assign(parameter, shard.to(parameter.dtype))
         for buffer, _, value in given.buffers:
             buffer.copy_(value)
     for module, state in given.extra_states:
@@ -302,7 +302,7 @@ def _sort_by_place(sharded: ShardedModel, state_dict: Mapping[str, Any]) -> _Giv
     left = dict(state_dict)
     given = _GivenState([], [], [], [], [])
     names_of = {planned.name: planned.names for planned in sharded.plan.parameters}
-    for parameter, local_shard in sharded.local_shards.items():
+    for parameter, local_shard in sharded.shards.items():
         found = _take_tensors(left, local_shard, names_of)
         missing = [] if local_shard.key in found else [name for name in local_shard.names if name not in found]
         given.missing += missing
@@ -333,7 +333,7 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
     """Return what is needed to put the rank files of a model together again: see `docs/design/checkpoints.md`."""
     shard_info: dict[str, Any] = {}
     flatten_info: dict[str, Any] = {}
-    for local_shard in sharded.local_shards.values():
+    for local_shard in sharded.shards.values():
         prefix, _, suffix = local_shard.key.rpartition(".")
         is_flat = local_shard.names != (local_shard.key,)
         size = [local_shard.numel] if is_flat else list(local_shard.members[0][1])
@@ -342,16 +342,17 @@ def shard_metadata(sharded: ShardedModel) -> dict[str, Any]:
             names = [name.removeprefix(f"{prefix}.") if prefix else name for name in local_shard.names]
             shapes = [list(shape) for _, shape in local_shard.members]
             flatten_info[local_shard.key] = [names, shapes, [prod(shape) for shape in shapes]]
+    coordinates = sharded.shards.coordinates
     return {
         "shard_info": shard_info,
         "flatten_info": flatten_info,
         "buffer_info": {},
-        "world_size": sharded.coordinates.processes_per_replica,
-        "rank": sharded.coordinates.shard_index,
-        "replica": sharded.coordinates.replica,
+        "world_size": coordinates.processes_per_replica,
+        "rank": coordinates.shard_index,
+        "replica": coordinates.replica,
         "tied": {alias: planned.name for planned in sharded.plan.parameters for alias in planned.aliases},
         "parameters": list(sharded.parameter_names),
-        **({} if sharded.coordinates.is_contiguous else {"splits_layers": True}),
+        **({} if coordinates.is_contiguous else {"splits_layers": True}),
     }
 
 
@@ -363,8 +364,8 @@ def gathered(
     Returns:
         Original name -> a host tensor of its own memory; an empty dict on processes that get none.
     """
-    local = sharded.fetch([tensor])[0]
-    flat = sharded.gather(local_shard, local, rank0_only=rank0_only)
+    local = sharded.shards.fetch([tensor])[0]
+    flat = sharded.shards.gather(local_shard, local, rank0_only=rank0_only)
     if flat is None:
         return {}
     if len(local_shard.members) == 1:
@@ -384,12 +385,12 @@ def local_shard_of(sharded: ShardedModel, parameter: nn.Parameter) -> LocalShard
     Raises:
         CheckpointError: It is not the model's.
     """
-    if parameter not in sharded.local_shards:
+    if parameter not in sharded.shards:
         raise CheckpointError(
             f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the model's: make "
             "it from the parameters of the model that accelerate() returned"
         )
-    return sharded.local_shards[parameter]
+    return sharded.shards[parameter]
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -464,7 +465,7 @@ def local_part(
         if given != shapes.get(name):
             raise CheckpointError(
                 f"{name!r} has the shape {given}, the model's is {shapes.get(name)}, of which each of "
-                f"{sharded.coordinates.processes_per_replica} processes keeps {local_shard.shard_numel} elements"
+                f"{sharded.shards.coordinates.processes_per_replica} processes keeps {local_shard.shard_numel} elements"
             )
     parts = [_elements_of(found[part.name], part) for part in local_shard.slices]
     return torch.cat(parts) if parts else torch.empty(0)
@@ -486,7 +487,7 @@ def _as_local(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> tor
     if isinstance(value, TensorShard):
         return None
     if hasattr(value, "to_local"):
-        return sharded.fetch([value])[0]
+        return sharded.shards.fetch([value])[0]
     return value.detach().cpu().reshape(-1) if tuple(value.shape) in _local_shapes(local_shard) else None
 
 

@@ -84,7 +84,7 @@ def full_optim_state_dict(
         What the same optimizer of the unsharded model gives as its `state_dict()`, with the parameters' original names
         as `param_names` in each group.
     """
-    sharded.expect_all("torchacc.optim_state_dict()")
+    sharded.shards.expect_all("torchacc.optim_state_dict()")
     return unshard_optim_state(sharded, optimizer.state_dict(), rank0_only=rank0_only, cpu_offload=cpu_offload)
 
 
@@ -92,9 +92,9 @@ def unshard_optim_state(
     sharded: ShardedModel, own: Mapping[str, Any], *, rank0_only: bool, cpu_offload: bool = True
 ) -> dict[str, Any]:
     """Return `full_optim_state_dict()` from what the optimizer's own `state_dict()` gave. Collective: every process."""
-    by_key = {local_shard.key: parameter for parameter, local_shard in sharded.local_shards.items()}
+    by_key = {local_shard.key: parameter for parameter, local_shard in sharded.shards.items()}
     held = [[by_key[key] for key in group["param_names"]] for group in own["param_groups"]]
-    names = [_in_order(sharded, [sharded.local_shards[parameter] for parameter in group]) for group in held]
+    names = [_in_order(sharded, [sharded.shards[parameter] for parameter in group]) for group in held]
     ids = {name: index for index, name in enumerate(name for group in names for name in group)}
     found: dict[int, dict[str, Any]] = {}
     for group, parameters in zip(own["param_groups"], held, strict=True):
@@ -149,10 +149,10 @@ def optim_state_dict_to_load(
     states = [_states_of(local_shard_of(sharded, parameter), by_key) for parameter in parameters]
     is_local = model_state.are_local(
         [
-            (sharded.local_shards[parameter], values)
+            (sharded.shards[parameter], values)
             for parameter, entries in zip(parameters, states, strict=True)
             for key, values in entries.items()
-            if _are_for_each_element(sharded.local_shards[parameter], key, values)
+            if _are_for_each_element(sharded.shards[parameter], key, values)
         ]
     )
     found = {
@@ -179,7 +179,7 @@ def with_metadata(
     """
     for sharded in models:
         sharded.status.check_optimizer(optimizer)
-        for parameter in sharded.local_shards:
+        for parameter in sharded.shards:
             for value in optimizer.state.get(parameter, {}).values():
                 if is_sharded_like(parameter, value):
                     model_state.shards[value] = (sharded, parameter)
@@ -197,7 +197,7 @@ def with_metadata(
 
 def holds_only(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all of an optimizer's parameters are a model's."""
-    return all(parameter in sharded.local_shards for group in optimizer.param_groups for parameter in group["params"])
+    return all(parameter in sharded.shards for group in optimizer.param_groups for parameter in group["params"])
 
 
 def match_groups(
@@ -279,7 +279,7 @@ def _saved_by_key(
 def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's full state with what this process holds of each tensor, as shards. Collective: every process."""
     group, is_rank0 = sharded.engine.group, sharded.engine.job.rank == 0
-    slices = {part.name: part for local_shard in sharded.local_shards.values() for part in local_shard.slices}
+    slices = {part.name: part for local_shard in sharded.shards.values() for part in local_shard.slices}
     described = None
     if is_rank0:
         state = map_tensors(_without_values, dict(saved["state"]))
@@ -298,7 +298,7 @@ def _from_rank0(sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: 
                 name = names.get(own, "")
                 part = slices.get(name, TensorSlice(name, tuple(value.shape), 0, 0))
                 shard = TensorShard(part, full.reshape(-1)[part.start : part.stop].clone())
-                entry[key] = shard if sharded.coordinates.is_contiguous else full
+                entry[key] = shard if sharded.shards.coordinates.is_contiguous else full
     return received
 
 
@@ -359,10 +359,10 @@ def _are_for_each_element(local_shard: LocalShard, key: str, parts: Mapping[str,
 
 def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Mapping[str, Any], is_local: bool) -> Any:
     """Return one state of a parameter, sharded as the parameter is, or an ordinary value."""
-    local_shard = sharded.local_shards[parameter]
+    local_shard = sharded.shards[parameter]
     first = next(iter(parts.values()))
     if _are_for_each_element(local_shard, key, parts) and not _is_of_another_shape(sharded, local_shard, first):
-        return sharded.place(parameter, model_state.local_part(sharded, local_shard, parts, is_local))
+        return sharded.shards.place(parameter, model_state.local_part(sharded, local_shard, parts, is_local))
     if any(differ(first, other) for other in parts.values()):
         raise CheckpointError(flattened_apart(local_shard, f"values of {key!r}"))
     return first.detach().clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first)
@@ -370,7 +370,7 @@ def _sharded(sharded: ShardedModel, parameter: nn.Parameter, key: str, parts: Ma
 
 def _is_of_another_shape(sharded: ShardedModel, local_shard: LocalShard, value: Any) -> bool:
     """Return whether a state is one that some optimizers keep of full rows or columns, where there are full ones."""
-    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.coordinates.processes_per_replica > 1:
+    if isinstance(value, TensorShard) or hasattr(value, "to_local") or sharded.shards.coordinates.is_split:
         return False
     shape = local_shard.members[0][1]
     reduced = len(value.shape) == len(shape) and all(a in (1, b) for a, b in zip(value.shape, shape, strict=True))

@@ -77,7 +77,7 @@ class SavePlan:
     def writes(self, sharded: ShardedModel) -> Iterator[TensorWrite]:
         """Yield what this process writes, fetched to the host in batches."""
         for batch in self._batches():
-            fetched = sharded.fetch([shard.source for shard in batch])
+            fetched = sharded.shards.fetch([shard.source for shard in batch])
             for shard, local in zip(batch, fetched, strict=True):
                 is_live = shard.source.device.type == "cpu"
                 for region, part in shard.slices:
@@ -130,11 +130,10 @@ def plan_save(
     tensors["model"] |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
     if optimizer is not None:
         tensors["optimizer"] = _described(states)
-    files = _lay_out(
-        tensors, sharded.coordinates.processes_per_replica * sharded.coordinates.num_replicas, max_shard_size
-    )
+    coordinates = sharded.shards.coordinates
+    files = _lay_out(tensors, coordinates.processes_per_replica * coordinates.num_replicas, max_shard_size)
     regions = {name: region for layout in files.values() for name, region in layout.regions.items()}
-    replicas = {entry.parameter: sharded.replicas_of(entry.local_shard) for entry in parameters}
+    replicas = {entry.parameter: sharded.shards.replicas_of(entry.local_shard) for entry in parameters}
     shards = []
     for entry in (entry for entry in parameters + states if entry.is_sharded):
         copies = zip(entry.local_shard.slices, replicas[entry.parameter], strict=True)
@@ -165,7 +164,7 @@ def index_files(files: Mapping[str, SafetensorsLayout]) -> dict[str, bytes]:
 
 def _check_lies_like_parameter(sharded: ShardedModel, entry: StateEntry) -> None:
     value = entry.value
-    if entry.is_sharded or sharded.coordinates.processes_per_replica == 1:
+    if entry.is_sharded or not sharded.shards.coordinates.is_split:
         return
     if value.dim() and not optimizer_state.is_ordinary(entry.parameter, value):
         raise CheckpointError(

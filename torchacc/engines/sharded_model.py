@@ -2,9 +2,8 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -22,14 +21,13 @@ from torchacc.engines.forward_inputs import InputMover, explain, takes_half
 from torchacc.engines.full_precision import returns_float32
 from torchacc.engines.held_parameters import HeldParameters
 from torchacc.engines.initial_values import is_without_weights
+from torchacc.engines.model_shards import ModelShards
 from torchacc.engines.optimizers import remap_optimizer
 from torchacc.engines.patches.expert_balance import balanced_over_devices, modules_with_balance
 from torchacc.engines.status import ModelStatus
 from torchacc.errors import ConfigError, EngineError
 from torchacc.launch import progress
-from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 HANDLE = "_torchacc"
 """The attribute by which a sharded model, and each of its parameters, knows its `ShardedModel`."""
@@ -64,8 +62,13 @@ class ShardedModel(ABC):
         """
         shards = self._shard(optimizer)
         if optimizer is not None:
-            remap_optimizer(optimizer, shards, lambda original, full: self._shard_state(shards[original], full))
+            remap_optimizer(optimizer, shards, lambda original, full: self.shards.place_full(shards[original], full))
         self._held_parameters = HeldParameters(self.model)
+
+    @property
+    @abstractmethod
+    def shards(self) -> ModelShards:
+        """What this process holds of the parameters, once they are sharded."""
 
     @abstractmethod
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
@@ -77,18 +80,6 @@ class ShardedModel(ABC):
         Returns:
             Original parameter -> the parameter that takes its place; the same one where it stays.
         """
-
-    @abstractmethod
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return what this process holds of an optimizer's tensor for a parameter; its shape is the original's."""
-
-    @cached_property
-    def local_shards(self) -> dict[nn.Parameter, LocalShard]:
-        """What this process holds of each parameter that an optimizer sees."""
-        return dict(self._local_shards())
-
-    @abstractmethod
-    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]: ...
 
     def check_call(self) -> None:
         """Check that the model can be called here.
@@ -116,78 +107,8 @@ class ShardedModel(ABC):
         self._held_parameters.check()
 
     @abstractmethod
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this process holds of tensors that are sharded like parameters, on the host.
-
-        Returns:
-            For each a tensor of one dimension, padding included or left out; it may share memory with the model.
-        """
-
-    @abstractmethod
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is sharded like a parameter.
-
-        Args:
-            parameter: One of `local_shards`.
-            local: What this process is to hold of it: a host tensor of one dimension, any dtype, and as many elements
-                as its pieces have.
-        """
-
-    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
-        """Give a parameter new values; the arguments are those of `place()`."""
-        parameter.copy_(self.place(parameter, local))
-
-    @cached_property
-    def coordinates(self) -> ShardCoordinates:
-        """Which shards this process holds; all of them where one process drives all devices."""
-        return ShardCoordinates()
-
-    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
-        """Return for each slice of a parameter's shard which copy of it this process holds, and how many there are."""
-        return [self._replica_of(local_shard)] * len(local_shard.slices)
-
-    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
-        """Return which copy of a parameter's shard this process holds, and how many there are."""
-        return self.coordinates.replica, self.coordinates.num_replicas
-
-    def gather(self, local_shard: LocalShard, local: torch.Tensor, *, rank0_only: bool) -> torch.Tensor | None:
-        """Return the full tensors of a parameter from its shards, flat, on the host. Collective: every process.
-
-        Args:
-            local_shard: The parameter's.
-            local: What `fetch()` gave.
-            rank0_only: Whether other processes than rank 0 get None, and need no memory for them.
-        """
-        if self.coordinates.processes_per_replica == 1:
-            return None if rank0_only and self.engine.job.rank else local[: local_shard.numel].clone()
-        missing = local_shard.shard_numel - len(local)
-        padded = nn.functional.pad(local, (0, missing)) if missing else local
-        found = self.engine.group.gather(padded, self._shard_group, rank0_only=rank0_only)
-        return found if found is None else self._joined(local_shard, found)
-
-    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
-        """Return the full tensors from the shards of all processes of `_shard_group`, one after another."""
-        return shards[: local_shard.numel]
-
-    @cached_property
-    def _shard_group(self) -> Any:
-        return self.engine.group.own_subgroup(self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR))
-
-    @abstractmethod
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that one device holds at rest, padding included."""
-
-    @abstractmethod
     def _hold_gradients(self) -> AbstractContextManager[None]:
         """Return the engine's part of `accumulate()`."""
-
-    def expect_all(self, call: str) -> None:
-        """Wait until every process has come to a call that puts shards together. Collective: every process.
-
-        Where each process has all of the model, nothing waits, and some may make the call by themselves.
-        """
-        if self.coordinates.processes_per_replica > 1:
-            self.engine.group.expect_all(call)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients in place so that their global norm is at most `max_norm`. Collective: every process.
@@ -210,7 +131,7 @@ class ShardedModel(ABC):
         """Wait, the first time, until every process clips: on some only it would be so from the first step on."""
         if not self._has_clipped:
             self._has_clipped = True
-            self.expect_all(call)
+            self.shards.expect_all(call)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

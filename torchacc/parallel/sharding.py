@@ -191,6 +191,11 @@ class ShardCoordinates:
     is_contiguous: bool = True
     """Whether a process holds consecutive elements of a parameter, as rank files and `TensorShard`s have them."""
 
+    @property
+    def is_split(self) -> bool:
+        """Whether it takes several processes to hold one copy of the parameters."""
+        return self.processes_per_replica > 1
+
 
 @dataclass(frozen=True)
 class LocalShard:

@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, loader: AsyncLoader, *, max_batches: int | None =
             num_targets += count
     model.train(was_training)
     mean_targets = sharded.engine.group.all_reduce_mean(torch.tensor(num_targets, dtype=torch.float64))
-    return math.fsum(float(value) for value in sharded.fetch(sums)) / float(mean_targets)
+    return math.fsum(float(value) for value in sharded.shards.fetch(sums)) / float(mean_targets)
 
 
 class EarlyStopping:

@@ -37,7 +37,7 @@ class ExpertLoads:
         """
         if not self._counts:
             return {}
-        own = self._sharded.fetch(list(self._counts.values()))
+        own = self._sharded.shards.fetch(list(self._counts.values()))
         counts = self._sharded.engine.group.all_reduce_sum(torch.cat(own))
         found = zip(self._counts, counts.split([len(each) for each in own]), strict=True)
         self._counts = {name: self._zeros(len(each)) for name, each in zip(self._counts, own, strict=True)}

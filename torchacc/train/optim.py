@@ -151,11 +151,11 @@ def _split_for_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """Return the parameters of two or more dimensions when unsharded, and the others."""
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
-    local_shards = sharded_model(model).local_shards
+    shards = sharded_model(model).shards
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        local_shard = local_shards[parameter]
+        local_shard = shards[parameter]
         is_weight = {len(shape) > 1 for _, shape in local_shard.members}
         if len(is_weight) > 1:
             raise ConfigError(

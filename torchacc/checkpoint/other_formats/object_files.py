@@ -116,7 +116,7 @@ def _is_sharded(tree: Any) -> bool:
     if any(_says_sharded(part) for part in _mappings(tree)):
         return True
     is_distributed = any(hasattr(tensor, "to_local") for tensor in tensors_in(tree))
-    return is_distributed or any(sharded.coordinates.processes_per_replica > 1 for sharded in _models(tree))
+    return is_distributed or any(sharded.shards.coordinates.is_split for sharded in _models(tree))
 
 
 def _says_sharded(part: Mapping[Any, Any]) -> bool:
@@ -278,7 +278,7 @@ def _unshard(tree: Any) -> Any:
 
 def _unshard_weights(sharded: ShardedModel, parameter: nn.Parameter, key: Any, shard: torch.Tensor) -> dict[Any, Any]:
     """Return what a shard of a model's state is a part of, by its key, or of a flat one by all original names."""
-    local_shard = sharded.local_shards[parameter]
+    local_shard = sharded.shards[parameter]
     parts = model_state.gathered(sharded, local_shard, shard, rank0_only=True)
     if local_shard.names == (local_shard.key,):
         return dict.fromkeys([key], *parts.values()) if parts else {}

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,6 @@ from torchacc.engines.fused_steps import fuse
 from torchacc.engines.initial_values import materialise_parameters, move_buffers
 from torchacc.engines.native import (
     compiled_units,
-    device_copies,
     expert_parallel,
     float8_training,
     optimizer_checks,
@@ -29,17 +27,15 @@ from torchacc.engines.native import (
 from torchacc.engines.native.activation_offload import SaveActivationsOnHost
 from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.native_engine import NativeEngine
+from torchacc.engines.native.native_shards import NativeShards
 from torchacc.engines.native.norm_statistics import keep_precision_of_statistics, lower_inputs_of_norms
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 from torchacc.engines.sharded_model import ShardedModel
 from torchacc.errors import ConfigError
 from torchacc.logging import get_logger
-from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
-from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 _log = get_logger(__name__)
 
@@ -55,6 +51,11 @@ class NativeModel(ShardedModel):
     """What `compute.compile` compiles."""
     _steps: step_in_backward.StepInBackward | None = None
     """What steps the weights in backward."""
+
+    @cached_property
+    def shards(self) -> NativeShards:
+        """What this process holds of the parameters."""
+        return NativeShards(self.engine, self.model, self.plan)
 
     @property
     def _own_plan(self) -> ShardingPlan:
@@ -140,12 +141,6 @@ class NativeModel(ShardedModel):
     def _compile_units(self) -> None:
         if self.engine.config.compute.compile:
             self._compiled = compiled_units.CompiledUnits(self.model, self._own_plan, self.engine.config)
-
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a full tensor in a parameter's shape, sharded like the parameter."""
-        flat = full.reshape(-1)
-        parts = [flat[piece.start : piece.stop] for piece in self.local_shards[shard].slices]
-        return self.place(shard, torch.cat(parts) if parts else flat[:0])
 
     def _shard_unit(self, unit: Unit) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -327,71 +322,6 @@ class NativeModel(ShardedModel):
         with self._groups.holding_gradients():
             yield
 
-    @cached_property
-    def coordinates(self) -> ShardCoordinates:
-        """This process's place on the mesh; of a weight split by its inputs, too, it holds a part of each row."""
-        mesh, rank = self.engine.mesh, self.engine.job.rank
-        replica, num_replicas = _place_among(mesh, rank, Role.REPLICATE)
-        shard_index, _ = _place_among(mesh, rank, Role.SHARD)
-        is_contiguous = self.plan.tensor_parallel.size == 1
-        return ShardCoordinates(mesh.size(Role.SHARD, Role.TENSOR), shard_index, num_replicas, replica, is_contiguous)
-
-    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
-        """Return this process's place among those with the same shard."""
-        return _place_among(self.engine.mesh, self.engine.job.rank, *sharding.replicated_over(local_shard))
-
-    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
-        rank = self.engine.job.rank
-        for planned in self.plan.parameters:
-            yield self.model.get_parameter(planned.name), self._shard_of(planned.name, planned.shape, rank)
-
-    def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
-        return sharding.local_shard(name, shape, self.engine.mesh, rank, self.plan.tensor_parallel.spec_of(name))
-
-    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from the shards of processes, of which those that share layers may have the same."""
-        if self.coordinates.is_contiguous:
-            return super()._joined(local_shard, shards)
-        groups = self.engine.mesh.groups(Role.PIPELINE, Role.SHARD, Role.TENSOR)
-        ranks = next(group for group in groups if self.engine.job.rank in group)
-        held = [self._shard_of(*local_shard.members[0], rank) for rank in ranks]
-        return sharding.unshard(zip(held, shards.view(len(ranks), -1), strict=True))
-
-    @torch.no_grad()
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the local tensors of DTensors, flat, on the host."""
-        local = [local_tensor(each).detach() for each in tensors]
-        return [tensor.reshape(-1) for tensor in device_copies.to_host(local)]
-
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor that is sharded like a parameter."""
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(parameter, DTensor)
-        spec = parameter._spec
-        if local.dtype != parameter.dtype:
-            assert spec.tensor_meta is not None
-            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-        # DTensor.from_local() takes ten times as long, and brings shards that are kept on the host to the device.
-        return DTensor(local.view(local_tensor(parameter).shape).to(parameter.device), spec, requires_grad=False)
-
-    @torch.no_grad()
-    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
-        """Copy new values into the shard that is there."""
-        shard = local_tensor(parameter)
-        shard.copy_(local.view(shard.shape))
-        increment_version(parameter)
-
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that this process holds at rest, those of the largest shard."""
-        return sum(local_shard.shard_numel for local_shard in self.local_shards.values())
-
-
-@cache
-def _place_among(mesh: Mesh, rank: int, *roles: Role) -> tuple[int, int]:
-    """Return a process's place among those that differ from it only along axes with these roles, and their number."""
-    return mesh.index(rank, *roles), mesh.size(*roles)
-
 
 def _refuse_without_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
@@ -412,8 +342,3 @@ def _keep_class_name(module: nn.Module) -> None:
     """Give the subclass that FSDP2 makes the name of the class, by which libraries look models up."""
     made, own = type(module).__mro__[0], type(module).__mro__[2]  # between them lies FSDPModule
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a distributed tensor, and another as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -17,10 +17,10 @@ def check(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: It cannot be right with how the model is sharded.
     """
-    if sharded.coordinates.processes_per_replica > 1:
+    if sharded.shards.coordinates.is_split:
         _check_shards(sharded, optimizer)
     if is_of_torchao(optimizer):
-        _check_rounding(optimizer, sharded.coordinates.num_replicas)
+        _check_rounding(optimizer, sharded.shards.coordinates.num_replicas)
     if sharded.plan.compute_dtype != "float16":
         _recommend(optimizer, sharded.engine.device)
     elif not sharded.status.has_scaler:

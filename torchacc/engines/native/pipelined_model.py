@@ -18,7 +18,8 @@ from torchacc.engines.native import expert_parallel, full_shards, script_reads, 
 from torchacc.engines.native.gradients import accumulates, is_graph_kept, total_norm
 from torchacc.engines.native.missing_output import MissingOutput
 from torchacc.engines.native.native_engine import NativeEngine
-from torchacc.engines.native.native_model import NativeModel, local_tensor
+from torchacc.engines.native.native_model import NativeModel
+from torchacc.engines.native.native_shards import StageShards, local_tensor
 from torchacc.engines.native.shard_arithmetic import is_of_model
 from torchacc.engines.native.split_backward import SplitBackward
 from torchacc.engines.native.split_stages import StageModules, language_model, leave_out
@@ -31,10 +32,8 @@ from torchacc.engines.native.stage_schedules import (
     run_forwards_and_backwards,
 )
 from torchacc.errors import EngineError
-from torchacc.parallel import sharding
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardCoordinates
 
 if TYPE_CHECKING:
     from torchacc.engines.native.microbatch_groups import MicrobatchGroups
@@ -67,6 +66,11 @@ class PipelinedModel(NativeModel):
         self._in_window = False
         self._split_backward = SplitBackward(model) if plan.pipeline.splits_backward else None
         _models.add(self)
+
+    @cached_property
+    def shards(self) -> StageShards:
+        """What this process holds of the parameters: those of its stage."""
+        return StageShards(self.engine, self.model, self.plan)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Shard the modules of this stage, and let those of others pass on what they are given."""
@@ -396,7 +400,7 @@ class PipelinedModel(NativeModel):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 if parameter.grad is None:
-                    parameter.grad = self.place(parameter, torch.zeros_like(local_tensor(parameter)))
+                    parameter.grad = self.shards.place(parameter, torch.zeros_like(local_tensor(parameter)))
             full_shards.run_hooks(parameter)
 
     @contextmanager
@@ -420,42 +424,6 @@ class PipelinedModel(NativeModel):
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
         own = total_norm(counted, norm_type) if counted else None
         return self.link.combined_norm(torch.zeros((), device=self.engine.device) if own is None else own, norm_type)
-
-    # ---- Who holds what
-
-    @cached_property
-    def coordinates(self) -> ShardCoordinates:
-        """This process's place among those of all stages."""
-        mesh, rank = self.engine.mesh, self.engine.job.rank
-        held_by, copies = (Role.PIPELINE, Role.SHARD, Role.TENSOR), Role.REPLICATE
-        return ShardCoordinates(
-            processes_per_replica=mesh.size(*held_by),
-            shard_index=mesh.index(rank, *held_by),
-            num_replicas=mesh.size(copies),
-            replica=mesh.index(rank, copies),
-            is_contiguous=False,
-        )
-
-    @cached_property
-    def _names_of(self) -> dict[str, tuple[str, ...]]:
-        return {planned.name: planned.names for planned in self.plan.parameters}
-
-    def _replica_of(self, local_shard: LocalShard) -> tuple[int, int]:
-        """Return this process's place among those with the same shard, which of a tied parameter are in two stages."""
-        index, count = super()._replica_of(local_shard)
-        places = self.plan.pipeline.places_of(self._names_of[local_shard.names[0]])
-        own = places.index(self.link.place) if self.link.place in places else 0
-        return index * len(places) + own, count * len(places)
-
-    def _shard_of(self, name: str, shape: tuple[int, ...], rank: int) -> LocalShard:
-        mesh, places = self.engine.mesh, self.plan.pipeline.places_of(self._names_of[name])
-        shard = super()._shard_of(name, shape, rank)
-        return shard if mesh.index(rank, Role.PIPELINE) in places else sharding.empty_shard(shard, mesh)
-
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that this process holds at rest."""
-        own = {each.name for each in self._own_plan.parameters}
-        return sum(shard.shard_numel for shard in self.local_shards.values() if shard.key in own)
 
 
 class _StageRoot(nn.Module):

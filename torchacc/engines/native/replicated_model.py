@@ -6,6 +6,7 @@ devices where there are several.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchacc.engines.native.autocast import autocast_to
 from torchacc.engines.native.gradient_reducer import GradientReducer
 from torchacc.engines.native.gradients import accumulates
 from torchacc.engines.native.native_model import NativeModel
+from torchacc.engines.native.native_shards import ReplicatedShards
 from torchacc.engines.native.recomputed_forward import install_recompute
 from torchacc.engines.patches import torch_patches
 
@@ -29,6 +31,11 @@ class ReplicatedModel(NativeModel):
 
     _average: GradientReducer | None = None
     """What averages gradients, where there are other devices."""
+
+    @cached_property
+    def shards(self) -> ReplicatedShards:
+        """What this process holds of the parameters: all of them."""
+        return ReplicatedShards(self.engine, self.model, self.plan)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the device."""
@@ -53,10 +60,6 @@ class ReplicatedModel(NativeModel):
             install_recompute(self.model, self.plan, self._compiled)
         return moved
 
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device."""
-        return self.place(shard, full)
-
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the dtype of its parameters, and give its scalars their means over all devices."""
         device = self.engine.device.type
@@ -79,10 +82,6 @@ class ReplicatedModel(NativeModel):
         if output.grad_fn is not None:  # else it is a parameter
             output.register_hook(note)
         return output
-
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in a parameter's shape, on its device."""
-        return local.view(parameter.shape).to(parameter.device)
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchacc.engines.xla.gather import Gatherer, Weight
-from torchacc.engines.xla.shards import Reader
+from torchacc.engines.xla.sharded_tensor import Reader
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout

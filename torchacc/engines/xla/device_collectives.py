@@ -10,7 +10,7 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, weight_places
 from torchacc.engines.xla.gather import Weight
-from torchacc.engines.xla.shards import local_of
+from torchacc.engines.xla.sharded_tensor import local_of
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh
 from torchacc.parallel.sharding import RowLayout

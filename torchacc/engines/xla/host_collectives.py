@@ -15,7 +15,7 @@ from torchacc.engines.process_group import ProcessGroup
 from torchacc.engines.sample_rows import SampleGatherer
 from torchacc.engines.xla import runtime
 from torchacc.engines.xla.collectives import Collectives, GatheredParameter, ParameterGatherer, flatten
-from torchacc.engines.xla.shards import as_shard_like, local_of
+from torchacc.engines.xla.sharded_tensor import as_shard_like, local_of
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchacc.engines.optimizers import is_for_each_element
 from torchacc.engines.xla import runtime
-from torchacc.engines.xla.shards import local_of
+from torchacc.engines.xla.sharded_tensor import local_of
 
 Place = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 """Returns a tensor that lies like a parameter, as plain data, from a flat one on the host."""

@@ -22,14 +22,15 @@ from torchacc.engines.xla.collectives import Collectives, GatheredParameter, Par
 from torchacc.engines.xla.device_collectives import DeviceCollectives, DeviceSampleGatherer
 from torchacc.engines.xla.gather import Weight
 from torchacc.engines.xla.host_collectives import HostCollectives, XlaSampleGatherer
-from torchacc.engines.xla.shards import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding
+from torchacc.engines.xla.sharded_tensor import Reader, ShardedTensor, ShardOrigin, as_shard, without_padding
 from torchacc.engines.xla.xla_engine import XlaEngine, XlaModel
+from torchacc.engines.xla.xla_shards import ProcessShards
 from torchacc.env import Job
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
 from torchacc.parallel.plan import ShardingPlan, Unit
-from torchacc.parallel.sharding import LocalShard, RowLayout, ShardCoordinates
+from torchacc.parallel.sharding import RowLayout
 
 _log = get_logger(__name__)
 
@@ -142,6 +143,11 @@ class MultiprocessModel(XlaModel):
 
     engine: MultiprocessEngine
 
+    @cached_property
+    def shards(self) -> ProcessShards:
+        """What this process holds of the parameters."""
+        return ProcessShards(self.engine, self.model, self.plan, self._gatherers)
+
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Cut the parameters into shards and install the hooks that gather them."""
         _explain_gradients()
@@ -174,10 +180,6 @@ class MultiprocessModel(XlaModel):
         self._install_forward(self._run)
         register_total_norm(self, _total_norm)
         return replaced
-
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return this process's rows of a full tensor."""
-        return self._place(full)
 
     def _sharded_parameters(self, unit: Unit) -> Iterator[tuple[list[nn.Parameter], GatheredParameter]]:
         for original, weight in self._make_weights(unit.parameters, self._place):
@@ -255,40 +257,10 @@ class MultiprocessModel(XlaModel):
                 "False, or hand the optimizer to accelerate(…, optimizer=optimizer), which flattens group by group"
             )
 
-    @cached_property
-    def coordinates(self) -> ShardCoordinates:
-        """This process's place on the axes of shards and of replicas."""
-        mesh, collectives = self.engine.mesh, self._collectives
-        replica = mesh.index(self.engine.job.rank, Role.REPLICATE)
-        return ShardCoordinates(collectives.num_shards, collectives.shard_index, mesh.size(Role.REPLICATE), replica)
-
-    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for gatherer in self._gatherers:
-            for parameter in gatherer.parameters:
-                members = tuple((weight.name, weight.shape) for weight in parameter.weights)
-                local_shard = LocalShard(
-                    names[parameter.shard], members, parameter.rows.shard_numel, self._collectives.shard_index
-                )
-                yield parameter.shard, local_shard
-
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that lies like a parameter's shard, the padding zeros."""
-        assert isinstance(parameter, ShardedTensor)
-        rows, padded = parameter._origin.rows, local
-        if len(local) < rows.shard_numel:
-            padded = local.new_zeros(rows.shard_numel)
-            padded[: len(local)] = local
-        return as_shard(runtime.to_device([padded.view(rows.shard_shape)])[0], parameter._origin)
-
     def _numbers_on_device(self, update: str, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context for an update, which also knows nothing of shards where it makes no state."""
         context = super()._numbers_on_device(update, parameters)
         return context if update == "_single_tensor_sgd" else _on_plain_tensors(context)
-
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that this process holds at rest."""
-        return sum(parameter.rows.shard_numel for gatherer in self._gatherers for parameter in gatherer.parameters)
 
 
 @functools.cache

@@ -119,9 +119,9 @@ class SpmdEngine(XlaEngine):
             num_processes=self.job.num_processes,
         )
         if self.job.launched:
-            self._share = HostShards(self.group, self.mesh, self.device_order)
+            self.host_shards = HostShards(self.group, self.mesh, self.device_order)
 
-    _share: HostShards | None = None
+    host_shards: HostShards | None = None
     """This process's share of the devices' tensors, where there are several processes."""
 
     @property
@@ -137,7 +137,7 @@ class SpmdEngine(XlaEngine):
     @property
     def data_parallel_ranks(self) -> Sequence[int]:
         """The data-parallel devices that this process feeds: all of them, or those of its host."""
-        return range(self.mesh.data_parallel_size) if self._share is None else self._share.data_parallel_ranks
+        return range(self.mesh.data_parallel_size) if self.host_shards is None else self.host_shards.data_parallel_ranks
 
     @property
     def num_batch_devices(self) -> int:
@@ -163,16 +163,16 @@ class SpmdEngine(XlaEngine):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, which has the rows of all devices; of one on the host each process has its own."""
-        is_own = self._share is not None and tensor.device.type == "cpu"
-        return self._share.all_rows(tensor) if self._share is not None and is_own else tensor
+        is_own = self.host_shards is not None and tensor.device.type == "cpu"
+        return self.host_shards.all_rows(tensor) if self.host_shards is not None and is_own else tensor
 
     def to_device(self, batch: Any) -> Any:
         """Move a host batch to the devices, all of its tensors in one transfer; of several hosts each has its own."""
-        return super().to_device(batch if self._share is None else map_tensors(self._share.whole_rows, batch))
+        return super().to_device(batch if self.host_shards is None else map_tensors(self.host_shards.whole_rows, batch))
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return copies of tensors on the host; None where a program would have to gather them from several hosts."""
-        if self._share is not None and any(tensor.device.type == "xla" for tensor in tensors):
+        if self.host_shards is not None and any(tensor.device.type == "xla" for tensor in tensors):
             return None
         return super().copy_to_host(tensors)
 

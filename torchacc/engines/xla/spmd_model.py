@@ -1,9 +1,8 @@
 """A model that lies annotated on the mesh of the SPMD engine, and is computed by one program."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,18 +14,17 @@ from torchacc.engines.patches.split_heads import HeadsStayApart
 from torchacc.engines.xla import spread_experts
 from torchacc.engines.xla.annotated_gather import AnnotatedGatherer
 from torchacc.engines.xla.gather import Weight
-from torchacc.engines.xla.local_pieces import joined_pieces, local_pieces
 from torchacc.engines.xla.partition import Spec
 from torchacc.engines.xla.scan import LayerScan
 from torchacc.engines.xla.split_tokens import TokensStaySplit
 from torchacc.engines.xla.xla_engine import XlaModel
+from torchacc.engines.xla.xla_shards import SpmdShards
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import ParameterSpec, Role, dim_over, entry_of
 from torchacc.parallel.experts import EXPERT_SHARDING_ROLES, spread_spec
-from torchacc.parallel.hosts import LocalTiles
 from torchacc.parallel.plan import PlannedParameter, ShardingPlan
-from torchacc.parallel.sharding import LocalShard, ShardCoordinates, partition_spec, partitioned_shape, unsharded
+from torchacc.parallel.sharding import partition_spec
 
 if TYPE_CHECKING:
     from torchacc.engines.xla.spmd import SpmdEngine
@@ -43,6 +41,11 @@ class SpmdModel(XlaModel):
         super().__init__(engine, model, plan)
         self._specs: dict[torch.Tensor, ParameterSpec] = {}
         """How each parameter is split."""
+
+    @cached_property
+    def shards(self) -> SpmdShards:
+        """What this process holds of the parameters: all of them, or those of its host."""
+        return SpmdShards(self.engine, self.model, self.plan, self._specs)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Move the model to the mesh and install the hooks that gather its weights."""
@@ -83,10 +86,6 @@ class SpmdModel(XlaModel):
         mesh = self.engine.mesh
         how = spread_spec(planned.shape, mesh) if is_spread else self.plan.tensor_parallel.spec_of(planned.name)
         return partition_spec(planned.shape, mesh, how)
-
-    def _shard_state(self, shard: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor that is split like its parameter."""
-        return self._place_state(shard, full)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -194,41 +193,10 @@ class SpmdModel(XlaModel):
         yield
         self.engine.sync()
 
-    def _local_shards(self) -> Iterator[tuple[nn.Parameter, LocalShard]]:
-        for planned in self.plan.parameters:
-            parameter, share = self.model.get_parameter(planned.name), self.engine._share
-            shard = unsharded(planned.name, planned.shape)
-            if share is not None:
-                spec = self._specs[parameter]
-                shard = share.hosts.held(planned.name, planned.shape, spec, self.engine.job.rank)
-            yield parameter, shard
-
-    @cached_property
-    def coordinates(self) -> ShardCoordinates:
-        """Which shards this process holds: all of them, or those of its host."""
-        job = self.engine.job
-        if not job.launched:
-            return ShardCoordinates()
-        return ShardCoordinates(job.num_processes, job.rank, is_contiguous=False)
-
-    def replicas_of(self, local_shard: LocalShard) -> Sequence[tuple[int, int]]:
-        """Return for each slice which copy of it this process holds, and how many there are."""
-        return local_shard.replicas if isinstance(local_shard, LocalTiles) else super().replicas_of(local_shard)
-
-    @property
-    def _shard_group(self) -> None:
-        """All processes."""
-
-    def _joined(self, local_shard: LocalShard, shards: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor from what all processes hold of it."""
-        assert self.engine._share is not None
-        assert isinstance(local_shard, LocalTiles)
-        return self.engine._share.joined(local_shard, shards, self._specs[self.model.get_parameter(local_shard.key)])
-
     def check_parameters(self) -> None:
         """Check that the model has the parameters that were sharded, each with its shape."""
         super().check_parameters()
-        for parameter, local_shard in self.local_shards.items():
+        for parameter, local_shard in self.shards.items():
             [(name, shape)] = local_shard.members
             if tuple(parameter.shape) != shape:
                 raise EngineError(
@@ -236,35 +204,11 @@ class SpmdModel(XlaModel):
                     f"{tuple(parameter.shape)}: change the shapes of parameters before accelerate()"
                 )
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this process's devices have of tensors, flat, on the host: all of them, or this host's part."""
-        if not self.engine.is_partitioned:
-            return super().fetch(tensors)
-        self.engine.sync(wait=True)  # shards are only there once they are computed
-        share, found = self.engine._share, local_pieces([tensor.detach() for tensor in tensors])
-        if share is None:
-            return [joined_pieces(*pair).view(-1) for pair in zip((t.shape for t in tensors), found, strict=True)]
-        return [share.own_elements(pieces, tensor.shape) for tensor, pieces in zip(tensors, found, strict=True)]
-
-    def place(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is split like a parameter."""
-        share = self.engine._share
-        full = local if share is None else share.with_own_elements(local, self.local_shards[parameter])
-        return self._place_state(parameter, full)
-
-    def _place_state(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-        return self._place(full.view(parameter.shape), self._specs[parameter])
-
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, once all hosts have come to it."""
-        if self.engine._share is not None:
-            self.engine._share.check_same_call((args, kwargs))
+        if self.engine.host_shards is not None:
+            self.engine.host_shards.check_same_call((args, kwargs))
         return super()._run(inner, args, kwargs)
-
-    def local_numel(self) -> int:
-        """Return the number of parameter elements that one device holds at rest."""
-        mesh = self.engine.mesh
-        return sum(prod(partitioned_shape(shard.shape, mesh, spec)) for shard, spec in self._specs.items())
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

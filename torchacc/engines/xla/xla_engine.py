@@ -48,8 +48,8 @@ from torchacc.engines.xla.initial_state import initialize_state
 from torchacc.engines.xla.refused_options import refuse_options
 from torchacc.engines.xla.repeated_forward import Recompute, know_checkpoint
 from torchacc.engines.xla.scalars import UpdateNumbers
-from torchacc.engines.xla.shards import local_of
 from torchacc.engines.xla.tpu import PLATFORM
+from torchacc.engines.xla.xla_shards import XlaShards
 from torchacc.errors import ConfigError, EngineError
 from torchacc.logging import get_logger
 from torchacc.parallel.axes import Role
@@ -257,6 +257,11 @@ class XlaModel(ShardedModel):
         _compute_alike_in_inference_mode()
         xla_lowerings.install()
 
+    @property
+    @abstractmethod
+    def shards(self) -> XlaShards:
+        """What this process holds of the parameters."""
+
     def _install_unit(self, module: nn.Module, gatherer: Gatherer) -> None:
         """Gather a unit's weights around its forward."""
         self._units.append(install_unit(module, gatherer))
@@ -293,15 +298,6 @@ class XlaModel(ShardedModel):
             lowered = self.plan.compute_dtype != "float32" and _is_multiplied(original, owners[0][0])
             computed = getattr(torch, self.plan.compute_dtype) if lowered else dtype
             yield original, Weight(planned.name, new, owners, planned.shape, computed, next(self._weight_numbers))
-
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the data of device tensors, flat, on the host, in one transfer."""
-        self.engine.sync()
-        return [tensor.reshape(-1) for tensor in runtime.to_host([local_of(tensor) for tensor in tensors])]
-
-    def assign(self, parameter: nn.Parameter, local: torch.Tensor) -> None:
-        """Give a parameter new values as data, which needs no program."""
-        parameter.data = self.place(parameter, local)
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward in the compute dtype, with the patches that XLA needs."""
@@ -363,15 +359,11 @@ class XlaModel(ShardedModel):
             self._check_gradients_are_there(optimizer)
             self._check_gradients_were_cleared(optimizer)
         self._open_steps[optimizer] = self._open_steps.get(optimizer, 0) + 1
-        reason = initialize_state(optimizer, self._place_state, self._to_device, self.engine.host)
+        reason = initialize_state(optimizer, self.shards.place_shaped, self._to_device, self.engine.host)
         if reason is not None:
             _watch.note(reason)
         _watch.before_step(optimizer, self._names)
         return is_among_first
-
-    def _place_state(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        """Return a flat host tensor of the shape that a parameter has here, so that it lies like the parameter."""
-        return self.place(parameter, value)
 
     @cached_property
     def _names(self) -> dict[torch.Tensor, str]:

@@ -172,7 +172,7 @@ class AcceleratorAdapter:
 
     def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
         shape = tensor.shape or (1,)
-        flat = self.sharded.fetch([tensor.detach()])[0]
+        flat = self.sharded.shards.fetch([tensor.detach()])[0]
         if not self.engine.job.launched:
             return flat.view(shape)
         gathered = self.engine.group.gather(flat, None, rank0_only=False)

@@ -66,7 +66,7 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     sharded = sharded_model(model)
     adapters: set[str] = set(model.peft_config)  # type: ignore[arg-type]
     weights: dict[str, torch.Tensor] = {}
-    for parameter, local_shard in sharded.local_shards.items():
+    for parameter, local_shard in sharded.shards.items():
         if parameter.requires_grad or any(adapters.intersection(name.split(".")) for name in local_shard.names):
             weights |= model_state.gathered(sharded, local_shard, parameter, rank0_only=True)
     return weights

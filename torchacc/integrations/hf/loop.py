@@ -81,7 +81,8 @@ class Loop(_Theirs):  # type: ignore[misc]
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         is_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if is_logged:
-            own = self.accelerator.sharded.fetch([tr_loss])[0]  # on the host, where to work with it needs no program
+            # On the host, where to work with it needs no program.
+            own = self.accelerator.sharded.shards.fetch([tr_loss])[0]
             tr_loss = self._engine.group.all_reduce_mean(own)
         self._log_save_evaluate(tr_loss, *args, **kwargs)
         if is_logged:

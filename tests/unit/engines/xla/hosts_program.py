@@ -109,7 +109,7 @@ def main() -> None:
     found["of_full_states"] = through_full_states(run, folder)
     engine = sharded_model(run.model).engine
     found["data_parallel_ranks"] = list(engine.data_parallel_ranks)
-    found["held"] = sum(part.numel for each in sharded_model(run.model).local_shards.values() for part in each.slices)
+    found["held"] = sum(part.numel for each in sharded_model(run.model).shards.values() for part in each.slices)
     rows = torch.arange(2.0 * len(engine.data_parallel_ranks)).view(-1, 1) + 100 * job.rank
     found["gathered"] = torchacc.dist.all_gather(rows).view(-1).tolist()
     if job.launched:

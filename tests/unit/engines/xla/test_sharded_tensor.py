@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchacc.engines.xla.shards import ShardOrigin, as_shard
+from torchacc.engines.xla.sharded_tensor import ShardOrigin, as_shard
 from torchacc.errors import EngineError
 from torchacc.parallel.sharding import RowLayout
 
