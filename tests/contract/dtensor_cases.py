@@ -356,6 +356,17 @@ def muon_steps_as_on_whole_weights() -> None:
 
 
 @case([NATIVE])
+def views_are_written_to_as_soon_as_nobody_has_the_rest() -> None:
+    """Also while a thread of gloo's has what has been gathered for the view, as it does for a moment."""
+    model, plain = sharded_and_plain(lambda: nn.Linear(48, 64, bias=False))
+    for _ in range(40):
+        rows, expected = (each.weight.detach().bfloat16() for each in (model, plain))
+        rows = rows.t()
+        rows.div_(rows.norm())
+        assert rows.float().equal(expected.t().div(expected.norm()).float())
+
+
+@case([NATIVE])
 def views_of_what_nobody_has_any_more_are_written_to() -> None:
     """While somebody has it, it would stay as it is: then that is refused."""
     model, plain = sharded_and_plain(WithARow)

@@ -340,6 +340,30 @@ def optimizer_made_after_a_backward_that_raised(how: tuple[str, Callable[[nn.Mod
 
 
 @case((NATIVE, MULTIPROCESS))
+def steps_after_a_backward_that_raised_are_refused() -> None:
+    """Of some weights its gradient is there, of others it is lost, and with it what a window has kept."""
+    model, plain = sharded_and_plain(Broken)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for has_window in (False, True):
+        if has_window:
+            with torchacc.accumulate(model):
+                by_backward(model, part(X))
+        model.breaks = True
+        with pytest.raises(ValueError, match="in backward"):
+            by_backward(model, part(X))
+        model.breaks = False
+        for use in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
+            with pytest.raises(torchacc.EngineError, match="after a backward that has raised, with which a part"):
+                use()
+            by_backward(model, part(X))  # which does not bring them back
+        for each, own in ((model, optimizer), (plain, plain_optimizer)):
+            own.zero_grad()
+            by_backward(each, part(X) if each is model else X)
+            own.step()
+        check_parameters(model, plain)
+
+
+@case((NATIVE, MULTIPROCESS))
 def clipping_values_in_a_window_is_refused() -> None:
     model, plain = sharded_and_plain()
     with torchacc.accumulate(model):

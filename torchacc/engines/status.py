@@ -41,6 +41,7 @@ class ModelStatus:
         self._is_accumulating = False
         self._window_is_open = False
         self._has_failed = False
+        self._has_lost_gradients = False
         self._has_scaler = False
         self._steps_in_backward: StepInBackward | None = None
 
@@ -134,11 +135,15 @@ class ModelStatus:
     @property
     def has_incomplete_gradients(self) -> bool:
         """Whether the gradients are those of a window that is open, or of a backward that has raised."""
-        return self._window_is_open or self._has_failed
+        return self._window_is_open or self._has_failed or self._has_lost_gradients
 
     def on_failed_backward(self) -> None:
         """Record that a backward has raised, and has left in the gradients what is not reduced over the devices."""
         self._has_failed = True
+
+    def on_lost_gradients(self) -> None:
+        """Record that a backward has raised, with which a part of the gradients is lost, also those of a window."""
+        self._has_lost_gradients = True
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
         """Record that gradients are dropped.
@@ -158,7 +163,7 @@ class ModelStatus:
             if not held.issuperset(trained):
                 self._check_no_part_of_a_window(optimizer)
                 return False
-        self._window_is_open = self._has_failed = False
+        self._window_is_open = self._has_failed = self._has_lost_gradients = False
         return True
 
     def _check_no_part_of_a_window(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,6 +214,11 @@ class ModelStatus:
         Raises:
             EngineError: They are those of an accumulation window that is still open, or of a backward that has raised.
         """
+        if self._has_lost_gradients:
+            raise EngineError(
+                f"{call} after a backward that has raised, with which a part of the gradients is lost: call "
+                "model.zero_grad(), and backward() for each micro-batch again"
+            )
         if self._has_failed:
             raise EngineError(
                 f"{call} after a backward that has raised: it has added to some gradients, and they are not reduced "

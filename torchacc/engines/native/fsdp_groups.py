@@ -51,6 +51,7 @@ class FSDPGroups:
         *,
         float8: Collection[nn.Parameter] = (),
         shard_group: Any = None,
+        on_lost_gradients: Callable[[], None],
     ) -> None:
         """Take over the groups of modules that `fully_shard()` has seen.
 
@@ -61,8 +62,10 @@ class FSDPGroups:
             is_split: Whether several processes take part when a unit is gathered.
             float8: The weights that are gathered in float8.
             shard_group: The process group of those that take part; None where that is each by itself.
+            on_lost_gradients: Called where a backward has raised, and its gradients are dropped.
         """
         self._agree = agree
+        self._on_lost_gradients = on_lost_gradients
         self.with_gradient: set[FSDPParam] = set()
         """Parameters that this backward has given a gradient."""
         self._filled_in: dict[FSDPParam, RemovableHandle] = {}
@@ -176,6 +179,7 @@ class FSDPGroups:
 
     def abandon_backward(self) -> None:
         """Forget the backward that runs, before it raises."""
+        self._on_lost_gradients()
         self.drop_gradients()
         self._free_unsharded()
 

@@ -240,8 +240,12 @@ class PipelinedModel(NativeModel):
         keeps_graph = is_graph_kept()
         kept = self.keeping_weights(until_backward=False, ahead=not self.link.has_last)
         with nullcontext() if self._in_window else self._summing_tied(), kept:
-            for number in reversed(range(len(losses))):
-                self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
+            try:
+                for number in reversed(range(len(losses))):
+                    self.run_backward(losses[number], gradient, is_last=not number, keeps_graph=keeps_graph)
+            except BaseException:
+                self._groups.abandon_backward()  # with the gradients of the microbatches before
+                raise
         self.link.finish()
         self._fill_in_absent()
 

@@ -263,7 +263,11 @@ def _values(tensor: Any) -> torch.Tensor:
         script_reads.expect_all(tensor._spec)
     if _is_partial(tensor):
         _finish(tensor)
-    values: torch.Tensor = tensor.detach().full_tensor() if _is_split(tensor) else tensor._local_tensor.detach()
+    if not _is_split(tensor):
+        return tensor._local_tensor.detach()  # type: ignore[no-any-return]
+    # A copy, as a thread of gloo's keeps what it gathers for a moment longer: a tensor that nobody else has any more
+    # would look as if somebody had it (`_check_targets()`).
+    values: torch.Tensor = tensor.detach().clone().full_tensor()
     return values
 
 

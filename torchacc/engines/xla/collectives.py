@@ -91,8 +91,9 @@ class Collectives(Reader):
     def make_gatherer(self, parameters: list[GatheredParameter], *, reshard_after_forward: bool) -> ParameterGatherer:
         """Return the gatherer of a unit with these parameters."""
 
-    def forget_failed_backward(self) -> None:
-        """Drop what a backward that raised has left."""
+    def forget_failed_backward(self) -> bool:
+        """Drop what a backward that raised has left, and return whether a part of the gradients is lost with it."""
+        return False
 
     def drop_gradients(self) -> None:
         """Drop the full gradients that have not been reduced."""

@@ -94,11 +94,12 @@ class HostCollectives(Collectives):
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def forget_failed_backward(self) -> None:
+    def forget_failed_backward(self) -> bool:
         """Drop what a backward that raised has left: autograd has dropped the reduction that it was to end with."""
-        if self._is_queued:
-            self._is_queued = False
+        was_queued, self._is_queued = self._is_queued, False
+        if was_queued:
             self.drop_gradients()
+        return was_queued
 
     def drop_gradients(self) -> None:
         """Drop the full gradients that have not been reduced."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from torchacc.parallel.plan import ShardingPlan, Unit
 from torchacc.parallel.sharding import RowLayout
 
 _log = get_logger(__name__)
+
+_models: "WeakSet[MultiprocessModel]" = WeakSet()
 
 # These compute with full weights (means of rows, norms), and would silently take a shard for one.
 _NOT_ELEMENTWISE = {
@@ -150,7 +153,8 @@ class MultiprocessModel(XlaModel):
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, nn.Parameter]:
         """Cut the parameters into shards and install the hooks that gather them."""
-        _explain_gradients()
+        _watch_graphs()
+        _models.add(self)
         self._gatherers: list[ParameterGatherer] = []
         self._collectives = self.engine.make_collectives()
         self._collectives.reduce_dtype = getattr(torch, self.plan.reduce_dtype)
@@ -221,9 +225,13 @@ class MultiprocessModel(XlaModel):
 
     def _run(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's forward, and give the scalars of its output their means over all devices."""
-        self._collectives.forget_failed_backward()
         output = super()._run(inner, args, kwargs)
         return average_scalars(output, self._collectives.average)
+
+    def on_failed_backward(self) -> None:
+        """Clean up after a backward that has raised, of this model or of another."""
+        if self._collectives.forget_failed_backward():
+            self.status.on_lost_gradients()
 
     @contextmanager
     def _hold_gradients(self) -> Iterator[None]:
@@ -264,7 +272,7 @@ class MultiprocessModel(XlaModel):
 
 
 @functools.cache
-def _explain_gradients() -> None:
+def _watch_graphs() -> None:
     torch_patches.hold_until_exit(torch_patches.runs_of_graphs(_run_graph))
 
 
@@ -272,8 +280,11 @@ def _run_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a graph of autograd's; say where an unsharded gradient comes from that does not fit a shard."""
     try:
         return original(*args, **kwargs)
-    except RuntimeError as error:
-        if "returned an invalid gradient at index" not in str(error):
+    except BaseException as error:
+        if torch._C._current_graph_task_id() == -1:  # else the backward that this one is a part of fails, too
+            for model in _models:
+                model.on_failed_backward()
+        if not isinstance(error, RuntimeError) or "returned an invalid gradient at index" not in str(error):
             raise
         raise EngineError(
             f"{str(error).splitlines()[0]}. Was that autograd.Function given a parameter outside of the forward of the "
