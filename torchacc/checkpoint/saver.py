@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -16,6 +16,7 @@ from torch import nn
 from torchacc.checkpoint.call_checks import path_first
 from torchacc.checkpoint.hf import pretrained_files
 from torchacc.checkpoint.own_format.folder_writer import FolderWriter
+from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout
 from torchacc.checkpoint.run_state import SmallStates, random_state, small_states
 from torchacc.checkpoint.save_plan import TensorWrite, index_files, plan_save
 from torchacc.engines.sharded_model import ShardedModel, sharded_model
@@ -23,6 +24,9 @@ from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
+
+TotalProgress = Callable[[int, int], None]
+"""Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
 
 @path_first("torchacc.checkpoint.save(folder, model=model, optimizer=optimizer)")
@@ -218,3 +222,38 @@ class PendingSave:
         finally:
             self._done()
             self._writes = ()
+
+
+def write_folder(
+    path: str | PathLike[str],
+    layouts: Mapping[str, SafetensorsLayout],
+    files: Mapping[str, bytes],
+    writes: Iterable[TensorWrite],
+    *,
+    progress: TotalProgress | None = None,
+) -> None:
+    """Write a checkpoint whose tensors come one by one, as from another format. Runs in one process.
+
+    Args:
+        path: The folder to create.
+        layouts: Its files of tensors by name, in which each tensor has its place.
+        files: Its other files by name, but for the indices of tensors.
+        writes: The tensors.
+        progress: Called with the bytes of each tensor that is written, and the bytes of all tensors.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    writer = FolderWriter(Path(path).absolute(), secrets.token_hex(4), rank=0, num_ranks=1)
+    others = {**index_files(layouts), **files}
+    writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
+    writer.begin()
+    total = sum(region.nbytes for layout in layouts.values() for region in layout.regions.values())
+    PendingSave(writer, _watched(writes, total, progress), others, total).write()
+
+
+def _watched(writes: Iterable[TensorWrite], total: int, progress: TotalProgress | None) -> Iterator[TensorWrite]:
+    for write in writes:
+        yield write
+        if progress is not None:
+            progress(write.data.nbytes, total)

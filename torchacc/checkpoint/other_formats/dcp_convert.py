@@ -4,8 +4,7 @@ Both run in one process, without a device and without a process group, in the me
 """
 
 import json
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,16 @@ from torchacc.checkpoint.other_formats.dcp_names import Contents, sort_keys
 from torchacc.checkpoint.other_formats.pretrained_folder import HEAD, pretrained_files, tied_head
 from torchacc.checkpoint.own_format import json_codec
 from torchacc.checkpoint.own_format.checkpoint_folder import CheckpointFolder, StoredTensor
-from torchacc.checkpoint.own_format.folder_writer import FolderWriter
 from torchacc.checkpoint.own_format.safetensors_files import SafetensorsLayout, plan_safetensors
 from torchacc.checkpoint.own_format.unfinished import unfinished_paths
 from torchacc.checkpoint.run_state import reraise_as_corrupt
-from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite, index_files
-from torchacc.checkpoint.saver import PendingSave
+from torchacc.checkpoint.save_plan import MAX_SHARD_SIZE, TensorWrite
+from torchacc.checkpoint.saver import TotalProgress, write_folder
 from torchacc.engines import quantized_state
 from torchacc.errors import CheckpointError
 from torchacc.logging import get_logger
 
 _log = get_logger(__name__)
-
-TotalProgress = Callable[[int, int], None]
-"""Told of each part of a tensor that is copied: its bytes, and those of all tensors."""
 
 _Stored = dict[str, StoredTensor]
 """Key in the folder that is written -> the tensor in the checkpoint."""
@@ -129,7 +124,7 @@ def import_dcp(
     layouts = _lay_out(folder, contents, tensors, max_shard_size)
     keys = {**contents.model, **(contents.optimizer.tensors if contents.optimizer is not None else {})}
     writes = _tensors_to_write(folder, layouts, keys, tensors)
-    _write(Path(checkpoint).absolute(), layouts, files, _with_progress(writes, layouts, progress))
+    write_folder(checkpoint, layouts, files, writes, progress=progress)
 
 
 def _model_state(folder: CheckpointFolder, aliases: Mapping[str, str], stored: _Stored) -> dict[str, torch.Tensor]:
@@ -224,28 +219,3 @@ def _tensors_to_write(
         for name, region in layout.regions.items():
             full = folder.read(keys[name]) if name in keys else tensors[name]
             yield TensorWrite(region, 0, full.reshape(-1))
-
-
-def _with_progress(
-    writes: Iterator[TensorWrite],
-    layouts: Mapping[str, SafetensorsLayout],
-    progress: TotalProgress | None,
-) -> Iterator[TensorWrite]:
-    total = sum(region.nbytes for layout in layouts.values() for region in layout.regions.values())
-    for write in writes:
-        yield write
-        if progress is not None:
-            progress(write.data.nbytes, total)
-
-
-def _write(
-    checkpoint: Path,
-    layouts: Mapping[str, SafetensorsLayout],
-    files: Mapping[str, bytes],
-    writes: Iterator[TensorWrite],
-) -> None:
-    writer = FolderWriter(checkpoint, secrets.token_hex(4), rank=0, num_ranks=1)
-    others = {**index_files(layouts), **files}
-    writer.prepare({name: (layout.header, layout.nbytes) for name, layout in layouts.items()}, others)
-    writer.begin()
-    PendingSave(writer, writes, others, nbytes=sum(layout.nbytes for layout in layouts.values())).write()
