@@ -143,7 +143,7 @@ class ModelStatus:
 
     def on_lost_gradients(self) -> None:
         """Record that a backward has raised, with which a part of the gradients is lost, also those of a window."""
-        self._has_lost_gradients = True
+        self._has_lost_gradients = self._steps_in_backward is None  # else none outlives its backward
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None, trained: Sequence[nn.Parameter]) -> bool:
         """Record that gradients are dropped.
