@@ -363,6 +363,37 @@ def steps_after_a_backward_that_raised_are_refused() -> None:
         check_parameters(model, plain)
 
 
+class WritesToOutputs(MLP):
+    """Writes to what its units return, which are views, as a linear layer's output for a batch of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 0.5
+            x.mul_(0.9)
+        return self.head(x)
+
+
+@case()
+def outputs_of_units_may_be_written_to() -> None:
+    model, plain = sharded_and_plain(WritesToOutputs)
+    x = X.view(4, 2, 4).repeat(1, 1, 2)
+    for _ in range(2):
+        for each, rows in ((model, part(x)), (plain, x)):
+            each.zero_grad()
+            output = each(rows)
+            output /= 2
+            output.square().mean().backward()
+        check_gradients(model, plain)
+        sgd(model).step()
+        sgd(plain).step()
+    check_parameters(model, plain)
+
+
 @case((NATIVE, MULTIPROCESS))
 def clipping_values_in_a_window_is_refused() -> None:
     model, plain = sharded_and_plain()

@@ -91,6 +91,8 @@ class FSDPGroups:
         take_part_in_backward(self)
         for unit in units:
             unit.register_forward_pre_hook(self._begin if unit is model else self._begin_part, prepend=True)
+        for unit, state in zip(units, self._states, strict=True):
+            unit.register_forward_hook(partial(_watch_base, state))
         model.register_forward_hook(self._end, always_call=True)
         self._gather_for_recorded(model)
 
@@ -329,6 +331,16 @@ def _note_output(state: Any, module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():  # where such a tensor is asked for, nothing is compiled
         return
     state._register_pre_backward_hook(output)
+
+
+def _watch_base(state: Any, module: nn.Module, args: Any, output: Any) -> None:
+    """Gather a unit in backward also where its output is a view, as that of a linear layer, that is written to.
+
+    PyTorch then computes the gradient of the output's base without that of the output, where FSDP2 waits.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        bases = (leaf._base for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        state._register_pre_backward_hook([base for base in bases if base is not None and base.grad_fn is not None])
 
 
 def _is_in_backward() -> bool:
