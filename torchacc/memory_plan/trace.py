@@ -130,9 +130,9 @@ def record(
         ConfigError: The model cannot run without values, or returns no loss.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    mode = partial(_Kernels if eager else _ProductsIn, dtype)
-    if eager and platform == "cpu":  # where autocast lowers all that the model does
-        mode = partial(_Kernels, torch.float32)
+    mode: Callable[[], TorchFunctionMode] = partial(_ProductsIn, dtype)
+    if eager:  # on a CPU autocast lowers all that the model does
+        mode = partial(_Kernels, torch.float32 if platform == "cpu" else dtype, platform)
     widens = platform == "cpu" and not eager
     recorder = _Recorder({parameter: name for name, parameter in model.named_parameters()}, widens=widens)
     try:
@@ -289,9 +289,10 @@ class _Kernels(TorchFunctionMode):
     the same, as autocast has them on a GPU, and matmuls are not.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, platform: str) -> None:
         super().__init__()
         self._dtype = dtype
+        self._platform = platform
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -313,8 +314,13 @@ class _Kernels(TorchFunctionMode):
             return func(*args, **kwargs)  # as T5's, which is learned: no kernel takes it
         if query.shape[1] != key.shape[1]:
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, given.get("is_causal", False), attn_mask=mask)[0]
+        is_causal = given.get("is_causal", False)
+        if query.shape[-1] == value.shape[-1]:
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            return kernel(query, key, value, 0.0, is_causal, attn_mask=mask)[0]
+        if self._platform == "cpu":  # whose kernel takes values of the size of queries only
+            return func(*args, **kwargs)
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, is_causal)[0]
 
 
 def _cast(source: torch.dtype, to: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

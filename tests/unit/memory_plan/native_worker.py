@@ -46,13 +46,31 @@ def make_mixtral():
     return transformers.MixtralForCausalLM(config).train()
 
 
+def make_deepseek():
+    """Values of attention have another size than its queries."""
+    config = transformers.DeepseekV3Config(
+        num_hidden_layers=3, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, use_cache=False,
+        num_key_value_heads=4, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, bos_token_id=None,
+        eos_token_id=None, moe_intermediate_size=WIDTH, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32,
+        qk_rope_head_dim=16, v_head_dim=32,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config).train()
+
+
 def make_adapted():
     from peft import LoraConfig, inject_adapter_in_model
 
     return inject_adapter_in_model(LoraConfig(r=8), make_llama())
 
 
-MODELS = {"adapters": make_adapted, "gpt2": make_gpt2, "llama": make_llama, "mixtral": make_mixtral}
+MODELS = {
+    "adapters": make_adapted,
+    "deepseek": make_deepseek,
+    "gpt2": make_gpt2,
+    "llama": make_llama,
+    "mixtral": make_mixtral,
+}
 
 
 def make_config(sizes, *, recomputed, bf16, policy="full", steps_in_backward=False, schedule="gpipe"):

@@ -19,6 +19,7 @@ CASES = {
         "llama recomputed",
         "llama products-kept",
         "adapters bf16",
+        "deepseek recomputed",
     ),
     2: (
         "adapters recomputed",
