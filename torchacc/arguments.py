@@ -127,7 +127,7 @@ def check_gradients(model: nn.Module) -> None:
 
 
 def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:
-    """Make a sharded model refuse to be copied, moved, pickled, resized or wrapped.
+    """Make a sharded model refuse to be copied, moved, pickled, resized, compiled or wrapped.
 
     Args:
         model: The model.
@@ -141,6 +141,7 @@ def refuse_on(model: nn.Module, device: torch.device, dtype: str) -> None:
     vars(model)["__reduce_ex__"] = functools.partial(_refuse_pickling, type(model).__name__)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = _refuse_resizing  # type: ignore[assignment]
+    model.compile = _refuse_compiling  # type: ignore[method-assign]
     _watch_wrappers()
 
 
@@ -174,6 +175,10 @@ def _refuse_pickling(name: str, protocol: int) -> NoReturn:
         "torchacc.checkpoint.save(folder, model=model), called by every process; or on rank 0 torch.save() of "
         "torchacc.full_state_dict(model, rank0_only=True), which every process calls"
     )
+
+
+def _refuse_compiling(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(f"model.compile() of a model of accelerate(): {_instead_of(_WRAPPERS['OptimizedModule'])}")
 
 
 def _refuse_resizing(*args: Any, **kwargs: Any) -> NoReturn:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchacc
+from tests import forkrun
 from torchacc.errors import DataError
 
 ORDER = r"torchacc\.accelerate\(model, loader, config, optimizer=optimizer\)"
@@ -133,6 +134,22 @@ def test_a_wrapped_model_is_refused_before_and_after(wrap):
     model = accelerate(make_model())
     with pytest.raises(torchacc.ConfigError, match="around a model of accelerate"):
         wrap(model)
+
+
+def test_a_model_is_not_compiled_after_accelerate():
+    with pytest.raises(torchacc.ConfigError, match=r"model\.compile\(\) of a model of accelerate\(\): leave it out"):
+        accelerate(make_model()).compile()
+
+
+@pytest.mark.xla
+def test_a_gru_that_torch_xla_has_replaced_is_refused():
+    program = (
+        "import torchacc, torch_xla; from torch.nn import GRU, Sequential; config = torchacc.Config(backend='native')"
+    )
+    done = forkrun.run(
+        "-c", f"{program}; torchacc.accelerate(Sequential(GRU(2, 2)), None, config)", imports=["torch_xla"]
+    )
+    assert "0 is torch_xla's GRU, which computes on XLA devices only" in done.stderr
 
 
 def test_layers_that_are_compiled_in_place_are_taken():

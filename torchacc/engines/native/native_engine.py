@@ -96,6 +96,7 @@ class NativeEngine(Engine):
                 f"the parameter {empty[0]!r} has no elements, and FSDP2 cannot sum an empty gradient over devices: "
                 "leave it out of the model, or keep it as a buffer (register_buffer)"
             )
+        _refuse_modules_of_torch_xla(model)
         check_axes(self.config, self.mesh, model)
         if self.config.dist.fsdp.backward_prefetch == "BACKWARD_POST":
             raise ConfigError(
@@ -261,3 +262,19 @@ def check_axes(config: Config, mesh: Mesh, model: nn.Module) -> None:
 def _name(device: torch.device) -> str:
     name: str = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)(device.index)
     return name
+
+
+def _refuse_modules_of_torch_xla(model: nn.Module) -> None:
+    """Refuse modules that torch_xla has put in the place of PyTorch's, and that compute on its devices only.
+
+    Raises:
+        ConfigError: The model has one.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("torch_xla."):
+            raise ConfigError(
+                f"{name or 'the model'} is torch_xla's {kind.__name__}, which computes on XLA devices only: importing "
+                f"torch_xla, as transformers does, has replaced torch.nn.{kind.__name__}. Set USE_TORCH_XLA=0 before "
+                f"Python starts, or build the model with torch.nn.modules.rnn.{kind.__name__}"
+            )
